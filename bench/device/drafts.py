@@ -1,9 +1,11 @@
-"""Decoding with drafts of which a known share is right: Qwen3-8B's shape, random weights, one GPU.
+"""Decoding with drafts of which a known share is right: random weights, one GPU.
 
-    python bench/device/drafts.py OUT [--layers N] [--rows 1,8,64] [--drafts 3] [--new 256]
+    python bench/device/drafts.py OUT [--hosted] [--layers N] [--rows 1,8,64] [--drafts 3] [--new 256]
 
-A drafter that proposes noise says what steps of that width answer; the next ones know it, and err by dice.
-Rates are of tokens behind the first, of steps between first and last; the median of three runs.
+Qwen3-8B's shape; hosted: W1b of `latent.py`, always out of host pages, prompts of 65,536 tokens that are
+known, and rows 1 and 8. Requests without drafts first, then a drafter that proposes noise says what steps
+of that width answer; the next ones know it, and err by dice. Rates are of tokens behind the first, of steps
+between first and last; the median of three runs. misses: units that came from the host, a token of an answer.
 """
 from __future__ import annotations
 
@@ -13,8 +15,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import latent
 import torch
 from direct import QWEN3_8B, Direct, build_model, spread, write
+from hosted import counts
 
 from penstock.core.plan import RequestId
 from penstock.exec.drafts.drafter import Ask, Drafter
@@ -25,8 +29,8 @@ class Dice(Drafter):
 
     name = "dice"
 
-    def __init__(self) -> None:
-        self.chance, self.random = 0.0, random.Random(0)
+    def __init__(self, vocab: int) -> None:
+        self.vocab, self.chance, self.random = vocab, 0.0, random.Random(0)
         self.answers: dict[tuple[int, ...], list[int]] = {}
 
     def propose(self, asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
@@ -35,7 +39,7 @@ class Dice(Drafter):
     def _of(self, ask: Ask) -> list[int]:
         answer = self.answers.get(tuple(ask.prompt), [])[len(ask.outputs):][:ask.most]
         answer += [0] * (ask.most - len(answer))
-        return [token if self.random.random() < self.chance else (token + 1) % QWEN3_8B["vocab_size"]
+        return [token if self.random.random() < self.chance else (token + 1) % self.vocab
                 for token in answer]
 
     def forget(self, rid: RequestId) -> None:
@@ -45,39 +49,49 @@ class Dice(Drafter):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
+    parser.add_argument("--hosted", action="store_true")
     parser.add_argument("--layers", type=int, default=36)
-    parser.add_argument("--rows", default="1,8,64")
+    parser.add_argument("--rows", default="")
     parser.add_argument("--drafts", type=int, default=3)
     parser.add_argument("--new", type=int, default=256)
-    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--prompt", type=int, default=0)
     args = parser.parse_args()
-    model, told = build_model(QWEN3_8B | {"num_hidden_layers": args.layers}), []
-    for rows in map(int, args.rows.split(",")):
+    hosted, told = args.hosted, list[dict[str, object]]()
+    length = args.prompt or (65536 if hosted else 512)
+    vocab = 31000 if hosted else QWEN3_8B["vocab_size"]
+    model = (latent.build_model(*latent.WORK["W1b"]) if hosted else
+             build_model(QWEN3_8B | {"num_hidden_layers": args.layers}))
+    for rows in map(int, (args.rows or ("1,8" if hosted else "1,8,64")).split(",")):
         generator = torch.Generator().manual_seed(rows)
-        prompts = torch.randint(0, QWEN3_8B["vocab_size"], (rows, args.prompt), generator=generator).tolist()
-        for drafts in (0, args.drafts):
-            dice = Dice()
-            one = Direct(model, rows=rows, max_len=args.prompt + args.new + 64,
-                         hbm_tokens=rows * (args.prompt + args.new + 128), drafter=dice if drafts else None,
-                         drafts=drafts)
-            one.run(prompts, 16)
-            for chance in (-1.0, 0.0, 0.7, 1.0) if drafts else (None,):     # -1: what is the answer?
-                dice.chance, rates, before = chance or 0.0, [], one.rank.stats()
-                for _ in range(1 if chance == -1.0 else 3):
-                    began = time.perf_counter()
-                    ran = one.run(prompts, args.new)
-                    took = time.perf_counter() - began - max(ran.first_s.values())
-                    rates.append(rows * (args.new - 1) / took)
-                if chance == -1.0:
-                    dice.answers = dict(zip(map(tuple, prompts), ran.tokens.values(), strict=True))
-                    continue
-                right, asked = (sum(v - before.get(k, 0) for k, v in one.rank.stats().items() if k.startswith(
-                    f"spec_{name}_tokens")) for name in ("accepted", "draft"))
-                told.append({"rows": rows, "drafts": drafts, "chance": chance, "tokens_per_s": spread(rates),
-                             "accepted": right, "drafted": asked})
-                write("drafts", args.out, told)
-            del one
-            torch.cuda.empty_cache()
+        prompts = torch.randint(0, vocab, (rows, length), generator=generator).tolist()
+        dice, max_len = Dice(vocab), length + args.new + 64
+        tokens = rows * (max_len + 64)
+        more = dict(hosted=True, dram_tokens=tokens, hot_tokens=max(4, 1 + args.drafts) * latent.TOPK,
+                    prefix_cache=True, page_size=64) if hosted else {}
+        one = Direct(model, rows=rows, max_len=max_len, hbm_tokens=2 * tokens if hosted else tokens,
+                     buckets=(rows,), drafter=dice, drafts=args.drafts, **more)
+        for prompt in prompts if hosted else ():
+            one.run([prompt], 1)
+        one.run(prompts, 16)
+        for chance in (None, -1.0, 0.0, 0.7, 1.0):     # without drafts; what is the answer?; by dice
+            dice.chance, rates, before = chance or 0.0, [], one.rank.stats()
+            missed, runs = counts(one).get("hot_misses_total", 0), 1 if chance == -1.0 else 3
+            for _ in range(runs):
+                began = time.perf_counter()
+                ran = one.run(prompts, args.new, drafts=0 if chance is None else None)
+                took = time.perf_counter() - began - max(ran.first_s.values())
+                rates.append(rows * (args.new - 1) / took)
+            if chance == -1.0:
+                dice.answers = dict(zip(map(tuple, prompts), ran.tokens.values(), strict=True))
+                continue
+            right, asked = (sum(v - before.get(k, 0) for k, v in one.rank.stats().items() if k.startswith(
+                f"spec_{name}_tokens")) for name in ("accepted", "draft"))
+            missed = counts(one).get("hot_misses_total", 0) - missed
+            told.append({"rows": rows, "drafts": args.drafts, "chance": chance, "tokens_per_s": spread(rates),
+                         "accepted": right, "drafted": asked, "misses": missed / runs / rows / args.new})
+            write("drafts", args.out, told)
+        del one
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

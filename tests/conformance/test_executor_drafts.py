@@ -9,16 +9,13 @@ from itertools import accumulate
 import prompts_engine
 import pytest
 import ranks
-import torch
 import where
-from drafters import Broken, Dice, Noise
+from drafters import Broken, Dice, Noise, as_a_device
 from late_copies import Latest, Shuffled
 from prompts_engine import PROMPTS, SMALL, Engine, dense, play
 
 from penstock.config.request.params import SamplingParams
 from penstock.core.plan import Aborted, Dropped, Outcome, Paused, RequestId
-from penstock.exec.sampling.on_device import Draws
-from penstock.exec.sampling.tokens import Drawn
 
 pytestmark = pytest.mark.usefixtures("drafting_stages")
 FAMILIES = ["grouped", "window", "latent", "mla", "state"]
@@ -128,19 +125,6 @@ def sampled(drafter, drafts, **more) -> tuple[Engine, dict]:
     engine.drain()
     del engine.ex.close
     return engine, told
-
-
-def as_a_device(engine) -> Engine:
-    """Its rank launches ahead, draws for rows and finds what counts, as a CUDA device does."""
-    rank = engine.rank
-    if not rank._ahead:
-        rank._ahead, old = True, rank._tokens
-        rank._tokens = Drawn(old._sampler, rank._tables,
-                             Draws(61, engine.rows, torch.device("cpu"), "reference"))
-        narrowing = rank._widths._narrowing
-        narrowing._history, narrowing._may, narrowing._beside = (
-            rank._tokens.history, rank._tokens.drafts, False)
-    return engine
 
 
 @pytest.mark.parametrize("chance", [0, 0.7, 1])

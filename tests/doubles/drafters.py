@@ -4,9 +4,14 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
 
 from penstock.core.plan import RequestId
 from penstock.exec.drafts.drafter import Ask, Drafter
+from penstock.exec.sampling.on_device import Draws
+from penstock.exec.sampling.tokens import Drawn
 
 # answer(prompt, n): the first n output tokens
 Answer = Callable[[tuple[int, ...], int], Sequence[int]]
@@ -62,3 +67,17 @@ class Broken(Drafter):
 
     def forget(self, rid: RequestId) -> None:
         pass
+
+
+def as_a_device(engine: Any) -> Any:
+    """Its rank launches ahead, draws for rows and finds what counts, as a CUDA device does."""
+    rank = engine.rank
+    if not rank._ahead:
+        rank._ahead, old = True, rank._tokens
+        rank._tokens = Drawn(old._sampler, rank._tables,
+                             Draws(61, rank._tables.last_R.numel() - 1, torch.device("cpu"), "reference"))
+        narrowing = rank._widths._narrowing
+        narrowing._history, narrowing._may, narrowing._beside = (
+            rank._tokens.history, rank._tokens.drafts, False)
+        narrowing._at_once = lambda row: rank._attending.at_once(rank._tables.index(row))
+    return engine

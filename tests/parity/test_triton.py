@@ -102,11 +102,11 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
                                                   (F32, F32, 16, 2, 1), (BF16, U8, 64, 2, 2))],
     ("choose.resolve.triton_map", "clear_one"): [(dict(num=I32), {}, 1, 3)],
     ("choose.resolve.triton_map", "resolve_units"): [
-        (dict(chosen=I32, row=I32, device=I32, host=I32, hot_slot=I32, hot_unit=I32, hot_stamp=I32,
+        (dict(chosen=I32, row=I32, turn=I32, device=I32, host=I32, hot_slot=I32, hot_unit=I32, hot_stamp=I32,
               hot_page=I32, count="*i64", now=I32, slot=I32, victim=I32, miss=I32, num=I32, device_row="i32",
               host_row="i32", CHOSEN="i32", UNITS="i32", SLOTS="i32", HOT_PAGES="i32"),
-         dict(PAGE_UNITS=8, CHOSEN_PAD=256, SLOTS_PAD=512, PAGES_PAD=64, HOT=hot), 4, 3)
-        for hot in (True, False)],
+         dict(PAGE_UNITS=8, CHOSEN_PAD=256, SLOTS_PAD=512, PAGES_PAD=64, HOT=hot, TURNS=turns), 4, 3)
+        for hot, turns in ((True, False), (True, True), (False, False))],
     ("attention.sparse_attention.triton_units", "attend_units"): [
         (dict(q=BF16, k=BF16, v=BF16, chosen=I32, slot=I32, position=I32, part=F32, peak=F32, scale="fp32",
               q_row="i32", q_head="i32", kv_page="i32", kv_head="i32", CHOSEN="i32"),

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 )
 
 from penstock.exec.sparse.layers import BoundsSelector, SparseLayers, unit_attention
+from penstock.exec.step.attend import ANY
 from penstock.kernels import registry
 from penstock.kernels.choose.select import SelectRule
 from penstock.kernels.choose.select.reference import scores
@@ -161,7 +162,9 @@ class Machine(RuleBasedStateMachine):
         hosted = ["host" in self.rows[row].tiers for row in rows]
         budgets = [self.random.choice((RULE.least_units, BUDGET)) if on_host else
                    self.random.choice((BUDGET, 3 * BUDGET)) for on_host in hosted]
-        step = self.sparse.step(rows, positions, hosted)
+        at_once = [max(1, self.rows[row].slots // BUDGET) if on_host else ANY
+                   for row, on_host in zip(rows, hosted, strict=True)]
+        step = self.sparse.step(rows, positions, at_once)
         budget_B = torch.tensor(budgets, dtype=torch.int32)
         for layer in range(LAYERS):
             q = torch.randn(len(rows), HEADS * GROUP, DIM, generator=self.gen)

@@ -296,7 +296,7 @@ class Front:
         # and whatever else is not finite is so again in the next step.
         faults = () if spoiled else stepped.faults
         aborts: list[Event] = [Aborted(rid, damaged=True) for rid, why in faults if self._fault(rid, why)]
-        decodes = [count for _, count in decoding(plan)]
+        decodes = [count for _, _, count in decoding(plan)]
         said = sum(map(len, stepped.tokens))
         for rid, drafted, accepted in stepped.drafts:
             self._open[rid].drafted += drafted

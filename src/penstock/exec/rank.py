@@ -33,7 +33,7 @@ from penstock.exec.sampling.sampler import Logprobs
 from penstock.exec.sampling.tokens import Answers, Drawn, tokens_of
 from penstock.exec.sparse.bounds import Selecting, Selector
 from penstock.exec.sparse.indexer import Indexed
-from penstock.exec.step.attend import Attending, Grouped, Latent, LatentOps, Reads
+from penstock.exec.step.attend import ANY, Attending, Grouped, Latent, LatentOps, Reads
 from penstock.exec.step.eager import Eager, Steps
 from penstock.exec.step.links import Links
 from penstock.exec.step.tables import RowTables
@@ -144,10 +144,10 @@ class Rank:
             # States are settled when a step ends: of several stages the last alone knows then what is right.
             one = self._links == Links() or not any(group.snapshot for group in self._groups)
             cpu = device.type == "cpu"
-            assert cpu or isinstance(self._attending, Grouped), "drafts of rows that choose, on a GPU"
             self._widths = Widths(self._links, Narrowing(
                 drafter, self._tokens.history, model.vocab_size, WIDE[device.type] * one,
-                may=self._tokens.drafts, beside=cpu))
+                may=self._tokens.drafts, beside=cpu,
+                at_once=lambda row: ANY if cpu else self._attending.at_once(self._tables.index(row))))
             self._links = self._widths.links
         self._prompts = PromptReader(model.logits, model.vocab_size) if self._links.after is None else None
         self._steps: list[Steps] = [Eager(model, self._groups, self._tables, self._attending, self._links)]

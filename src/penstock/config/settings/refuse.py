@@ -357,9 +357,8 @@ REFUSED: tuple[Refusal[Machine], ...] = (
               (f"schedule.{name}", "schedule.speculative_method"), "give --speculative-method ngram as well")
       for name in ("speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")),
     Refusal(lambda c, _: c.schedule.speculative_method is not None and c.device.device == "cuda"
-            and (c.device.num_ranks > 1 or c.kv.sparse_top_k is not None),
-            ("schedule.speculative_method", "device.device"), "on GPUs rows that select, and those of "
-            "several ranks, say one token a step yet: leave it out, --sparse-top-k too, or take one GPU"),
+            and c.device.num_ranks > 1, ("schedule.speculative_method", "device.device"),
+            "on GPUs rows of several ranks say one token a step yet: leave it out, or take one GPU"),
     Refusal(lambda c, m: c.device.device == "cuda" and m.device != "cuda", ("device.device",),
             "{why}; take --device cpu"),
     Refusal(lambda c, _: c.device.device == "cuda" and c.device.cuda_graphs

@@ -115,9 +115,6 @@ OF_MODEL: tuple[Refusal[ModelFacts], ...] = (
     Refusal(lambda c, m: c.schedule.speculative_method is not None and bool(m.state_bytes)
             and c.device.pp > 1, ("schedule.speculative_method", "device.pp"), "layers of this model keep a "
             "state, and of several stages only the last knows in time which drafts are right: leave one out"),
-    Refusal(lambda c, m: c.schedule.speculative_method is not None and c.device.device == "cuda"
-            and not m.kv_heads, ("schedule.speculative_method", "device.device"), "latent rows say one "
-            "token a step on a GPU yet: leave it out"),
     Refusal(lambda c, m: c.device.tp > 1 and bool(m.state_bytes), ("device.tp",),
             "layers of this model keep a state, which no lane has a part of yet: take --pp"),
     Refusal(lambda c, m: c.pair.disaggregation_mode is not None and m.state_bytes > STATE_MAX,

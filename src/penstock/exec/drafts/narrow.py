@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 from penstock.core.plan import RequestId, Row, StepId, StepPlan
 from penstock.exec.drafts.drafter import Ask, Drafter
+from penstock.exec.step.attend import ANY
 from penstock.exec.step.links import Links, Puts, Takes
 from penstock.model.base import Boundary
 
@@ -28,11 +29,13 @@ class Narrowing:
     """Of one rank."""
 
     def __init__(self, drafter: Drafter, history: History, vocab_size: int, wide: int, *,
-                 may: Callable[[RequestId], bool] = lambda rid: True, beside: bool = True) -> None:
+                 may: Callable[[RequestId], bool] = lambda rid: True, beside: bool = True,
+                 at_once: Callable[[Row], int] = lambda row: ANY) -> None:
         """wide: positions of a step up to which another one costs little: rows draft as far as they stay
-        below. may: whether a row can. beside: whether rows draft in a step that has prompts."""
+        below. may: whether a row can. at_once: positions that one can have. beside: whether rows draft in a
+        step that has prompts."""
         self._drafter, self._history, self._vocab, self._wide = drafter, history, vocab_size, wide
-        self._may, self._beside = may, beside
+        self._may, self._beside, self._at_once = may, beside, at_once
         self.counts: Counter[str] = Counter()
         self.lengths: Counter[int] = Counter()
 
@@ -49,30 +52,30 @@ class Narrowing:
     def asks(self, plan: StepPlan) -> bool:
         """Whether `choose` asks for drafts: then tokens of all steps in front must be known."""
         rows = list(decoding(plan))
-        return self._room(plan, rows) > 0 and any(count > 1 and self._may(rid) for rid, count in rows)
+        return self._room(plan, rows) > 0 and any(count > 1 and self._may(rid) for rid, _, count in rows)
 
-    def _room(self, plan: StepPlan, rows: Sequence[tuple[RequestId, int]]) -> int:
-        prompts = len(plan.tokens) - sum(count for _, count in rows)
+    def _room(self, plan: StepPlan, rows: Sequence[tuple[RequestId, Row, int]]) -> int:
+        prompts = len(plan.tokens) - sum(count for _, _, count in rows)
         return max(0, self._wide - prompts - len(rows)) if self._beside or not prompts else 0
 
     def choose(self, plan: StepPlan, flying: Mapping[RequestId, int]) -> Inputs:
         """What the rows of this plan that decode compute. flying: steps in front whose tokens are not known,
         of each request: they have no drafts."""
         rows = list(decoding(plan))
-        histories = [self._history(rid) for rid, _ in rows]
+        histories = [self._history(rid) for rid, _, _ in rows]
         room = self._room(plan, rows)
-        drafting = sum(count > 1 and self._may(rid) for rid, count in rows) if room else 0
+        drafting = sum(count > 1 and self._may(rid) for rid, _, count in rows) if room else 0
         share = -(-room // drafting) if drafting else 0
         assert not (drafting and flying), "drafts are asked for behind tokens that are not known"
         asks: list[Ask] = []
-        for (rid, count), (prompt, outputs) in zip(rows, histories, strict=True):
-            most = min(count - 1, share, room) if drafting and self._may(rid) else 0
+        for (rid, row, count), (prompt, outputs) in zip(rows, histories, strict=True):
+            most = min(count - 1, share, room, self._at_once(row) - 1) if drafting and self._may(rid) else 0
             room -= most
             if most:
                 asks.append(Ask(rid, prompt, outputs, most))
         found = dict(zip([ask.rid for ask in asks], self._proposed(asks), strict=True))
         inputs: list[int] = []
-        for (rid, _), (prompt, outputs) in zip(rows, histories, strict=True):
+        for (rid, _, _), (prompt, outputs) in zip(rows, histories, strict=True):
             drafts = found.get(rid, ())
             inputs += (len(prompt) + len(outputs) + flying.get(rid, 0) - 1, len(drafts), *drafts)
         return tuple(inputs)
@@ -95,12 +98,12 @@ class Narrowing:
                 for name in ("draft", "accepted", "dropped")} | lengths
 
 
-def decoding(plan: StepPlan) -> Iterator[tuple[RequestId, int]]:
-    """Requests of `plan` whose rows decode, and their positions at most."""
+def decoding(plan: StepPlan) -> Iterator[tuple[RequestId, Row, int]]:
+    """Requests of `plan` whose rows decode, these, and their positions at most."""
     at = 0
-    for rid, count in zip(plan.rids, plan.count, strict=True):
+    for rid, row, count in zip(plan.rids, plan.rows, plan.count, strict=True):
         if plan.tokens[at] < 0:
-            yield rid, count
+            yield rid, row, count
         at += count
 
 

@@ -108,9 +108,9 @@ class Decodes(Protocol):
         """Of a step with these rows of the tables."""
         ...
 
-    def attend(self, kind: str, row_B: Tensor, position_B: Tensor) -> Attend:
-        """Of a step whose rows have one query each, int32; a position of -1 is padding: no context, and
-        nothing is written for it."""
+    def attend(self, kind: str, row_B: Tensor, position_B: Tensor, turn_B: Tensor | None = None) -> Attend:
+        """Of queries, int32, one of a row, or with `turn_B` several, as `kernels.choose.resolve` takes them;
+        a position of -1 is padding: no context, and nothing is written for it."""
         ...
 
 
@@ -246,7 +246,7 @@ class GroupedDecodes:
     def kind(self, rows: Sequence[int]) -> str:
         return "all"
 
-    def attend(self, kind: str, row_B: Tensor, position_B: Tensor) -> Attend:
+    def attend(self, kind: str, row_B: Tensor, position_B: Tensor, turn_B: Tensor | None = None) -> Attend:
         return _Attend(self._grouped, [
             PagedDecode(spec, table.device_RM, table.size, row_B, position_B)
             for spec, table in zip(self._grouped.specs, self._tables.groups, strict=True)])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.plan import StepPlan
-from penstock.exec.graphs.capture import DecodeGraphs, Decodes, GroupedDecodes, Replays, index_of
+from penstock.exec.graphs.capture import DecodeGraphs, Decodes, Replays, index_of
 from penstock.exec.sampling.on_device import Draws, turns_of
 from penstock.exec.step.tables import RowTables
 from penstock.model.base import Model
@@ -28,7 +28,7 @@ class DraftGraphs(DecodeGraphs):
 
     lines = 4           # rows, positions, ids (-1: the row's last token), turns
 
-    def __init__(self, model: Model, tables: RowTables, decodes: GroupedDecodes, draws: Draws,
+    def __init__(self, model: Model, tables: RowTables, decodes: Decodes, draws: Draws,
                  buckets: Sequence[int], replays: Replays, width: int) -> None:
         super().__init__(model, tables, decodes, draws, buckets, replays)
         self._width = width
@@ -52,7 +52,7 @@ def draft_step(model: Model, tables: RowTables, decodes: Decodes, kind: str, inp
     like others, each with its own context: what all of them write comes before what any reads."""
     row_B, position_B, id_B, turn_B = input_4B
     index_B = index_of(tables, row_B, position_B)
-    attend = decodes.attend(kind, row_B, position_B)
+    attend = decodes.attend(kind, row_B, position_B, turn_B)
     token_B = torch.where(id_B < 0, tables.last_R[index_B], id_B.long())
     logits_BV = model.logits(model.forward(token_B, position_B.clamp(min=0).long(), attend))
     return logits_BV, draws.checked(logits_BV, tables.last_R, row_B, index_B, position_B, id_B, turn_B, width)

@@ -27,12 +27,13 @@ def captured(model: Model, tables: RowTables, attending: Attending, draws: Draws
     if isinstance(attending, Latent):       # what it is given grows with the longest context of a step
         return [Uncaptured("latent")]
     assert isinstance(attending, Grouped | Selecting | Indexed), "such a rank is not captured"
-    decodes = GroupedDecodes(attending, tables) if isinstance(attending, Grouped) else attending.decodes()
     rows, device = buckets[-1], tables.last_R.device
     positions = widest(rows, width, wide) if width > 1 else ()
-    replays = Replays(sum(lengths((TOKENS[-1], rows))), max(rows, *positions, 1), model.vocab_size, device)
+    most = max(rows, *positions, 1)
+    decodes = GroupedDecodes(attending, tables) if isinstance(attending, Grouped) else attending.decodes(most)
+    replays = Replays(sum(lengths((TOKENS[-1], rows))), most, model.vocab_size, device)
     graphs = [DecodeGraphs(model, tables, decodes, draws, buckets, replays)]
-    if positions and isinstance(decodes, GroupedDecodes):
+    if positions:
         graphs.append(DraftGraphs(model, tables, decodes, draws, positions, replays, width))
     for kind in graphs:
         kind.capture()

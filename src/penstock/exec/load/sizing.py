@@ -26,7 +26,9 @@ WORKSPACE_BYTES = 256 << 20
 # A row of which at most so many bytes are still being loaded starts, and its step waits for them: a device's
 # layer by layer, on a CPU all others wait too, for a few milliseconds a row.
 WAIT_BYTES = {True: SPLIT_BYTES, False: 32 << 20}
-HOT_BUDGETS = 4      # a hot buffer grows to so many times what a step selects: what more hits is not worth it
+# A hot buffer grows to so many times what a position selects, and to what all of a row with drafts do: what
+# more hits is not worth it.
+HOT_BUDGETS = 4
 STORED_PAGES = 1 << 16      # that the core remembers, of what storage has: about 1 KB each
 
 
@@ -246,7 +248,7 @@ def _hosting(config: Config, caches: Caches, core: CoreConfig, hbm: int, budget:
              device: str) -> Sizes:
     """With hot buffers, whose state and tables are of the device's bytes. Raises ConfigError."""
     kv, size = config.kv, core.page_size
-    most = min(kv.hot_buffer_tokens or max(HOT_BUDGETS * budget, budget + size),
+    most = min(kv.hot_buffer_tokens or max(max(HOT_BUDGETS, 1 + core.draft_tokens) * budget, budget + size),
                -(-core.max_len // size) * size)
     tokens = min(budget + size, most)
     hot, largest = -(-tokens // size), -(-most // size)

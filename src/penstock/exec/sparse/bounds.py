@@ -99,8 +99,8 @@ class Selecting(Selects):
     def settle(self, right: Mapping[int, int]) -> None:
         self._states.settle(right)
 
-    def decodes(self) -> SelectingDecodes:
-        """Of steps in which each row decodes one token behind its prompt."""
+    def decodes(self, most: int) -> SelectingDecodes:
+        """Of steps of up to `most` tokens that rows decode behind their prompts."""
         return SelectingDecodes(
             layers=self._layers, selector=self._selector, hot=self.rows.hot, specs=self._specs,
             tables=self._tables.groups, local=self._local, dense=self._dense, device=self._device,
@@ -130,7 +130,7 @@ class Selecting(Selects):
             budgets = [self.rows[r].budget for r in rows]
             budget_B = torch.tensor(budgets, dtype=torch.int32, device=query_at.device)
             sparse = self._layers.step(rows, [p for _, _, p in queries],
-                                       [not self._kv.is_resident(r) for r in rows])
+                                       [*map(self.rows.at_once, rows)])
 
         def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor,
                    sinks_N: Tensor | None) -> Tensor:

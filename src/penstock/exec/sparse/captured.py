@@ -1,4 +1,5 @@
-"""Decode steps of rows that select, for CUDA graphs: all that depends on a row is on the device.
+"""Decode steps of rows that select, for CUDA graphs: all that depends on a row is on the device. Positions of
+a row that has several choose each for itself, and what they miss comes at once: its hot buffer holds it.
 
 Of rows that select by bounds, steps in which every row does are one kind; the others also read all pages of
 the rows that do not. Rows of a model that chooses its tokens itself are all alike.
@@ -59,19 +60,20 @@ class SelectingDecodes:
     def kind(self, rows: Sequence[int]) -> str:
         return SELECT if all(map(self.selects, rows)) else MIXED
 
-    def attend(self, kind: str, row_B: Tensor, position_B: Tensor) -> Attend:
-        return _Attend(self, kind, row_B, position_B)
+    def attend(self, kind: str, row_B: Tensor, position_B: Tensor, turn_B: Tensor | None = None) -> Attend:
+        return _Attend(self, kind, row_B, position_B, turn_B)
 
 
 class _Attend(OfHeads):
     """`model.base.Attend` of a captured step: its tokens T are the B rows."""
 
-    def __init__(self, of: SelectingDecodes, kind: str, row_B: Tensor, position_B: Tensor) -> None:
+    def __init__(self, of: SelectingDecodes, kind: str, row_B: Tensor, position_B: Tensor,
+                 turn_B: Tensor | None) -> None:
         self._of, self._at = of, _write_at(of, row_B, position_B)
         self._budget_B = of.budget_R[row_B.long()]
         self._selects_B = self._budget_B > 0
         select_B = position_B.where(self._selects_B, -1)
-        self._step = SparseStep(row_B, select_B, (slice(None),), of.hot.tick(1))
+        self._step = SparseStep(row_B, select_B, (slice(None),), of.hot.tick(1), turn_B)
         self._whole: PagedDecode | None = None
         if kind == MIXED:
             self._whole = PagedDecode(of.specs[0], of.tables[0].device_RM, of.tables[0].size, row_B,
@@ -106,7 +108,7 @@ class IndexedDecodes:
     keys       layer that has an indexer -> its pages of keys [P, 1, 1, G, J]
     select     chooses `topk` tokens
     dtype      of pages of rows; of the fp8 ones the first `latent_dim` values are coded
-    nowhere_R  int64, device: -1, of as many as there are rows
+    nowhere_T  int64, device: -1, of as many as a step has tokens
     """
 
     layers: SparseLayers
@@ -118,22 +120,23 @@ class IndexedDecodes:
     topk: int
     dtype: torch.dtype
     latent_dim: int
-    nowhere_R: Tensor
+    nowhere_T: Tensor
     kinds: tuple[str, ...] = (CHOSEN,)
 
     def kind(self, rows: Sequence[int]) -> str:
         return CHOSEN
 
-    def attend(self, kind: str, row_B: Tensor, position_B: Tensor) -> Attend:
-        return _IndexedAttend(self, row_B, position_B)
+    def attend(self, kind: str, row_B: Tensor, position_B: Tensor, turn_B: Tensor | None = None) -> Attend:
+        return _IndexedAttend(self, row_B, position_B, turn_B)
 
 
 class _IndexedAttend:
     """`model.base.Attend` of a captured step: its tokens T are the B rows."""
 
-    def __init__(self, of: IndexedDecodes, row_B: Tensor, position_B: Tensor) -> None:
+    def __init__(self, of: IndexedDecodes, row_B: Tensor, position_B: Tensor, turn_B: Tensor | None) -> None:
         self._of, rows, keys = of, of.tables[0], of.tables[-1]
-        nowhere_B = of.nowhere_R[:len(row_B)]
+        nowhere_B = of.nowhere_T[:len(row_B)]
+        assert len(nowhere_B) == len(row_B), f"a step of {len(row_B)} tokens"
         row_T = row_B.where(position_B >= 0, -1)
         self._at = WriteAt(
             _slots(rows.device_RM, rows.size, row_B, position_B),
@@ -141,7 +144,7 @@ class _IndexedAttend:
             nowhere_B, row_T, position_B, 1)
         self._keys_at = WriteAt(_slots(keys.device_RM, keys.size, row_B, position_B), nowhere_B, nowhere_B,
                                 row_T, position_B, 1)
-        self._step = SparseStep(row_B, position_B, (slice(None),), of.hot.tick(1))
+        self._step = SparseStep(row_B, position_B, (slice(None),), of.hot.tick(1), turn_B)
 
     def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
                  chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:

@@ -82,13 +82,13 @@ class Indexed(Selects):
     def bind(self, bind: Bind, *, budget: int, num_prompt: int) -> None:
         self.rows.bind(bind, budget=self._shape.topk, first=0)
 
-    def decodes(self) -> IndexedDecodes:
-        """Of steps in which each row decodes one token."""
+    def decodes(self, most: int) -> IndexedDecodes:
+        """Of steps of up to `most` tokens that rows decode."""
         return IndexedDecodes(layers=self._layers, hot=self.rows.hot, tables=self._tables.groups,
                               local=self._local, keys=self._keys, select=self._select,
                               topk=self._shape.topk, dtype=self._whole_P11GH.dtype,
                               latent_dim=self._shape.latent_dim,
-                              nowhere_R=torch.full_like(self._tables.last_R, -1))
+                              nowhere_T=torch.full_like(self._tables.last_R[:1], -1).repeat(most))
 
     def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
         """The attention of a step whose binds, grows, remaps and resizes are applied."""
@@ -106,8 +106,7 @@ class Indexed(Selects):
                 positions += range(start, start + count)
                 tokens += range(at, at + count)
             at += count
-        hosted = [not self._tables.groups[0].is_resident(r) for r in rows]     # one may have several: drafts
-        step = self._layers.step(rows, positions, hosted) if rows else None
+        step = self._layers.step(rows, positions, [*map(self.rows.at_once, rows)]) if rows else None
         token_B = torch.tensor(tokens, device=lowered.row_T.device) if chunks else slice(None)
         return _IndexedStep(self, lowered, step, token_B, chunks)
 

@@ -16,6 +16,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from penstock.exec.step.attend import ANY
 from penstock.kernels.attention import sparse_attention
 from penstock.kernels.attention.latent_attention import LatentAttention
 from penstock.kernels.attention.paged_attention.spec import beside_sinks
@@ -37,15 +38,17 @@ class SparseStep:
     """The queries of a step that select, made once and used for every layer.
 
     row, position   int32 [B], device: as `select` takes them
-    rounds          queries of each round, as an index of B: no round has two queries of a row that has a
-                    page without a device copy, since what both choose need not fit its hot buffer
+    rounds          queries of each round, as an index of B: no round has more queries of a row than its hot
+                    buffer holds what they choose of
     now_R1          int32, device: stamp of each round
+    turn_B          as `resolve` takes it, of each round by itself
     """
 
     row_B: Tensor
     position_B: Tensor
     rounds: tuple[slice | Tensor, ...]
     now_R1: Tensor
+    turn_B: Tensor | None = None
 
 
 class SparseLayers:
@@ -71,15 +74,18 @@ class SparseLayers:
         self._resolve = resolve.OP.use(backends["resolve"])
         self._gather = gather.OP.use(backends["gather"])
 
-    def step(self, rows: Sequence[int], positions: Sequence[int], hosted: Sequence[bool]) -> SparseStep:
+    def step(self, rows: Sequence[int], positions: Sequence[int], at_once: Sequence[int]) -> SparseStep:
         """The selecting queries of a step, in the order of their tokens.
 
-        hosted    whether the query's row has a page without a device copy
+        at_once   queries of the row that a round may have: `HotRows.at_once`
         """
         device = self._device_RP.device
-        row_B, position_B = (torch.tensor(x, dtype=torch.int32, device=device) for x in (rows, positions))
-        rounds = tuple(_index(queries, device) for queries in _rounds(rows, hosted))
-        return SparseStep(row_B, position_B, rounds, self._hot.tick(len(rounds)))
+        found, turns = _rounds(rows, at_once)
+        row_B, position_B, turn_B = (torch.tensor(x, dtype=torch.int32, device=device)
+                                     for x in (rows, positions, turns))
+        rounds = tuple(_index(queries, device) for queries in found)
+        return SparseStep(row_B, position_B, rounds, self._hot.tick(len(rounds)),
+                          turn_B if any(turns) else None)
 
     def write_kv(self, layer: int, values: Sequence[Tensor], at: WriteAt) -> None:
         """Write a step's new rows, of all its tokens, to every copy; before any `attend` of the layer."""
@@ -99,8 +105,9 @@ class SparseLayers:
         outs = []
         for at, now_1 in zip(step.rounds, step.now_R1, strict=True):
             chosen, row, position = chosen_BKC[at], step.row_B[at], step.position_B[at]
-            slot, miss, num = self._resolve(chosen, row, self._device_RP, self._host_RP, hot, now_1,
-                                            page_units=self._page_units)
+            slot, miss, num = self._resolve(
+                chosen, row, self._device_RP, self._host_RP, hot, now_1, page_units=self._page_units,
+                turn_B=None if step.turn_B is None else step.turn_B[at])
             if self._host:
                 self._gather(self._host[layer], device, miss, num, unit=self._unit)
             outs.append(self._attend(q_BNH[at], device, chosen, slot, position, sinks_N))
@@ -160,17 +167,20 @@ def index_pair(q_TIJ: Tensor, key_TJ: Tensor, dtype: torch.dtype) -> tuple[Tenso
     return q_TIJ, fp8.kept(key_TJ, dtype, key_TJ.shape[1])
 
 
-def _rounds(rows: Sequence[int], hosted: Sequence[bool]) -> list[list[int]]:
-    """Queries by round: the n-th of a hosted row is in the n-th, all others are in the first."""
+def _rounds(rows: Sequence[int], at_once: Sequence[int]) -> tuple[list[list[int]], list[int]]:
+    """Queries by round, as many of a row as it may have at once; and the turn of each, 0 where nothing that
+    it chooses is missing."""
     rounds: list[list[int]] = [[]]
     seen: dict[int, int] = {}
-    for query, (row, on_host) in enumerate(zip(rows, hosted, strict=True)):
-        n = seen.get(row, 0) if on_host else 0
-        seen[row] = n + 1
+    turns = []
+    for query, (row, most) in enumerate(zip(rows, at_once, strict=True)):
+        n, turn = divmod(seen.get(row, 0), most)
+        seen[row] = seen.get(row, 0) + 1
+        turns.append(turn if most < ANY else 0)
         if n == len(rounds):
             rounds.append([])
         rounds[n].append(query)
-    return rounds
+    return rounds, turns
 
 
 def _index(queries: Sequence[int], device: torch.device) -> slice | Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.plan import Bind, HotResize, RequestId
-from penstock.exec.step.attend import Attending, Reads
+from penstock.exec.step.attend import ANY, Attending, Reads
 from penstock.exec.step.tables import GroupTable, Lowered, RowTables
 from penstock.kernels.kv.write_kv import WriteAt
 from penstock.memory.hot import HotBuffers
@@ -65,6 +65,14 @@ class HotRows:
 
     def __getitem__(self, row: int) -> HotRow:
         return self._rows[row]
+
+    def at_once(self, r: int) -> int:
+        """Queries of row `r` of which its hot buffer holds all that they choose, whatever that is: 1 at
+        least, ANY where every page is on the device."""
+        row = self._rows[r]
+        if not row.budget or self._tables.groups[0].is_resident(r):
+            return ANY
+        return max(1, row.hot_pages * (self._pool.layout.page_size // self._unit) // row.budget)
 
     def bind(self, bind: Bind, *, budget: int, first: int) -> None:
         """The row's tables are bound already. budget: units that each query behind position `first`
@@ -184,6 +192,9 @@ class Selects(Attending):
 
     def close(self, rid: RequestId) -> None:
         self.rows.close(rid)
+
+    def at_once(self, row: int) -> int:
+        return self.rows.at_once(row)
 
     def reads(self, rows: Sequence[int]) -> Reads:
         return self.rows.reads(rows)

@@ -30,6 +30,8 @@ from penstock.memory.mover import Arrivals
 from penstock.memory.pool import BlockPool
 from penstock.model.base import Attend, CacheShape, LocalLayer, Model
 
+ANY = 1 << 30       # queries of a row, where nothing bounds them
+
 
 @dataclass(frozen=True, slots=True)
 class LatentOps:
@@ -66,6 +68,10 @@ class Attending(Protocol):
     def settle(self, right: Mapping[int, int]) -> None:
         """Once a step with drafts has sampled: as `StatePools.settle`."""
         return
+
+    def at_once(self, row: int) -> int:
+        """Of a row of the tables: how many of its queries may choose before any of them attends."""
+        return ANY
 
     def reads(self, rows: Sequence[int]) -> Reads:
         """As `HotRows.reads`."""

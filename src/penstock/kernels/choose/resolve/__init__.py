@@ -19,15 +19,18 @@ __all__ = ["OP", "Resolve"]
 
 class Resolve(Protocol):
     def __call__(self, chosen_BKC: Tensor, row_B: Tensor, device_RP: Tensor, host_RP: Tensor,
-                 hot: HotLayer, now_1: Tensor, *, page_units: int) -> tuple[Tensor, Tensor, Tensor]:
+                 hot: HotLayer, now_1: Tensor, *, page_units: int,
+                 turn_B: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Find every chosen unit: its device page, else its hot unit, else make it one.
 
         chosen_BKC   int32: distinct units, -1 for none (`select`)
-        row_B        int32: each query's row; twice only if all that it chose is on the device
+        row_B        int32: each query's row; twice only if all that it chose is on the device, or by turns
+        turn_B       int32: queries of a row that follow one another have 0, 1, 2, ..., any other has 0: what
+                     several of them miss is listed once, and stays for all. None: all have 0
         device, host_RP   int32: pages of a row, pool-relative, -1 where a tier has none. What the
                      host is asked for it must have
-        hot          changed in place. A row's slots must be at least the units it chose without a
-                     device page: no unit of this step is ever evicted by this step. Of W = 0 pages
+        hot          changed in place. A row's slots must be at least the units it chose, in all turns,
+                     without a device page: no unit of this step is ever evicted by this step. Of W = 0 pages
                      (then M = S = 0) only the counts are touched: all that is chosen is on the device
         now_1        int32: this step, larger by one each time (wraps)
         page_units   units of a page; unit u of a row is in its page u // page_units

@@ -22,6 +22,9 @@ def cases(device: str = "cpu") -> Iterator[Case]:
             yield Case(f"{page_units} units a page, {share:.0%} on the device",
                        partial(_run, page_units, share, 0, device), 0.0)
     yield Case("200 units at once", partial(_run, 32, 0.2, 0, device, chosen=200), 0.0)
+    yield Case("several queries of a row", partial(_run, 2, 0.3, 0, device, hot_pages=30, turns=3), 0.0)
+    yield Case("many queries of a row", partial(_run, 16, 0.0, 0, device, hot_pages=32, chosen=100, turns=4),
+               0.0)
     yield Case("stamps that wrap", partial(_run, 2, 0.1, 2 ** 31 - 3, device), 0.0)
     yield Case("no row has hot units", partial(_run, 2, 1.0, 0, device, hot_pages=0), 0.0)
 
@@ -38,32 +41,34 @@ def empty(rows: int, heads: int, units: int, hot_pages: int, page_units: int,
 
 
 def _run(page_units: int, share: float, first: int, device_name: str, resolve: Resolve, *,
-         hot_pages: int = 14, chosen: int = 11) -> Tensor:
-    """Eight steps over three of four rows, whose hot buffers differ; `chosen` units a step."""
+         hot_pages: int = 14, chosen: int = 11, turns: int = 1) -> Tensor:
+    """Eight steps over three of four rows, whose hot buffers differ; `chosen` units in each of `turns`."""
     rows, heads, pages, often = 4, 3, 40, chosen * 8 // 11
     generator = torch.Generator().manual_seed(page_units)
-    ids = torch.randperm(2 * rows * pages + 40, generator=generator).int()
-    device, host, spare = ids[:rows * pages], ids[rows * pages:2 * rows * pages], ids[-40:]
+    ids = torch.randperm(2 * rows * pages + 160, generator=generator).int()
+    device, host, spare = ids[:rows * pages], ids[rows * pages:2 * rows * pages], ids[-160:]
     device = device.where(torch.rand(rows * pages, generator=generator) < share, -1).view(rows, pages)
     units = pages * page_units
     hot = empty(rows, heads, units if hot_pages else 0, hot_pages, page_units, device_name)
     device_RP, host_RP = device.to(device_name), host.view(rows, pages).to(device_name)
     for row in range(rows if hot_pages else 0):
-        held = -(-(chosen + row) // page_units)
-        hot.page_RW[row, :held] = spare[row * 8:][:held] if page_units > 1 else torch.arange(held)
+        held = -(-(chosen * turns + row) // page_units)
+        hot.page_RW[row, :held] = spare[row * 40:][:held] if page_units > 1 else torch.arange(held)
     left: list[Tensor] = []
     for step in range(8):
-        row_B = torch.randperm(rows, generator=generator)[:3].int()
+        row_B = torch.randperm(rows, generator=generator)[:3].repeat_interleave(turns).int()
+        turn_B = torch.arange(turns, dtype=torch.int32).repeat(3).to(device_name)
         # Most of what is chosen comes back: the first third of the units is drawn often.
         chosen_BKC = torch.stack([torch.stack([
             torch.cat((torch.randperm(units // 3, generator=generator)[:often].sort().values,
                        (torch.randperm(units - units // 3, generator=generator)[:chosen - often].sort().values
-                        + units // 3))) for _ in range(heads)]) for _ in range(3)]).int()
+                        + units // 3))) for _ in range(heads)]) for _ in range(3 * turns)]).int()
         if step % 2:
             chosen_BKC[0, :, chosen * 2 // 3:] = -1
         now = torch.tensor([first + step], dtype=torch.int64).to(torch.int32)
         slot, miss, num = resolve(chosen_BKC.to(device_name), row_B.to(device_name), device_RP, host_RP,
-                                  hot, now.to(device_name), page_units=page_units)
+                                  hot, now.to(device_name), page_units=page_units,
+                                  turn_B=turn_B if turns > 1 else None)
         listed = miss[:int(num)].tolist()
         left += [slot.flatten().cpu(), torch.tensor([len(listed)], dtype=torch.int32),
                  torch.tensor(sorted(listed), dtype=torch.int32).flatten()]

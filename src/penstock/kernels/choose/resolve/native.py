@@ -24,7 +24,7 @@ class _Resolve(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
             "chosen", "row", "device", "host", "hot_page", "now", "hot_slot", "hot_unit", "stamp",
-            "count", "slot", "miss", "num")),
+            "count", "slot", "miss", "num", "turn")),
         *((name, ctypes.c_int64) for name in (
             "queries", "kv_heads", "chosen_width", "pages", "hot_pages", "units", "slots",
             "page_units")),
@@ -47,7 +47,8 @@ def probe(platform: Platform) -> str:
 
 
 def resolve(chosen_BKC: Tensor, row_B: Tensor, device_RP: Tensor, host_RP: Tensor, hot: HotLayer,
-            now_1: Tensor, *, page_units: int) -> tuple[Tensor, Tensor, Tensor]:
+            now_1: Tensor, *, page_units: int,
+            turn_B: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     slot_BKC = torch.empty_like(chosen_BKC)
     miss_E3 = torch.empty(chosen_BKC.numel(), 3, dtype=torch.int32)
     num_1 = torch.empty(1, dtype=torch.int32)
@@ -55,8 +56,8 @@ def resolve(chosen_BKC: Tensor, row_B: Tensor, device_RP: Tensor, host_RP: Tenso
         *(t.data_ptr() for t in (
             chosen_BKC, row_B, device_RP, host_RP, hot.page_RW, now_1, hot.slot_RKM, hot.unit_RKS,
             hot.stamp_RKS, hot.count_RKE, slot_BKC, miss_E3, num_1)),
-        *chosen_BKC.shape, device_RP.shape[1], hot.page_RW.shape[1], hot.slot_RKM.shape[2],
-        hot.unit_RKS.shape[2], page_units)
+        None if turn_B is None else turn_B.data_ptr(), *chosen_BKC.shape, device_RP.shape[1],
+        hot.page_RW.shape[1], hot.slot_RKM.shape[2], hot.unit_RKS.shape[2], page_units)
     error = entry(_SOURCE, "penstock_resolve")(ctypes.byref(args), torch.get_num_threads())
     assert not error, _ERRORS[error]
     return slot_BKC, miss_E3, num_1

@@ -22,7 +22,8 @@ def victims(hot: HotLayer, row: int, head: int, slots: int, now: int) -> list[in
 
 
 def resolve(chosen_BKC: Tensor, row_B: Tensor, device_RP: Tensor, host_RP: Tensor, hot: HotLayer,
-            now_1: Tensor, *, page_units: int) -> tuple[Tensor, Tensor, Tensor]:
+            now_1: Tensor, *, page_units: int,
+            turn_B: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     heads = chosen_BKC.shape[1]
     slot_BKC, now = torch.full_like(chosen_BKC, -1), int(now_1)
     misses: list[tuple[int, int, int]] = []

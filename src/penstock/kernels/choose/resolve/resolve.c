@@ -10,6 +10,7 @@ typedef struct {
     int32_t *hot_slot, *hot_unit, *stamp;           /* [R, K, units], [R, K, slots] twice */
     int64_t *count;                                 /* [R, K, 4] */
     int32_t *slot, *miss, *num;                     /* [B, K, C], [B * K * C, 3], [1] */
+    const int32_t *turn;                            /* [B], or nothing: all 0 */
     int64_t queries, kv_heads, chosen_width, pages, hot_pages, units, slots, page_units;
 } Resolve;
 
@@ -113,8 +114,13 @@ int penstock_resolve(const Resolve *s, int threads)
     #pragma omp parallel for schedule(dynamic) num_threads(threads) reduction(max : error) \
         if (pairs * s->chosen_width > 4096)
     for (int64_t i = 0; i < pairs; i++) {
-        int found = look(s, i / s->kv_heads, i % s->kv_heads);
-        error = found > error ? found : error;
+        int64_t b = i / s->kv_heads;
+        if (s->turn && s->turn[b])
+            continue;
+        do {
+            int found = look(s, b, i % s->kv_heads);
+            error = found > error ? found : error;
+        } while (++b < s->queries && s->turn && s->turn[b]);
     }
     return error;
 }

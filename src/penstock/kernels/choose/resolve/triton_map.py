@@ -1,4 +1,5 @@
-"""Where chosen units are, in Triton: a program for each query and KV head looks them up and finds victims.
+"""Where chosen units are, in Triton: a program for each query and KV head looks them up and finds victims,
+one behind the other those of a row that has several.
 
 Imported only where a CUDA device was asked for.
 
@@ -25,14 +26,12 @@ def clear_one(num):
 
 
 @triton.jit
-def resolve_units(chosen, row, device, host, hot_slot, hot_unit, hot_stamp, hot_page, count, now, slot,
-                  victim, miss, num, device_row, host_row, CHOSEN, UNITS, SLOTS, HOT_PAGES,
-                  PAGE_UNITS: tl.constexpr, CHOSEN_PAD: tl.constexpr, SLOTS_PAD: tl.constexpr,
-                  PAGES_PAD: tl.constexpr, HOT: tl.constexpr):
-    """HOT: whether anything is ever missed. If not, all that is chosen is on the device."""
-    follow()
-    head, b = tl.program_id(0), tl.program_id(1)
-    heads = tl.num_programs(0)
+def _resolve_one(b, chosen, row, device, host, hot_slot, hot_unit, hot_stamp, hot_page, count, now, slot,
+                victim, miss, num, device_row, host_row, CHOSEN, UNITS, SLOTS, HOT_PAGES,
+                PAGE_UNITS: tl.constexpr, CHOSEN_PAD: tl.constexpr, SLOTS_PAD: tl.constexpr,
+                PAGES_PAD: tl.constexpr, HOT: tl.constexpr):
+    """Of query `b`, and the head of this program."""
+    head, heads = tl.program_id(0), tl.num_programs(0)
     at = (b * heads + head) * CHOSEN
     r = tl.load(row + b).to(tl.int64)
     step = tl.load(now)
@@ -95,11 +94,38 @@ def resolve_units(chosen, row, device, host, hot_slot, hot_unit, hot_stamp, hot_
         tl.atomic_add(count + (r * heads + head) * 4, tl.sum(real.to(tl.int32), 0).to(tl.int64))
 
 
+@triton.jit
+def resolve_units(chosen, row, turn, device, host, hot_slot, hot_unit, hot_stamp, hot_page, count, now, slot,
+                  victim, miss, num, device_row, host_row, CHOSEN, UNITS, SLOTS, HOT_PAGES,
+                  PAGE_UNITS: tl.constexpr, CHOSEN_PAD: tl.constexpr, SLOTS_PAD: tl.constexpr,
+                  PAGES_PAD: tl.constexpr, HOT: tl.constexpr, TURNS: tl.constexpr):
+    """HOT: whether anything is ever missed. If not, all that is chosen is on the device. TURNS: whether there
+    are some."""
+    follow()
+    b = tl.program_id(1)
+    queries = tl.num_programs(1)
+    if TURNS:
+        if tl.load(turn + b) == 0:
+            end = b + 1
+            while tl.load(turn + end, mask=end < queries, other=0) > 0:
+                end += 1
+            for query in range(b, end):
+                _resolve_one(query, chosen, row, device, host, hot_slot, hot_unit, hot_stamp, hot_page, count,
+                            now, slot, victim, miss, num, device_row, host_row, CHOSEN, UNITS, SLOTS,
+                            HOT_PAGES, PAGE_UNITS, CHOSEN_PAD, SLOTS_PAD, PAGES_PAD, HOT)
+                tl.debug_barrier()                  # maps and stamps are as the next one finds them
+    else:
+        _resolve_one(b, chosen, row, device, host, hot_slot, hot_unit, hot_stamp, hot_page, count, now, slot,
+                    victim, miss, num, device_row, host_row, CHOSEN, UNITS, SLOTS, HOT_PAGES, PAGE_UNITS,
+                    CHOSEN_PAD, SLOTS_PAD, PAGES_PAD, HOT)
+
+
 WARPS = 8
 
 
 def resolve(chosen_BKC: Tensor, row_B: Tensor, device_RP: Tensor, host_RP: Tensor, hot: HotLayer,
-            now_1: Tensor, *, page_units: int) -> tuple[Tensor, Tensor, Tensor]:
+            now_1: Tensor, *, page_units: int,
+            turn_B: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """As `penstock.kernels.choose.resolve`. Capturable."""
     queries, heads, chosen = chosen_BKC.shape
     for tensor in (chosen_BKC, hot.slot_RKM, hot.unit_RKS, hot.stamp_RKS, hot.page_RW, hot.count_RKE):
@@ -111,10 +137,12 @@ def resolve(chosen_BKC: Tensor, row_B: Tensor, device_RP: Tensor, host_RP: Tenso
     if hot_pages:
         clear_one[(1,)](num_1, num_warps=1, **early())
     resolve_units[(heads, queries)](
-        chosen_BKC, row_B, device_RP, host_RP, hot.slot_RKM, hot.unit_RKS, hot.stamp_RKS, hot.page_RW,
-        hot.count_RKE, now_1, slot_BKC, victim_BKC, miss_E3, num_1, device_RP.stride(0), host_RP.stride(0),
-        chosen, hot.slot_RKM.shape[2], slots, hot_pages, PAGE_UNITS=page_units,
-        CHOSEN_PAD=triton.next_power_of_2(chosen), SLOTS_PAD=triton.next_power_of_2(max(1, slots)),
+        chosen_BKC, row_B, row_B if turn_B is None else turn_B, device_RP, host_RP, hot.slot_RKM,
+        hot.unit_RKS, hot.stamp_RKS, hot.page_RW, hot.count_RKE, now_1, slot_BKC, victim_BKC, miss_E3,
+        num_1, device_RP.stride(0), host_RP.stride(0), chosen, hot.slot_RKM.shape[2], slots, hot_pages,
+        PAGE_UNITS=page_units, CHOSEN_PAD=triton.next_power_of_2(chosen),
+        SLOTS_PAD=triton.next_power_of_2(max(1, slots)),
         PAGES_PAD=triton.next_power_of_2(max(1, hot_pages)), HOT=hot_pages > 0,
+        TURNS=hot_pages > 0 and turn_B is not None,
         num_warps=max(1, min(WARPS, triton.next_power_of_2(max(chosen, slots)) // 128)), **early())
     return slot_BKC, miss_E3, num_1
