@@ -12,6 +12,7 @@ machine had to give meanwhile, 1.0 is a quiet one.
     python bench/planning.py --rows 256 --groups 3
     python bench/planning.py --rows 64 --context 1000000 --shared --page-size 64
     python bench/planning.py --rows 64 --worst --groups 3
+    python bench/planning.py --rows 256 --drafts 32 --cpu
     python bench/planning.py --residency
     python bench/planning.py --blocked --cpu
 """
@@ -36,6 +37,7 @@ from penstock.serve import collector
 from penstock.serve.engine.main import FULL
 
 HOT_PAGES = 4
+DRAFTS = 3                   # of a step of a row
 GROWN_PAGES = 128            # of 64 tokens: 4 times a budget of 2,048
 CURVE = (1.0, 1.0), (1.5, 0.505), (2.0, 0.34), (4.0, 0.233)       # misses by size of a hot buffer
 SPARE = 8                    # tokens that are left over when the last turn has been measured
@@ -53,6 +55,7 @@ class Work:
     groups: int              # 3: as of a model with windows and states besides full attention
     shared: bool             # all but the last page of the prompts is the same
     waiting: int             # requests that have no row
+    drafts: int              # rows that compute DRAFTS more positions, of which none comes back
 
     @property
     def prompt(self) -> int:
@@ -70,7 +73,8 @@ def settings(w: Work) -> CoreConfig:
     return CoreConfig(
         page_size=w.page_size, rows=w.rows, hbm_pages=(len(groups) + HOT_PAGES) * pages, groups=groups,
         dram_pages=(len(groups) + 1) * pages if w.hosted else 0, hot_pages=HOT_PAGES if w.hosted else 0,
-        always_hosted=w.hosted, max_len=w.context, step_tokens=w.rows * w.context)
+        always_hosted=w.hosted, max_len=w.context, step_tokens=w.rows * w.context,
+        draft_tokens=DRAFTS if w.drafts else 0)
 
 
 def requests(w: Work) -> list[Arrived]:
@@ -81,7 +85,8 @@ def requests(w: Work) -> list[Arrived]:
         n = w.prompt - i % w.page_size
         prompt = ((*common[:n - 1], w.prompt + i) if w.shared
                   else tuple(i * 10_000 + p for p in range(n)))
-        made.append(Arrived(RequestId(i + 1), prompt, w.turns + SPARE, selects=w.hosted))
+        made.append(Arrived(RequestId(i + 1), prompt, w.turns + SPARE, selects=w.hosted,
+                            drafts=DRAFTS if i < w.drafts else 0))
     return made
 
 
@@ -116,7 +121,8 @@ def decode_turns(w: Work, *, record: bool, clock: Callable[[], float] = time.per
     plan = core.advance(events).plan
     taken, beside, looked = [], [], inner.counters["rows_looked_at"]
     for token in range(w.turns - 8):
-        assert plan is not None and len(plan.rows) == sum(plan.count) == w.rows
+        assert plan is not None and len(plan.rows) == w.rows
+        assert sum(plan.count) == w.rows + DRAFTS * w.drafts
         events = answer(plan, token)
         started = clock()
         plan = core.advance(events).plan
@@ -282,6 +288,7 @@ def main() -> None:
     parser.add_argument("--shared", action="store_true", help="one prompt: for contexts of a million "
                         "tokens, of which no machine has memory for many")
     parser.add_argument("--waiting", type=int, default=0, help="requests that wait for a row")
+    parser.add_argument("--drafts", type=int, default=0, help="rows of these that draft")
     parser.add_argument("--gc", choices=("default", "engine", "off"),
                         help="Python's cycle collector as it is, as the engine process sets it (so by "
                         "--worst), or off")
@@ -306,7 +313,8 @@ def main() -> None:
         gc.disable()
     for rows in args.rows:
         w = Work(rows=rows, context=args.context, page_size=args.page_size, turns=args.turns,
-                 hosted=args.hosted, groups=args.groups, shared=args.shared, waiting=args.waiting)
+                 hosted=args.hosted, groups=args.groups, shared=args.shared, waiting=args.waiting,
+                 drafts=min(rows, args.drafts))
         if args.worst:
             times = sorted(admitting(w, time.thread_time if args.cpu else time.perf_counter))
             p50 = times[len(times) // 2]

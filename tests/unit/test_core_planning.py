@@ -126,11 +126,12 @@ def test_rows_that_draft_nothing_are_not_looked_at_beside_those_that_do() -> Non
     e.start([24] * 14, selects=True, drafts=0)
     e.turn(*(Arrived(RequestId(100 + i), tuple(range(24)), 1000, drafts=i) for i in (1, 9)))
     e.turn()
-    looked = []
+    looked, before = [], e.turn()
     for _ in range(32):
         plan = e.turn()
         width = dict(zip(plan.rids, plan.count, strict=True))
         assert [width[RequestId(i)] for i in (0, 13, 101, 109)] == [1, 1, 2, 4]
+        assert plan.rids is before.rids and plan.count is before.count      # nothing of them is made anew
         looked.append(e.looked)
     # As above, and each row that drafts three times a step.
     assert sum(looked) == 14 * 4 * 3 + 32 * 2 * 3

@@ -17,7 +17,7 @@ FAILED_SAVES_MAX = 3        # copies to the host that fail again and again help 
 
 @dataclass(slots=True, eq=False)
 class ScheduledRow:
-    """One row of a step in flight. A row that decodes one token a step is the same object in each."""
+    """One row of a step in flight. A row that decodes as many tokens as before is the same object."""
 
     request: Request
     row: Row
@@ -77,7 +77,7 @@ class Request:
                                                # group, that has not come; empty: all have; None: look
 
     # What the planner need not look at, see `schedule`. Every change of phase ends it.
-    issued: ScheduledRow | None = None         # its row of a step in which it decodes one token
+    issued: ScheduledRow | None = None         # its row of a step in which it decodes
     unchanged_until: int = 0                   # while `computed` is below, a step only counts on
     append_until: int = 0                      # while `retired` is below, a result only counts on
 

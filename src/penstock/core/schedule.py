@@ -134,10 +134,8 @@ def drafts_of(core: CoreState, r: Request) -> int:
 
 def _row(r: Request, width: int) -> ScheduledRow:
     assert r.row is not None
-    if width > 1:
-        return ScheduledRow(r, r.row, r.kv_epoch, width, width)
-    if r.issued is None:
-        r.issued = ScheduledRow(r, r.row, r.kv_epoch, 1, 1)
+    if r.issued is None or r.issued.width != width:
+        r.issued = ScheduledRow(r, r.row, r.kv_epoch, width, width)
     return r.issued
 
 
