@@ -15,6 +15,8 @@ from prompts_engine import CONFIG, PROMPTS, STATE, Engine, dense, model, play
 
 from penstock.core.kv.page_table import PageTable
 from penstock.core.kv.pages import Pages
+from penstock.core.kv.pool import Fence
+from penstock.core.kv.prefix_tree import Tree, fix
 from penstock.core.plan import Dropped, Paused, RequestId
 from penstock.exec.step import states
 from penstock.memory.pool import PageLayout
@@ -28,6 +30,11 @@ KINDS = ["linear_attention", "linear_attention", "full_attention", "linear_atten
 SPLIT = {**STATE, "num_hidden_layers": 4, "layer_types": KINDS}
 MAMBA = {**CONFIG, "model_type": "bamba", "num_hidden_layers": 3, "attn_layer_indices": [1],
          "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 6}
+
+# A layer is one mixer: the states lie at layers 0 and 3, KV at 2.
+NEMOTRON = {**CONFIG, "model_type": "nemotron_h", "hybrid_override_pattern": "M-*ME", "mamba_num_heads": 4,
+            "mamba_head_dim": 6, "n_groups": 2, "ssm_state_size": 6, "n_routed_experts": 5,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 16}
 
 
 @pytest.mark.parametrize("chunk", [3, 64])
@@ -85,9 +92,12 @@ def test_states_of_several_groups_of_layers(lateness, kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [Paused, Dropped])
-def test_states_of_mamba(kind, monkeypatch):
+@pytest.mark.parametrize("config", [MAMBA, NEMOTRON], ids=lambda config: config["model_type"])
+def test_states_of_mamba(config, kind, monkeypatch):
     """Two in a group; the prefix is then found on a tier."""
-    monkeypatch.setitem(prompts_engine.CONFIGS, "mamba", MAMBA)
+    monkeypatch.setitem(prompts_engine.CONFIGS, "mamba", config)
+    model.cache_clear()
+    dense.cache_clear()
     engine = Engine(family="mamba", hbm_pages=60, step_tokens=7, lateness=Shuffled(2, torn=0.3))
     play(engine, lambda turn: [kind(RequestId(1 + turn % 7))] if turn % 3 == 0 else [])
     assert engine.core.stats()["pauses" if kind is Paused else "drops"] >= 3
@@ -201,10 +211,23 @@ def found_where_none_is_kept(mp):
     mp.setattr(Pages, "_serves", lambda self, r, path, stored: True)
 
 
+def an_inner_state_is_freed_too_early(mp):
+    """When nobody needs it who runs, while the tree still has it."""
+    right = Tree.update_evictable
+
+    def call(self, node):
+        right(self, node)
+        for space, copy in node.copies.items():
+            if copy.inner and copy.loose is not None:
+                fix(copy)
+                space.pool.release([copy.page], Fence(copy.used))
+    mp.setattr(Tree, "update_evictable", call)
+
+
 FAULTS = (kept_over_a_bind, of_the_wrong_grid_line, of_a_neighbour, none_inside_a_chunk,
           none_at_the_end_of_a_chunk, of_another_layer, the_tail_of_the_convolution_is_lost,
           the_tail_is_one_token_late, half_a_page_has_no_state, given_up_at_the_end_of_a_page,
-          found_where_none_is_kept)
+          found_where_none_is_kept, an_inner_state_is_freed_too_early)
 
 
 @pytest.fixture

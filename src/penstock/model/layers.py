@@ -185,6 +185,17 @@ def bundle_mlp(slots: Slots, prefix: str, hidden: int, width: int) -> None:
     slots.bundle(f"{prefix}.output_linear.weight", [f"{prefix}.down_proj.weight"], (hidden, width), whole)
 
 
+class PlainMLP:
+    """down(relu(up(x)) ** 2)."""
+
+    def __init__(self, slots: Slots, prefix: str, hidden: int, width: Cut, bias: bool) -> None:
+        self.up = slots.linear([f"{prefix}.up_proj"], [width], hidden, bias)
+        self.down = slots.linear([f"{prefix}.down_proj"], [hidden], width, bias)
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x_TD)).square_())
+
+
 class GatedMLP:
     """down(silu(gate(x)) * up(x)), gate and up in one projection. `gate`: in place of silu and product, makes
     [T, I] of [T, 2I]. `adds`: as of `Slots.linear`, the bias of down."""

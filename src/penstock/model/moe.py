@@ -1,4 +1,4 @@
-"""Sparse mixture of experts: a router over gated MLPs, of which each token visits a few.
+"""Sparse mixture of experts: a router over MLPs, of which each token visits a few.
 
 On a CPU each expert is an MLP of its own, and those that the step hits run in ascending order, so sums are
 made in one order. On a device all experts of a layer are one operation, which the host knows no counts of.
@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.config.base.errors import ConfigError
 from penstock.kernels.gemm.experts import Biases, Clamped, ExpertOps, Rule
 from penstock.kernels.gemm.experts.reference import route
 from penstock.model.base import GlobalLayer
-from penstock.model.layers import GatedMLP, Mixer, bundle_mlp, whole
+from penstock.model.layers import GatedMLP, Mixer, PlainMLP, bundle_mlp, whole
 from penstock.model.parts import Cut
 from penstock.model.weights.slots import Slots, Vector
 
@@ -40,6 +41,7 @@ class MoESpec:
     biased          router and experts have biases; where files have all experts of a layer in one tensor, it
                     is inputs by outputs, gate and up in turns
     clamped         how experts gate; None: by SiLU
+    gated           else all MLPs are plain ones
     """
 
     num_experts: int
@@ -57,6 +59,12 @@ class MoESpec:
     beside: bool = False
     biased: bool = False
     clamped: Clamped | None = None
+    gated: bool = True
+
+    @property
+    def inward(self) -> tuple[str, ...]:
+        """What an expert has of weights [width, hidden], by name."""
+        return ("gate", "up") if self.gated else ("up",)
 
     @property
     def rule(self) -> Rule:
@@ -74,7 +82,8 @@ class SparseMLP:
             if spec.beside:
                 name = f"{prefix.rpartition('.')[0]}.shared_mlp"
                 bundle_mlp(slots, name, hidden, spec.shared_width)
-            self.shared = GatedMLP(slots, name, hidden, slots.lane.columns(spec.shared_width), False)
+            self.shared = (GatedMLP if spec.gated else PlainMLP)(
+                slots, name, hidden, slots.lane.columns(spec.shared_width), False)
         self.shared_gate = (slots.linear([f"{prefix}.shared_expert_gate"], [1], hidden, False)
                             if spec.shared_gated else None)
         names = [f"{prefix}.experts.{index}" for index in range(spec.num_experts)]
@@ -84,7 +93,7 @@ class SparseMLP:
             EachExpert(slots, names[kept.range], hidden, kept, width, spec) if slots.experts is None else
             AllExperts(slots, slots.experts, names[kept.range], hidden, kept, width, spec))
         for name in (*names[:kept.first], *names[kept.end:]):
-            for part, shape in (("gate", (spec.width, hidden)), ("up", (spec.width, hidden)),
+            for part, shape in (*((part, (spec.width, hidden)) for part in spec.inward),
                                 ("down", (hidden, spec.width))):
                 slots.foreign(f"{name}.{part}_proj.weight", shape)
                 if spec.biased:
@@ -95,9 +104,9 @@ class SparseMLP:
     def _bundles(slots: Slots, prefix: str, names: list[str], hidden: int, spec: MoESpec) -> None:
         """transformers keeps a layer's experts in two tensors; files may have them either way, Granite's by
         other names."""
-        gate_up = [f"{name}.{part}_proj" for name in names for part in ("gate", "up")]
+        gate_up = [f"{name}.{part}_proj" for name in names for part in spec.inward]
         down = [f"{name}.down_proj" for name in names]
-        experts, wide = spec.num_experts, 2 * spec.width
+        experts, wide = spec.num_experts, len(spec.inward) * spec.width
         if spec.beside:
             slots.bundle(f"{prefix}.router.layer.weight", [f"{prefix}.{spec.router}.weight"],
                          (experts, hidden), whole)
@@ -105,7 +114,8 @@ class SparseMLP:
             slots.bundle(f"{prefix}.output_linear.weight", _weights(down), (experts, hidden, spec.width))
         prefix = f"{prefix}.experts"
         if not spec.biased:
-            slots.bundle(f"{prefix}.gate_up_proj", _weights(gate_up), (experts, wide, hidden))
+            both = "_".join(spec.inward)
+            slots.bundle(f"{prefix}.{both}_proj", _weights(gate_up), (experts, wide, hidden))
             slots.bundle(f"{prefix}.down_proj", _weights(down), (experts, hidden, spec.width))
             return
         slots.bundle(f"{prefix}.gate_up_proj", _weights(gate_up), (experts, hidden, wide),
@@ -142,8 +152,9 @@ class EachExpert:
     def __init__(self, slots: Slots, names: list[str], hidden: int, kept: Cut, width: Cut,
                  spec: MoESpec) -> None:
         self.kept = kept
-        self.experts = [GatedMLP(slots, name, hidden, width, spec.biased, spec.clamped,
-                                 slots.lane.of_range.index == 0) for name in names]
+        self.experts: list[Mixer] = [
+            GatedMLP(slots, name, hidden, width, spec.biased, spec.clamped, slots.lane.of_range.index == 0)
+            if spec.gated else PlainMLP(slots, name, hidden, width, False) for name in names]
 
     def __call__(self, x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor) -> Tensor:
         expert_S = expert_TC.flatten()
@@ -168,6 +179,8 @@ class AllExperts:
 
     def __init__(self, slots: Slots, ops: ExpertOps, names: list[str], hidden: int, kept: Cut,
                  width: Cut, spec: MoESpec) -> None:
+        if not spec.gated:
+            raise ConfigError("experts without gates are run on a CPU only: --device cpu")
         self.ops, self.first, self.clamped = ops, kept.first, spec.clamped
         gate_up = [f"{name}.{part}_proj" for name in names for part in ("gate", "up")]
         down = [f"{name}.down_proj" for name in names]

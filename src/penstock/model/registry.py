@@ -23,6 +23,7 @@ from penstock.model.families.gemma import gemma2, gemma3_text
 from penstock.model.families.gpt_oss import gpt_oss
 from penstock.model.families.granite import granitemoehybrid
 from penstock.model.families.llama import llama, mistral
+from penstock.model.families.nemotron import nemotron_h
 from penstock.model.families.qwen2 import qwen2
 from penstock.model.families.qwen3 import qwen3
 from penstock.model.families.qwen3_moe import qwen3_moe
@@ -46,6 +47,7 @@ FAMILIES: dict[str, tuple[str, Callable[[Fields], Spec]]] = {
     "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", qwen3_5_moe_text),
     "bamba": ("BambaForCausalLM", bamba),
     "granitemoehybrid": ("GraniteMoeHybridForCausalLM", granitemoehybrid),
+    "nemotron_h": ("NemotronHForCausalLM", nemotron_h),
     "gemma2": ("Gemma2ForCausalLM", gemma2),
     "gemma3_text": ("Gemma3ForCausalLM", gemma3_text),
     "gpt_oss": ("GptOssForCausalLM", gpt_oss),

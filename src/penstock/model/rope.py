@@ -231,6 +231,11 @@ def read_rope(fields: Fields, head_dim: int, *, theta: float = 10000.0, partial:
     return replace(rope, inv_freq_F=torch.cat((rope.inv_freq_F, still_F)))
 
 
+def without_turns(rope: Rope) -> Rope:
+    """Of layers without RoPE: an angle of 0 changes no bit."""
+    return replace(rope, inv_freq_F=rope.inv_freq_F * 0, attention_factor=1.0, ntk=None)
+
+
 def rotated_dim(fields: Fields, head_dim: int, partial: float) -> int:
     """Dims of a head that are turned. Raises ConfigError."""
     params = fields.mapping("rope_scaling") or fields.mapping("rope_parameters")

@@ -29,7 +29,16 @@ from penstock.model.base import (
     Stage,
 )
 from penstock.model.latent import LatentSpec
-from penstock.model.layers import Attention, AttentionSpec, GatedMLP, Mixer, Mixes, bundle_mlp, tanh_gelu
+from penstock.model.layers import (
+    Attention,
+    AttentionSpec,
+    GatedMLP,
+    Mixer,
+    Mixes,
+    PlainMLP,
+    bundle_mlp,
+    tanh_gelu,
+)
 from penstock.model.moe import MoESpec, SparseMLP
 from penstock.model.parts import Cut
 from penstock.model.rope import Rope
@@ -52,7 +61,9 @@ class Spec:
     `states`: of layers that have one in place of attention; None: no layer has. `norm_name`: of the last norm
     in files; `mlp_norm_name`, where none is behind, and `mlp_name`: in a layer. `mlp_bundled`: files have
     gate and up of a dense MLP in one tensor. `residual_scale`: of what each half of a layer adds.
-    `logit_divisor`: of logits."""
+    `logit_divisor`: of logits. `feeds`: a layer is one norm and one mixer, these an MLP without a gate or
+    experts; None: all layers mix, then feed forward. `files`: beginnings of names in files, and what they are
+    here, of one name each that fits."""
 
     vocab_size: int
     hidden: int
@@ -79,6 +90,8 @@ class Spec:
     mlp_bundled: bool = False
     residual_scale: float = 1.0
     logit_divisor: float = 1.0
+    feeds: frozenset[GlobalLayer] | None = None
+    files: tuple[tuple[str, str], ...] = ()
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -88,11 +101,10 @@ class Spec:
     def groups(self, stage: Stage) -> tuple[CacheShape, ...]:
         """Of a part of the model, perhaps without layers; those of states last."""
         groups = self.attention.groups(stage, self.windows)
-        if self.states is None:
-            return groups
-        kept = {index - stage.first for index in self.states.layers}
-        return (*(replace(group, layers=tuple(i for i in group.layers if i not in kept)) for group in groups),
-                *self.states.groups(stage))
+        states = self.states
+        others = {*(self.feeds or ()), *(states.layers if states is not None else ())}
+        return (*(replace(group, layers=tuple(i for i in group.layers if i + stage.first not in others))
+                  for group in groups), *(states.groups(stage) if states is not None else ()))
 
 
 class Layer:
@@ -104,12 +116,7 @@ class Layer:
         self.scale = spec.residual_scale
         self.windowed = bool(spec.windows and spec.windows[index])
         self.norm_in = self._norm(slots, f"{prefix}.input_layernorm", spec)
-        self.attention: Mixes
-        if spec.states is not None and index in spec.states.layers:
-            self.attention = spec.states.build(slots, prefix, local, hidden, self.eps)
-        else:
-            self.attention = spec.attention.build(
-                slots, f"{prefix}.self_attn", index, local, hidden, self.eps)
+        self.attention = _mixes(slots, prefix, "self_attn", index, local, spec)
         after, before = spec.mlp_norm_name, "pre_feedforward_layernorm"
         self.norm_mlp = self._norm(slots, f"{prefix}.{before if spec.norms_behind else after}", spec)
         self.behind = [self._norm(slots, f"{prefix}.{name}", spec) for name in (
@@ -159,6 +166,50 @@ class Layer:
         return Boundary(x.h_TD, out_TD, chosen_TS)
 
 
+def _mixes(slots: Slots, prefix: str, name: str, index: GlobalLayer, local: LocalLayer, spec: Spec) -> Mixes:
+    """A state, where the layer has one, or attention, whose name in files this is."""
+    if spec.states is not None and index in spec.states.layers:
+        return spec.states.build(slots, prefix, local, spec.hidden, spec.norm_eps)
+    return spec.attention.build(slots, f"{prefix}.{name}", index, local, spec.hidden, spec.norm_eps)
+
+
+class Single:
+    """A layer of one norm and one mixer."""
+
+    windowed = False
+    weights = None
+
+    def __init__(
+        self, slots: Slots, index: GlobalLayer, local: LocalLayer, spec: Spec, lanes: Lanes | None
+    ) -> None:
+        prefix, hidden = f"model.layers.{index}", spec.hidden
+        self.ops, self.eps, self.lanes = slots.ops, spec.norm_eps, lanes
+        self.norm_in = slots.vector(f"{prefix}.norm.weight", (hidden,))
+        self.mixes: Mixes | None = None
+        self.feeds: Mixer | None = None
+        if spec.feeds is None or index not in spec.feeds:
+            self.mixes = _mixes(slots, prefix, "mixer", index, local, spec)
+        elif spec.moe is not None and index in spec.moe.layers:
+            self.feeds = SparseMLP(slots, f"{prefix}.mixer", hidden, spec.moe)
+        else:
+            self.feeds = PlainMLP(slots, f"{prefix}.mixer", hidden, slots.lane.columns(spec.width),
+                                  spec.mlp_bias)
+
+    def __call__(
+        self, x: Boundary, cos_T1H: Tensor, sin_T1H: Tensor, attend: Attend
+    ) -> Boundary:
+        """Adds x's delta to its h in place; hands on its own."""
+        x_TD, chosen_TS = self.ops.norm(x.h_TD, x.delta_TD, self.norm_in.value, self.eps), x.chosen_TS
+        if self.mixes is not None:
+            out_TD, chosen_TS = self.mixes(x_TD, chosen_TS, cos_T1H, sin_T1H, attend)
+        else:
+            assert self.feeds is not None
+            out_TD = self.feeds(x_TD)
+        if self.lanes is not None:
+            self.lanes.add(out_TD)
+        return Boundary(x.h_TD, out_TD, chosen_TS)
+
+
 class Transformer:
     """Implements `model.base.Model`. Building allocates nothing; weights come with `load`.
     `stage` is the part that it is; None: all of it. `lanes`: those of its stage, where it has several."""
@@ -180,8 +231,9 @@ class Transformer:
         self._lanes, self._slots = lanes, (slots := Slots(dtype, linear, ops, experts, stage.lane, scan))
         if stage.embeds or (stage.heads and spec.tied):
             self._embed = slots.table(EMBED, (spec.vocab_size, spec.hidden))
+        kind: type[Layer | Single] = Layer if spec.feeds is None else Single
         self._layers = [
-            Layer(slots, GlobalLayer(index), LocalLayer(index - stage.first), spec, lanes)
+            kind(slots, GlobalLayer(index), LocalLayer(index - stage.first), spec, lanes)
             for index in range(stage.first, stage.end)
         ]
         self._head: Callable[[Tensor], Tensor]          # a tied head is packed by `finish`
@@ -191,18 +243,28 @@ class Transformer:
             self._head = slots.linear(["lm_head"], [stage.lane.evenly(spec.vocab_size)], spec.hidden, False)
         self._extra_head: Tensor | Packed | None = None
 
+    def _here(self, name: str) -> str:
+        """What a name in a file is here."""
+        for begin, known in self.spec.files:
+            if name.startswith(begin):
+                name = known + name[len(begin):]
+        return name
+
     def wants(self, name: str) -> bool:
-        stage, tied = self.stage, self.spec.tied
+        stage, tied, name = self.stage, self.spec.tied, self._here(name)
         if layer := _LAYER.match(name):
             index = int(layer[1]) - self.spec.num_layers
             if index >= 0:
                 return index >= self.spec.skipped_layers
             return stage.first <= index + self.spec.num_layers < stage.end and self._slots.wants(name)
+        if name.startswith("mtp."):
+            return False
         # Whoever needs a tied tensor reads both names: a file may have either.
         return {EMBED: stage.embeds or (stage.heads and tied), f"{self.spec.norm_name}.weight": stage.heads,
                 HEAD: stage.heads or (stage.embeds and tied)}.get(name, True)
 
     def load(self, name: str, tensor: Tensor | Packed) -> None:
+        name = self._here(name)
         if name.endswith(".rotary_emb.inv_freq"):
             return                      # old Llama files carry it; transformers recomputes it too
         if name == HEAD and self.spec.tied:

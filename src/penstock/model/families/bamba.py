@@ -37,26 +37,33 @@ def bamba(fields: Fields) -> Spec:
 
 
 def read_states(fields: Fields, hidden: int, layers: frozenset[GlobalLayer]) -> StateSpec:
-    heads, key_heads = fields.size("mamba_n_heads", 128), fields.size("mamba_n_groups", 1)
-    values = fields.size("mamba_expand", 2) * hidden
+    heads, values = fields.size("mamba_n_heads", 128), fields.size("mamba_expand", 2) * hidden
     auto = fields.values.get("mamba_d_head") in (None, "auto")
     dim = values // heads if auto else fields.size("mamba_d_head")
-    if heads % key_heads or heads * dim != values:
-        raise ConfigError(f"config.json: mamba_n_heads = {heads} must be a multiple of mamba_n_groups = "
-                          f"{key_heads} and, times mamba_d_head = {dim}, be mamba_expand * hidden_size = "
-                          f"{values}")
-    least, most = _limits(fields)
-    scan = ScanSpec(heads=heads, key_heads=key_heads, key_dim=fields.size("mamba_d_state", 256),
-                    value_dim=dim, taps=fields.size("mamba_d_conv", 4, least=2), delta=False,
-                    least=least, most=most)
+    if heads * dim != values:
+        raise ConfigError(f"config.json: mamba_n_heads = {heads} times mamba_d_head = {dim} must be "
+                          f"mamba_expand * hidden_size = {values}")
+    return mamba(layers, name="mamba", heads=heads, key_heads=fields.size("mamba_n_groups", 1),
+                 key_dim=fields.size("mamba_d_state", 256), dim=dim,
+                 taps=fields.size("mamba_d_conv", 4, least=2), limits=_limits(fields),
+                 bias=fields.flag("mamba_proj_bias"), conv_bias=fields.flag("mamba_conv_bias", True))
+
+
+def mamba(layers: frozenset[GlobalLayer], *, name: str, heads: int, key_heads: int, key_dim: int,
+          dim: int, taps: int, limits: tuple[float, float], bias: bool, conv_bias: bool) -> StateSpec:
+    """States of Mamba-2, whatever a family calls its numbers: heads of `dim` values, key heads of `key_dim`.
+    Raises ConfigError."""
+    if heads % key_heads:
+        raise ConfigError(f"config.json: {heads} heads of Mamba must be a multiple of its {key_heads} groups")
+    scan = ScanSpec(heads=heads, key_heads=key_heads, key_dim=key_dim, value_dim=dim, taps=taps, delta=False,
+                    least=limits[0], most=limits[1])
     # In files: gates, then values, keys and queries, then steps.
-    keys = key_heads * scan.key_dim
+    values, keys = heads * dim, key_heads * key_dim
     channels = (*range(values + keys, values + 2 * keys), *range(values, values + keys), *range(values))
     order = (*(values + i for i in channels), *range(values),
              *range(values + scan.channels, values + scan.channels + heads))
-    return StateSpec(layers=layers, name="mamba", scan=scan, order=order, channels=channels,
-                     projections=(("in_proj", len(order)),), bias=fields.flag("mamba_proj_bias"),
-                     conv_bias=fields.flag("mamba_conv_bias", True))
+    return StateSpec(layers=layers, name=name, scan=scan, order=order, channels=channels,
+                     projections=(("in_proj", len(order)),), bias=bias, conv_bias=conv_bias)
 
 
 def _limits(fields: Fields) -> tuple[float, float]:

@@ -62,8 +62,9 @@ def _spec(fields: Fields, index: IndexSpec | None) -> Spec:
         bias=fields.flag("attention_bias"),
         index=index,
     )
+    shared = fields.size("moe_intermediate_size") * fields.size("n_shared_experts", 1)
     return read_spec(
-        fields, attention, moe=_moe(fields),
+        fields, attention, moe=sigmoid_experts(fields, frozenset(_sparse(fields)), shared=shared, scale=2.5),
         skipped_layers=fields.size("num_nextn_predict_layers", 0, least=0),
     )
 
@@ -80,7 +81,9 @@ def _yarn_scale(fields: Fields) -> float:
     return float(0.1 * weight * math.log(factor) + 1.0) ** 2
 
 
-def _moe(fields: Fields) -> MoESpec:
+def sigmoid_experts(fields: Fields, layers: frozenset[GlobalLayer], *, shared: int, scale: float) -> MoESpec:
+    """Experts as DeepSeek-V3 has them. shared: width of what every token visits; scale: where a file says
+    none. Raises ConfigError on groups that do not divide them."""
     num_experts = fields.size("n_routed_experts")
     groups, groups_chosen = fields.size("n_group", 1), fields.size("topk_group", 1)
     num_chosen = fields.size("num_experts_per_tok")
@@ -94,18 +97,17 @@ def _moe(fields: Fields) -> MoESpec:
             f"config.json: num_experts_per_tok = {num_chosen} is more than the "
             f"{num_experts // groups * groups_chosen} experts that may be chosen"
         )
-    width = fields.size("moe_intermediate_size")
     return MoESpec(
         num_experts=num_experts,
         num_chosen=num_chosen,
-        width=width,
+        width=fields.size("moe_intermediate_size"),
         renormalize=fields.flag("norm_topk_prob", True),
-        layers=frozenset(_sparse(fields)),
+        layers=layers,
         sigmoid=True,
         groups=groups,
         groups_chosen=groups_chosen,
-        shared_width=width * fields.size("n_shared_experts", 1),
-        scale=fields.number("routed_scaling_factor", 2.5),
+        shared_width=shared,
+        scale=fields.number("routed_scaling_factor", scale),
     )
 
 

@@ -9,6 +9,7 @@ from penstock.model.base import GlobalLayer
 from penstock.model.families.bamba import read_states
 from penstock.model.families.common import read_attention, read_spec
 from penstock.model.moe import MoESpec
+from penstock.model.rope import without_turns
 from penstock.model.transformer import Spec
 from penstock.model.weights.fields import Fields
 
@@ -33,9 +34,8 @@ def granitemoehybrid(fields: Fields) -> Spec:
         fields.refuse("layer_types", "one layer of full_attention at least")
     if fields.values.get("position_embedding_type") not in (None, "rope", "nope"):
         fields.refuse("position_embedding_type", "'rope', 'nope' or null")
-    if fields.values.get("position_embedding_type") != "rope":      # a turn by nothing changes no bit
-        still_F = spec.rope.inv_freq_F * 0
-        spec = replace(spec, rope=replace(spec.rope, inv_freq_F=still_F, attention_factor=1.0, ntk=None))
+    if fields.values.get("position_embedding_type") != "rope":
+        spec = replace(spec, rope=without_turns(spec.rope))
     return replace(spec, mlp_name="block_sparse_moe" if moe else "shared_mlp", mlp_bundled=True,
                    embed_scale=fields.number("embedding_multiplier", 1.0),
                    residual_scale=fields.number("residual_multiplier", 1.0),
