@@ -64,3 +64,14 @@ def test_hits_by_size_of_the_hot_buffer(tmp_path: Path) -> None:
     refused = subprocess.run([*PENSTOCK, "bench", "demo", "--plot-hot", "x.png"], capture_output=True,
                              text=True, timeout=END_S, check=False)
     assert refused.returncode == 2 and "add --sparse-top-k" in refused.stderr
+
+
+@pytest.mark.sweep
+def test_drafts_are_counted_beside_the_speed(tmp_path: Path) -> None:
+    out = bench("demo", "--speculative", "--speculative-method", "ngram", "--threads", "1", "--runs", "1",
+                "--output-len", "32", "--hbm-bytes", "100M", "--output-json", str(tmp_path / "out.json"))
+    found = json.loads((tmp_path / "out.json").read_text())
+    drafted, accepted, said = found["drafted, accepted, said"]["repeat"]
+    assert 0 < accepted <= drafted and said <= 32
+    assert all(len(arm) == 1 for arms in found["results"].values() for arm in arms.values())
+    assert f"| {drafted} " in out and f"| {accepted} " in out

@@ -23,6 +23,8 @@ class Answer:
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
     error: str = ""
 
 
@@ -95,10 +97,19 @@ async def _send(client: Any, httpx: Any, model: str, prompt: list[int], args: Na
                     answer.output_tokens = usage["completion_tokens"]
                     details = usage.get("prompt_tokens_details") or {}
                     answer.cached_tokens = details.get("cached_tokens", 0)
+                    details = usage.get("completion_tokens_details") or {}
+                    answer.drafted = details.get("draft_tokens", 0)
+                    answer.accepted = details.get("accepted_draft_tokens", 0)
     except httpx.HTTPError as e:
         answer.error = f"{type(e).__name__}: {e}"
     answer.end = time.perf_counter() - start
     return answer
+
+
+def _drafts(answers: list[Answer]) -> str:
+    """Nothing of a server that drafts nothing."""
+    drafted, accepted = sum(a.drafted for a in answers), sum(a.accepted for a in answers)
+    return f", {drafted} drafted and {accepted} of them accepted" if drafted else ""
 
 
 def _report(args: Namespace, answers: list[Answer], took: float) -> int:
@@ -113,7 +124,7 @@ def _report(args: Namespace, answers: list[Answer], took: float) -> int:
     print(f"\n{about}: {len(answers) - len(good)} failed, {took:.2f} s, "
           f"{len(good) / took:.2f} requests/s, {out / took:.1f} output tokens/s, "
           f"{sum(a.prompt_tokens for a in good) / took:.1f} prompt tokens/s, "
-          f"{sum(a.cached_tokens for a in good)} cached tokens\n")
+          f"{sum(a.cached_tokens for a in good)} cached tokens{_drafts(good)}\n")
     print(table(("milliseconds", "mean", "p50", "p90", "p99", "max"), [
         [name, *(f"{1e3 * x:.1f}" for x in (
             sum(v) / len(v) if v else float("nan"), percentile(v, 50), percentile(v, 90),

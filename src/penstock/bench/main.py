@@ -12,7 +12,8 @@ from penstock.config.settings.tree import Config
 OFFLINE = {"against": (None, "measure transformers' generate in turns with penstock"),
            "runs": (5, "repetitions of each workload"),
            "plot_hot": (None, "PNG file for the share of hits by size of the hot buffer; runs only this"),
-           "hot_context": (4000, "prompt tokens of --plot-hot")}
+           "hot_context": (4000, "prompt tokens of --plot-hot"),
+           "speculative": (False, "with drafts and without, in turns, and what of them was right; only this")}
 SERVER = {"bearer": (None, "API key that is sent to the server"),
           "num_prompts": (64, "requests in all"),
           "request_rate": (0.0, "requests a second, Poisson; 0 sends all at once"),
@@ -27,10 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                                           "e.g. http://127.0.0.1:8000")
     for where, flags in (("offline", OFFLINE), ("server", SERVER)):
         for name, (default, text) in flags.items():
-            group.add_argument(
-                f"--{name.replace('_', '-')}", help=f"{where}: {text}",
-                type=type(default) if default is not None else str,
-                choices=("transformers",) if name == "against" else None)
+            flag, about = f"--{name.replace('_', '-')}", f"{where}: {text}"
+            if default is False:
+                group.add_argument(flag, help=about, action="store_true", default=None)
+                continue
+            group.add_argument(flag, help=about, type=type(default) if default is not None else str,
+                               choices=("transformers",) if name == "against" else None)
     group.add_argument("--output-len", type=int, default=128, help="new tokens of a request")
     group.add_argument("--bench-seed", dest="bench_seed", type=int, default=0,
                        help="of prompts and arrivals")
@@ -59,6 +62,9 @@ def run(config: Config | None, args: argparse.Namespace) -> int:
     if config is None:
         from penstock.bench import load
         return asyncio.run(load.measure(args))
+    if args.speculative:
+        from penstock.bench import speculation
+        return asyncio.run(speculation.measure(config, args))
     if args.plot_hot is not None:
         from penstock.bench import hot
         return asyncio.run(hot.measure(config, args))
