@@ -121,7 +121,7 @@ def positions_of_a_later_stage(mp):
     def of(self, plan, *more):
         if self._inner is not None:
             starts = dict(zip(plan.rids, plan.start, strict=True))
-            rows = [(rid, starts[rid]) for rid, _ in narrow.decoding(plan)]
+            rows = [(rid, starts[rid]) for rid, _, _ in narrow.decoding(plan)]
 
             def inputs(inner, step):
                 left, out = iter(right(inner, step)), []

@@ -8,13 +8,13 @@ import pytest
 import torch
 import where
 from dense_attend import Dense
-from driven import InProcess
+from driven import PAGE, InProcess
 
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.selection import indexer_selection
 from penstock.core.plan import Outcome
 from penstock.memory.lateness import Promptly
-from penstock.model.base import CacheShape
+from penstock.model.base import CacheShape, Stage
 
 CONFIG = {
     "model_type": "qwen3", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48,
@@ -51,6 +51,8 @@ STATE = {**{key: value for key, value in CONFIG.items() if "num_k" not in key}, 
 INTERVAL = 16
 CONFIGS = {"grouped": CONFIG, "latent": LATENT, "window": WINDOW, "mla": MLA, "sinks": SINKS,
            "state": STATE}
+# Models with a layer that drafts, of latent rows that are all read and of such that choose.
+MTP = {"mtp": {**MLA, "num_nextn_predict_layers": 1}, "mtp_chosen": {**LATENT, "num_nextn_predict_layers": 1}}
 EXPERTS = {**CONFIG, "model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2,
            "moe_intermediate_size": 24, "norm_topk_prob": True}
 GREEDY = SamplingParams(temperature=0.0)
@@ -58,7 +60,37 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @functools.cache
 def model(family="grouped", stage=None):
-    return where.model({**CONFIGS, "experts": EXPERTS}[family], torch.float32, 5, 10, stage)
+    config = {**CONFIGS, **MTP, "experts": EXPERTS}[family]
+    if family not in MTP:
+        return where.model(config, torch.float32, 5, 10, stage)
+    assert stage is None, "what drafts is whole"
+    layers = config["num_hidden_layers"]
+    made = where.model(config, torch.float32, 5, 10, Stage(0, layers, True, True, drafts=True))
+    _teach(made)
+    return made
+
+
+def _teach(made) -> None:
+    """Its layer that drafts guesses, from a token and the hidden state before it, the hidden state behind
+    it: in the sense of least squares over random texts, but for what its own halves add."""
+    random = torch.Generator().manual_seed(1)
+    draft, seen, want = made._draft, [], []
+    for half in (draft.layer.attention.out, draft.layer.mlp.down):
+        half.op = functools.partial(_scaled, half.op, 0.3)
+    with torch.inference_mode():
+        for _ in range(40):
+            ids_T = torch.randint(61, (24,), generator=random)
+            hidden_TD = made.forward(ids_T, torch.arange(24), Dense(made.attention, made.groups))
+            both = [torch.nn.functional.rms_norm(x, x.shape[-1:], norm.value, 1e-6) for x, norm in (
+                (made.embed(ids_T[1:]).h_TD, draft.norm_token), (hidden_TD[:-1], draft.norm_hidden))]
+            seen.append(torch.cat(both, 1))
+            want.append(hidden_TD[1:])
+        fit = torch.linalg.lstsq(torch.cat(seen), torch.cat(want)).solution
+    draft.joint.op = lambda x_TI: x_TI @ fit
+
+
+def _scaled(op, factor, x):
+    return op(x) * factor
 
 
 # Each layer a group, and what a selector would have: a quarter of a page of theirs, less two rows.
@@ -103,9 +135,10 @@ class Engine(InProcess):
     def __post_init__(self) -> None:
         if self.family == "state" and where.DEVICE == "cuda":
             pytest.skip("a GPU refuses models that keep states")
-        latent, rows = self.family == "latent", self.family in ("latent", "mla")
-        groups = tuple(replace(group, page_tokens=INTERVAL) if group.snapshot else group
-                       for group in self.groups or model(self.family).groups)
+        latent = self.family in ("latent", "mtp_chosen")
+        rows = latent or self.family in ("mla", "mtp")
+        groups = tuple(replace(group, page_tokens=PAGE if group.drafts else INTERVAL)
+                       if group.snapshot else group for group in self.groups or model(self.family).groups)
         self.build(functools.partial(model, self.family), groups,
                    selection=indexer_selection(4) if latent else None, max_len=64,
                    num_layers=model(self.family).spec.num_layers,
@@ -123,7 +156,8 @@ class Engine(InProcess):
 SHARED = (7, 3, 29, 41, 5, 5, 18, 60, 2, 33, 9)
 BACKENDS = where.backends()
 # Device pages of group 0, too few.
-SMALL = {"grouped": 11, "latent": 18, "experts": 11, "window": 13, "mla": 11, "sinks": 13, "state": 12}
+SMALL = {"grouped": 11, "latent": 18, "experts": 11, "window": 13, "mla": 11, "sinks": 13, "state": 12,
+         "mtp": 20, "mtp_chosen": 34}
 PROMPTS = {1: (*SHARED, 1, 2), 2: (*SHARED, 40), 3: (50,), 4: SHARED * 2, 5: (12, 8, 30, 21),
            6: SHARED[:8], 7: (*SHARED, *SHARED, 4, 4)}
 

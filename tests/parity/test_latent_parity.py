@@ -20,7 +20,7 @@ from transformers import (
 
 from penstock.config.base.errors import ConfigError
 from penstock.model import registry
-from penstock.model.base import AttentionShape, Model
+from penstock.model.base import AttentionShape, Model, Stage
 
 TOPK, PROMPT, FORCED, VOCAB, LAYERS = 8, 72, 12, 61, 4
 CLASSES = {"deepseek_v32": (DeepseekV32Config, DeepseekV32ForCausalLM),
@@ -174,6 +174,53 @@ def test_bf16_follows_transformers(case: str) -> None:
     got_TV = run(model, ids_T, [len(ids_T)], Dense(model.attention))
     their_error, our_error = ((out - exact_TV).norm() for out in (theirs_TV, got_TV))
     assert our_error < 1.5 * their_error
+
+
+@pytest.mark.parametrize("case", ["v32", "v32-groups", "v32-yarn-bias", "glm"])
+@torch.inference_mode()
+def test_a_layer_that_drafts_equals_transformers_layer_on_the_papers_input(case: str) -> None:
+    """arXiv:2412.19437, equations 21 to 23: M [norm(h_i); norm(embed(t_i+1))] through a block as the model's,
+    the embedding first, as files have M. Two drafts deep: the second has the first's hidden state."""
+    reference, ids_T = make_reference(case, num_hidden_layers=LAYERS + 1, index_topk=256), prompt_ids()
+    at, model = f"model.layers.{LAYERS}", reference.model
+    random, hidden = torch.Generator().manual_seed(3), SMALL["hidden_size"]
+    more = {f"{at}.eh_proj.weight": torch.randn(hidden, 2 * hidden, generator=random) * 0.2,
+            **{f"{at}.{name}.weight": torch.rand(hidden, generator=random) + 0.5
+               for name in ("enorm", "hnorm", "shared_head.norm")}}
+    config = {**raw_config(reference, case), "num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1}
+    mine = registry.build(config, dtype=torch.float32, linear=plain_linear,
+                          stage=Stage(0, LAYERS, embeds=True, heads=True, drafts=True))
+    shared = {f"{at}.embed_tokens.weight": torch.zeros(1), f"{at}.shared_head.head.weight": torch.zeros(1)}
+    for name, tensor in {**reference.state_dict(), **more, **shared}.items():
+        if mine.wants(name):
+            mine.load(name, tensor)
+    mine.finish()
+
+    layers, eps = list(model.layers), reference.config.rms_norm_eps
+    model.layers = torch.nn.ModuleList(layers[:LAYERS])
+    hidden_TD = model(ids_T[None]).last_hidden_state[0]
+    torch.testing.assert_close(
+        mine.forward(ids_T, torch.arange(len(ids_T)), Dense(mine.attention)), hidden_TD, rtol=0, atol=1e-4)
+    model.layers = torch.nn.ModuleList(layers[LAYERS:])
+    layers[LAYERS].self_attn.layer_idx = 0
+    model.norm.weight.copy_(more[f"{at}.shared_head.norm.weight"])
+
+    def joint(ids: torch.Tensor, before_TD: torch.Tensor) -> torch.Tensor:
+        both = [F.rms_norm(x, (hidden,), more[f"{at}.{name}.weight"], eps) for name, x in (
+            ("enorm", model.embed_tokens(ids)), ("hnorm", before_TD))]
+        return torch.cat(both, 1) @ more[f"{at}.eh_proj.weight"].T
+
+    attend, ids, before_TD, inputs_TD = Dense(mine.attention), ids_T[1:], hidden_TD[:-1], None
+    for first in (1, len(ids_T)):
+        inputs_TD = joint(ids, before_TD) if inputs_TD is None else torch.cat(
+            (inputs_TD, joint(ids, before_TD)))
+        position_1T = torch.arange(1, 1 + len(inputs_TD))[None]
+        out_TD = model(inputs_embeds=inputs_TD[None], position_ids=position_1T).last_hidden_state[0]
+        want_TD = out_TD[-len(ids):]
+        got_TD = mine.draft(ids, before_TD, torch.arange(first, first + len(ids)), attend)
+        torch.testing.assert_close(got_TD, want_TD, rtol=0, atol=1e-4)
+        torch.testing.assert_close(mine.logits(got_TD), reference.lm_head(want_TD), rtol=0, atol=2e-4)
+        ids, before_TD = mine.logits(got_TD[-1:]).argmax(1), got_TD[-1:]
 
 
 def test_layers_for_predicting_several_tokens_are_skipped() -> None:

@@ -114,9 +114,9 @@ def test_asking_for_what_happens_anyway_changes_nothing(line: str) -> None:
     ("--kv-transfer-config {}", "--disaggregation-mode"),
     ("--kv-cache-dtype fp8_e5m2", "KV cache of another type"), ("--device tpu", "NVIDIA GPU"),
     ("--trust-remote-code", "security"), ("--trust_remote_code", "security"),
-    ("--quantization awq", "quantised"), ("--speculative-num-steps 3", "a model that drafts"),
-    ("--speculative-algorithm EAGLE3", "ngram is what there is"), ("--speculative-config {}", "say how"),
-    ('--speculative-config \'{"method": "mtp"}\'', "method mtp: ngram is what"),
+    ("--quantization awq", "quantised"), ("--speculative-eagle-topk 2", "not a tree"),
+    ("--speculative-algorithm EAGLE3", "ngram and mtp"), ("--speculative-config {}", "say how"),
+    ('--speculative-config \'{"method": "eagle3"}\'', "method eagle3: ngram and mtp"),
     ('--speculative-config \'{"method": "ngram", "model": "x"}\'', "'model' is not a key"),
     ('--speculative-config \'{"method": "ngram", "num_speculative_tokens": 0}\'', "a whole number of"),
     ("--speculative-num-draft-tokens 1", "from 2 on"),
@@ -214,7 +214,9 @@ def test_speculation_as_peers_ask_for_it(line: str) -> None:
 
 
 @pytest.mark.parametrize(("line", "said"), [
-    ("--speculative-tokens 4", "give --speculative-method ngram as well"),
+    ("--speculative-tokens 4", "give --speculative-method ngram or mtp as well"),
+    ("--speculative-method mtp --prompt-lookup-min 3", "give --speculative-method ngram as well"),
+    ("--speculative-algorithm NEXTN --tp 2", "the layer that drafts runs on a CPU and in one rank"),
     ("--speculative-method ngram --speculative-tokens 16", "1 to 15"),
     ("--speculative-method ngram --prompt-lookup-min 5", "at least as many"),
     ("--speculative-method ngram --device cuda --pp 2", "say one token a step yet")])

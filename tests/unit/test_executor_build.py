@@ -316,6 +316,19 @@ def test_a_model_that_chooses_its_tokens_is_built_with_two_groups(latent, topk):
     assert "backend_index_select" in built.info and "backend_paged_attention" not in built.info
 
 
+def test_a_model_that_drafts_is_built_with_two_groups_more_and_says_so(latent):
+    def built(**schedule):
+        kv = KVConfig(hbm_bytes=1 << 20, dram_bytes=1 << 20, kv_storage=f"file://{latent / 'stored'}")
+        return build_engine(dummy(latent, kv=kv, schedule=ScheduleConfig(step_tokens=64, **schedule)), str)
+    one, other = built(speculative_method="mtp", speculative_tokens=2), built()
+    groups = one.core_config.groups
+    assert [group.name for group in groups] == ["latent", "index", "draft", "draft_hidden"]
+    assert groups[2].resident and groups[3].snapshot and groups[3].page_tokens == one.core_config.page_size
+    assert one.core_config.draft_tokens == 2 and one.info["weight_bytes"] > other.info["weight_bytes"]
+    assert one.identity.items() - other.identity.items() == {("drafter", "mtp")}
+    assert one.core_config.store_root != other.core_config.store_root
+
+
 @pytest.mark.parametrize(("given", "message"), [
     (dict(sparse_top_k=8), "--sparse-top-k 8: this model chooses 4 tokens itself"),
     (dict(sparse_top_k=4, sparse_unit=16), "--sparse-unit 16: this model chooses 4"),

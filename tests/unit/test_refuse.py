@@ -90,6 +90,7 @@ CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
     ({"speculative_tokens": 2}, {"speculative_tokens": 2, "speculative_method": "ngram"}),
     ({"prompt_lookup_min": 3}, {"prompt_lookup_min": 3, "speculative_method": "ngram"}),
     ({"prompt_lookup_max": 5}, {"prompt_lookup_max": 5, "speculative_method": "ngram"}),
+    ({"speculative_method": "mtp", "pp": 2}, {"speculative_method": "ngram", "pp": 2}),
     ({"speculative_method": "ngram", "device": "cuda", "pp": 2},
      {"speculative_method": "ngram", "device": "cpu", "pp": 2}),
     ({"device": "cuda"}, {"device": "auto"}),

@@ -37,6 +37,7 @@ CASES: tuple[tuple[ModelFacts, dict[str, object], dict[str, object]], ...] = (
     (DENSE, {"state_interval": 512}, {}),
     (STATES, {"device": "cuda"}, {"device": "cpu", "state_interval": 512}),
     (STATES, {"speculative_method": "ngram", "pp": 2}, {"speculative_method": "ngram"}),
+    (DENSE, {"speculative_method": "mtp"}, {"speculative_method": "ngram"}),
     (STATES, {"tp": 2}, {"pp": 2}),
     (replace(STATES, state_bytes=1 << 20), {"disaggregation_mode": "prefill"}, {}),
 )

@@ -24,6 +24,7 @@ from penstock.config.request.params import SamplingParams
 from penstock.config.request.scores import Scores
 from penstock.core.plan import Moved, RequestId, StepId, StepPlan
 from penstock.exec.drafts.drafter import Drafter
+from penstock.exec.drafts.mtp import MTP
 from penstock.exec.drafts.narrow import Narrowing, Widths
 from penstock.exec.graphs.mixed import START_S
 from penstock.exec.graphs.steps import captured
@@ -129,14 +130,18 @@ class Rank:
         """Pools by cache group; `dram` is empty without a host tier. max_len: tokens of the longest
         request. links: to the other stages; None: the model is whole. wake: called in another thread when a
         copy has ended. grammars: of requests that have one; None: no request does. drafter: of rows whose
-        plans have drafts; None: none has. It is one on every stage."""
+        plans have drafts; None: none has, but of a model that drafts itself. It is one on every stage."""
         self._links = links or Links()
         model = parts.model
         self._model, self._hbm, self._dram = model, hbm, dram
         self._groups = model.groups if parts.groups is None else parts.groups
         device = hbm[0].pages.device
         self._tables = RowTables(rows, max_len, hbm, dram, base=row_base, device=device)
-        self._attending = _attending(parts, self._groups, self._tables, hbm, dram)
+        own = [group for group in self._groups if not group.drafts]
+        self._attending = _attending(parts, own, self._tables, hbm[:len(own)], dram[:len(own)])
+        self._mtp = (MTP(model, parts.attention, self._groups, self._tables, hbm)
+                     if len(own) < len(self._groups) else None)
+        drafter = self._mtp or drafter
         self._tokens = tokens_of(self._links, model.vocab_size, rows, self._tables, seed, parts.draw,
                                  parts.mask, grammars)
         self._widths: Widths | None = None
@@ -150,7 +155,8 @@ class Rank:
                 at_once=lambda row: ANY if cpu else self._attending.at_once(self._tables.index(row))))
             self._links = self._widths.links
         self._prompts = PromptReader(model.logits, model.vocab_size) if self._links.after is None else None
-        self._steps: list[Steps] = [Eager(model, self._groups, self._tables, self._attending, self._links)]
+        self._steps: list[Steps] = [
+            Eager(model, own, self._tables, self._attending, self._links, self._mtp)]
         self._mover = Mover([*hbm, *dram], lateness, wake)
         self._ahead = device.type == "cuda" and self._links.before is None and self._links.after is None
         self._queue: deque[StepPlan] = deque()
@@ -314,8 +320,11 @@ class Rank:
         if answers.drafts:
             right = {rid: max(0, len(tokens) - 1) for (rid, _), tokens in
                      zip(answers.states, answers.tokens, strict=True)}
-            self._attending.settle({self._tables.index(row): right[rid] for row, rid in
-                                    zip(plan.rows, plan.rids, strict=True) if rid in right})
+            by_row = {self._tables.index(row): right[rid] for row, rid in
+                      zip(plan.rows, plan.rids, strict=True) if rid in right}
+            self._attending.settle(by_row)
+            if self._mtp is not None:
+                self._mtp.settle(by_row)
         self._sampling_s += time.perf_counter() - stepped
         return answers, prompts
 
@@ -370,7 +379,7 @@ def _attending(parts: RankParts, groups: Sequence[CacheShape], tables: RowTables
     model, attention, selector = parts.model, parts.attention, parts.selector
     if selector is None:
         if isinstance(attention, LatentOps):
-            return Latent(model, groups, attention, hbm)
+            return Latent(model.attention, groups, attention, hbm)
         return Grouped(model, groups, attention, hbm)
     for pool in dram:           # its address goes to kernels before any page: they must know it
         pool.index(pool.base)

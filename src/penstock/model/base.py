@@ -32,13 +32,14 @@ def everything(name: str) -> bool:
 class Stage:
     """What one rank has of a model: layers [first, end), at least one, and of those what its lane has. The
     first stage has the embedding (`embeds`), the last the final norm and the head (`heads`); a tied head
-    needs the embedding's tensor as well."""
+    needs the embedding's tensor as well. `drafts`: a whole model has the layer that drafts, too."""
 
     first: GlobalLayer
     end: GlobalLayer
     embeds: bool
     heads: bool
     lane: Lane = ONE
+    drafts: bool = False
 
 
 class Boundary(NamedTuple):
@@ -133,6 +134,7 @@ class CacheShape:
     window      tokens that a query of its layers sees, itself and those before it; 0: all
     snapshot    what is kept is a state behind a token, one vector that stands for all tokens up to it
     page_tokens of snapshots, tokens from one that stays to the next; 0: `exec.load.layout` says
+    drafts      of the layer that drafts, which is layer 0 of a count of its own
     """
 
     name: str
@@ -148,6 +150,7 @@ class CacheShape:
     window: int = 0
     snapshot: bool = False
     page_tokens: int = 0
+    drafts: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +177,8 @@ class Model(Protocol):
     """A loaded model, or one stage of it. Built by `build`, filled by `load`, ready after `finish`."""
 
     stage: Stage
-    groups: tuple[CacheShape, ...]     # each layer is in one that is not a selector's; states are last
+    # Each layer is in one that is not a selector's; states are last, behind them what drafts.
+    groups: tuple[CacheShape, ...]
     attention: AttentionShape
     vocab_size: int
     max_position: int              # context length of the checkpoint, tokens
@@ -225,6 +229,10 @@ class Model(Protocol):
 
     def logits(self, hidden_BD: Tensor) -> Tensor:
         """logits_BV, float32. Only of a stage that has the head."""
+        ...
+
+    def draft(self, ids_T: Tensor, hidden_TD: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """As `mtp.DraftLayer`, of these tokens. Only of a stage that drafts."""
         ...
 
 

@@ -16,7 +16,7 @@ from penstock.kernels.gemm.experts import ExpertOps
 from penstock.kernels.state import scan as scans
 from penstock.kernels.state.scan import Scan
 from penstock.kernels.types.scaled import Scaled, quantised
-from penstock.model.base import Lanes, Model, Stage, Wants, everything
+from penstock.model.base import GlobalLayer, Lanes, Model, Stage, Wants, everything
 from penstock.model.families.bamba import bamba
 from penstock.model.families.deepseek import deepseek_v3, deepseek_v32, glm_moe_dsa
 from penstock.model.families.gemma import gemma2, gemma3_text
@@ -83,13 +83,20 @@ def read_spec_of(config: dict[str, Any]) -> Spec:
     return FAMILIES[family][1](Fields(config, family))
 
 
+def drafting_stage(config: dict[str, Any]) -> Stage:
+    """A whole model with the layer that drafts."""
+    layers = GlobalLayer(read_spec_of(config).num_layers)
+    return Stage(GlobalLayer(0), layers, embeds=True, heads=True, drafts=True)
+
+
 def numbers_of(spec: Spec) -> dict[str, int]:
     """Of a model, what refusals compare: words as in `ModelFacts`."""
     attention, moe = spec.attention, spec.moe
     widths = [spec.width, *([moe.width, *([moe.shared_width] if moe.shared_width else [])] if moe else [])]
     state = 0 if spec.states is None else 4 * spec.states.scan.elements
     return {"topk": attention.shape(ONE).topk, "state_bytes": state, "heads": attention.num_heads,
-            "experts": moe.num_experts if moe else 0, "vocab": spec.vocab_size, "width": min(widths)}
+            "mtp": int(spec.mtp is not None), "experts": moe.num_experts if moe else 0,
+            "vocab": spec.vocab_size, "width": min(widths)}
 
 
 def tensor_shapes(
@@ -121,12 +128,12 @@ def _all_floats(name: str) -> Blocks | None:
 
 def dummy_tensors(
     config: dict[str, Any], seed: int, wants: Wants = everything, *, device: str = "cpu",
-    scaled: Callable[[str], Blocks | None] = _all_floats,
+    scaled: Callable[[str], Blocks | None] = _all_floats, drafts: bool = False,
 ) -> Iterator[tuple[str, Tensor | Scaled]]:
     """Random weights for every wanted name, f32, one at a time: normal(0, 0.02), norms 1; in fp8 where
     `scaled` says so. Each is seeded by its name, so that a stage draws its own only and the same as the whole
-    model. They are drawn on the device: a GPU's are others than a CPU's."""
-    for name, shape in tensor_shapes(config):
+    model. They are drawn on the device: a GPU's are others than a CPU's. drafts: its weights as well."""
+    for name, shape in tensor_shapes(config, drafting_stage(config) if drafts else None):
         if not wants(name):
             continue
         if name.endswith("norm.weight"):

@@ -40,6 +40,8 @@ from penstock.model.layers import (
     tanh_gelu,
 )
 from penstock.model.moe import MoESpec, SparseMLP
+from penstock.model.mtp import DraftLayer, MTPNames
+from penstock.model.mtp import groups_of as draft_groups
 from penstock.model.parts import Cut
 from penstock.model.rope import Rope
 from penstock.model.scan import StateSpec
@@ -53,7 +55,8 @@ _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
     """One model's shape. `tied`: the head is the embedding. `width`: of the MLP, dense layers.
-    `skipped_layers`: behind the last, in the files but not of the model (multi-token prediction).
+    `skipped_layers`: behind the last, in the files but not of the model. `mtp`: the first of them, or what
+    files have in its place, drafts; None: nothing does.
     `windows`: of each layer the tokens that a query sees, 0: all; (): all layers see all. `window_rope`: of
     layers with a window; None: the others'. `norm_plus`: is added to the weights of norms. `norms_behind`:
     what the halves of a layer give is normed, too. `gelu`: gates by GELU, approximated by tanh, not by SiLU.
@@ -76,6 +79,7 @@ class Spec:
     mlp_bias: bool = False
     moe: MoESpec | None = None
     skipped_layers: int = 0
+    mtp: MTPNames | None = None
     windows: tuple[int, ...] = ()
     window_rope: Rope | None = None
     norm_plus: float = 0.0
@@ -98,20 +102,37 @@ class Spec:
         """That its layers need beside `layer` and `linear`, by name."""
         return (*self.attention.ops, *(self.states.ops if self.states else ()))
 
+    @property
+    def drafting(self) -> Spec:
+        """Of the layer that drafts: it reads all of its KV, whatever others choose, and has experts where
+        others have."""
+        attention, moe = self.attention, self.moe
+        if isinstance(attention, LatentSpec):
+            attention = replace(attention, index=None)
+        if moe is not None and moe.layers:
+            moe = replace(moe, layers=moe.layers | {GlobalLayer(self.num_layers)})
+        return replace(self, attention=attention, moe=moe, windows=(), states=None)
+
     def groups(self, stage: Stage) -> tuple[CacheShape, ...]:
         """Of a part of the model, perhaps without layers; those of states last."""
         groups = self.attention.groups(stage, self.windows)
-        states = self.states
+        states, drafts = self.states, tuple[CacheShape, ...]()
+        if stage.drafts:
+            [kv] = self.drafting.attention.groups(
+                replace(stage, first=GlobalLayer(0), end=GlobalLayer(1)), ())
+            drafts = draft_groups(kv, self.hidden)
         others = {*(self.feeds or ()), *(states.layers if states is not None else ())}
         return (*(replace(group, layers=tuple(i for i in group.layers if i + stage.first not in others))
-                  for group in groups), *(states.groups(stage) if states is not None else ()))
+                  for group in groups), *(states.groups(stage) if states is not None else ()), *drafts)
 
 
 class Layer:
     def __init__(
-        self, slots: Slots, index: GlobalLayer, local: LocalLayer, spec: Spec, lanes: Lanes | None
+        self, slots: Slots, index: GlobalLayer, local: LocalLayer, spec: Spec, lanes: Lanes | None,
+        prefix: str = "",
     ) -> None:
-        prefix, hidden = f"model.layers.{index}", spec.hidden
+        """prefix: of its names; without one they go by its index."""
+        prefix, hidden = prefix or f"model.layers.{index}", spec.hidden
         self.ops, self.eps, self.lanes = slots.ops, spec.norm_eps, lanes
         self.scale = spec.residual_scale
         self.windowed = bool(spec.windows and spec.windows[index])
@@ -242,6 +263,13 @@ class Transformer:
         if stage.heads and not spec.tied:
             self._head = slots.linear(["lm_head"], [stage.lane.evenly(spec.vocab_size)], spec.hidden, False)
         self._extra_head: Tensor | Packed | None = None
+        self._draft: DraftLayer | None = None
+        if stage.drafts:
+            assert spec.mtp is not None, "a model without a layer that drafts"
+            self._draft = DraftLayer(
+                slots, spec.mtp, spec.hidden, spec.norm_eps, spec.norm_plus,
+                Layer(slots, GlobalLayer(spec.num_layers), LocalLayer(0), spec.drafting, None,
+                      spec.mtp.layer))
 
     def _here(self, name: str) -> str:
         """What a name in a file is here."""
@@ -254,8 +282,8 @@ class Transformer:
         stage, tied, name = self.stage, self.spec.tied, self._here(name)
         if layer := _LAYER.match(name):
             index = int(layer[1]) - self.spec.num_layers
-            if index >= 0:
-                return index >= self.spec.skipped_layers
+            if index >= 0:          # of a layer that drafts what is not shared with the model
+                return index >= self.spec.skipped_layers or self._slots.has(name)
             return stage.first <= index + self.spec.num_layers < stage.end and self._slots.wants(name)
         if name.startswith("mtp."):
             return False
@@ -329,6 +357,11 @@ class Transformer:
         for layer in self._layers:
             x = layer(x, *(near if layer.windowed else far), attend)
         return x
+
+    def draft(self, ids_T: Tensor, hidden_TD: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        assert self._draft is not None, "a stage that does not draft"
+        cos_T1H, sin_T1H = self._rope.angles(positions_T, self.dtype)
+        return self._draft(self.embed(ids_T).h_TD, hidden_TD, cos_T1H, sin_T1H, attend)
 
     def queries(self, q_BNH: Tensor) -> Tensor:
         spec, lane = self.spec.attention, self.stage.lane

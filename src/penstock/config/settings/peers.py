@@ -6,9 +6,11 @@ import json
 from penstock.config.base.errors import ConfigError
 from penstock.config.settings.sglang import json_object, whole
 
-VLLM, ALGORITHM, NUM_TOKENS = ("--speculative-config", "--speculative-algorithm",
-                               "--speculative-num-draft-tokens")
-SPECULATION = (VLLM, ALGORITHM, NUM_TOKENS)
+VLLM, ALGORITHM, NUM_TOKENS, NUM_STEPS, TOPK = (
+    "--speculative-config", "--speculative-algorithm", "--speculative-num-draft-tokens",
+    "--speculative-num-steps", "--speculative-eagle-topk")
+SPECULATION = (VLLM, ALGORITHM, NUM_TOKENS, NUM_STEPS, TOPK)
+METHODS = {"ngram": "ngram", "mtp": "mtp", "nextn": "mtp", "deepseek_mtp": "mtp", "glm4_moe_mtp": "mtp"}
 OURS = {"num_speculative_tokens": "--speculative-tokens", "prompt_lookup_min": "--prompt-lookup-min",
         "prompt_lookup_max": "--prompt-lookup-max"}
 
@@ -19,6 +21,12 @@ def speculation(name: str, text: str) -> list[str]:
         return []
     if name == ALGORITHM:
         return [_method(name, text)]
+    if name == TOPK:
+        if text != "1":
+            raise ConfigError(f"{name} {text}: drafts are a chain, not a tree: 1 is what there is")
+        return []
+    if name == NUM_STEPS:
+        return [f"--speculative-tokens={text}"]
     if name == NUM_TOKENS:              # theirs counts the position that is computed anyway
         if not text.isdecimal() or int(text) < 2:
             raise ConfigError(f"{name} {text}: a whole number from 2 on is needed, of positions that a row "
@@ -26,7 +34,7 @@ def speculation(name: str, text: str) -> list[str]:
         return [f"--speculative-tokens={int(text) - 1}"]
     values = json_object(name, text, ("method", *OURS))
     if "method" not in values:
-        raise ConfigError(f'{name} {text}: say how, with "method": "ngram"')
+        raise ConfigError(f'{name} {text}: say how, with "method": "ngram" or "mtp"')
     for key in OURS.keys() & values.keys():
         if not whole(values[key]):
             raise ConfigError(f"{name}: {key} is {json.dumps(values[key])}: a whole number of tokens is "
@@ -36,8 +44,8 @@ def speculation(name: str, text: str) -> list[str]:
 
 
 def _method(given: str, method: object) -> str:
-    if str(method).lower() != "ngram":
+    if (known := METHODS.get(str(method).lower())) is None:
         shown = method if isinstance(method, str) else json.dumps(method)
-        raise ConfigError(f"{given} {shown}: ngram is what there is; models that draft (mtp, nextn, eagle3) "
-                          "are not built yet")
-    return "--speculative-method=ngram"
+        raise ConfigError(f"{given} {shown}: ngram and mtp (nextn) are what there is; models that draft "
+                          "(eagle3) are not built yet")
+    return f"--speculative-method={known}"

@@ -352,11 +352,17 @@ REFUSED: tuple[Refusal[Machine], ...] = (
     Refusal(lambda c, _: not c.schedule.prompt_lookup_min <= c.schedule.prompt_lookup_max <= 16,
             ("schedule.prompt_lookup_max", "schedule.prompt_lookup_min"),
             "at least as many, and at most 16 tokens"),
-    *(Refusal(lambda c, _, name=name: c.schedule.speculative_method is None  # type: ignore[misc]
+    *(Refusal(lambda c, _, name=name, of=of: c.schedule.speculative_method not in of  # type: ignore[misc]
               and getattr(c.schedule, name) != getattr(ScheduleConfig(), name),
-              (f"schedule.{name}", "schedule.speculative_method"), "give --speculative-method ngram as well")
-      for name in ("speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")),
-    Refusal(lambda c, _: c.schedule.speculative_method is not None and c.device.device == "cuda"
+              (f"schedule.{name}", "schedule.speculative_method"),
+              f"give --speculative-method {' or '.join(of)} as well")
+      for name, of in (("speculative_tokens", ("ngram", "mtp")), ("prompt_lookup_min", ("ngram",)),
+                       ("prompt_lookup_max", ("ngram",)))),
+    Refusal(lambda c, _: c.schedule.speculative_method == "mtp"
+            and (c.device.num_ranks > 1 or c.device.device == "cuda"),
+            ("schedule.speculative_method", "device.device"), "the layer that drafts runs on a CPU and in "
+            "one rank yet: leave it out, or take --device cpu without --pp and --tp"),
+    Refusal(lambda c, _: c.schedule.speculative_method == "ngram" and c.device.device == "cuda"
             and c.device.num_ranks > 1, ("schedule.speculative_method", "device.device"),
             "on GPUs rows of several ranks say one token a step yet: leave it out, or take one GPU"),
     Refusal(lambda c, m: c.device.device == "cuda" and m.device != "cuda", ("device.device",),

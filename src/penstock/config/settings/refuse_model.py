@@ -24,6 +24,7 @@ class ModelFacts:
     experts, vocab      of a layer, 0: it has none; words that it knows
     width               columns of its narrowest MLP
     state_bytes         of one layer's state, of its layers that have one; 0: none has
+    mtp                 layers in its files that draft, of a kind that is known
     """
 
     name: str
@@ -36,6 +37,7 @@ class ModelFacts:
     vocab: int = 1 << 15
     width: int = 1 << 12
     state_bytes: int = 0
+    mtp: int = 0
 
     @property
     def words(self) -> Mapping[str, str]:
@@ -115,6 +117,8 @@ OF_MODEL: tuple[Refusal[ModelFacts], ...] = (
     Refusal(lambda c, m: c.schedule.speculative_method is not None and bool(m.state_bytes)
             and c.device.pp > 1, ("schedule.speculative_method", "device.pp"), "layers of this model keep a "
             "state, and of several stages only the last knows in time which drafts are right: leave one out"),
+    Refusal(lambda c, m: c.schedule.speculative_method == "mtp" and not m.mtp,
+            ("schedule.speculative_method",), "this model's files have no layer for it: take ngram"),
     Refusal(lambda c, m: c.device.tp > 1 and bool(m.state_bytes), ("device.tp",),
             "layers of this model keep a state, which no lane has a part of yet: take --pp"),
     Refusal(lambda c, m: c.pair.disaggregation_mode is not None and m.state_bytes > STATE_MAX,

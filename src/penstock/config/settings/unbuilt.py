@@ -113,8 +113,8 @@ UNBUILT: tuple[Unbuilt, ...] = (
     # Adapters, speculation, structure.
     _switch(_LORA, "--enable-lora"),
     _value(_LORA, "--lora-*", "--max-lora*", neutral=_NONE),
-    _value(_DRAFTS, "--speculative-draft-*", "--speculative-num-steps", "--speculative-eagle-topk",
-           "--speculative-token-map", neutral=_NONE, instead="--speculative-method ngram is there"),
+    _value(_DRAFTS, "--speculative-draft-*", "--speculative-token-map", neutral=_NONE,
+           instead="--speculative-method ngram is there, and mtp"),
     _value("", "--speculative-ngram-*", "--speculative-attention-mode", "--speculative-accept-*",
            neutral=_NONE,
            instead="give --speculative-method ngram, with --speculative-tokens, --prompt-lookup-min and "

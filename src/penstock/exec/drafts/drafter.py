@@ -9,14 +9,16 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.config.settings.tree import Config
-from penstock.core.plan import RequestId
+from penstock.core.plan import RequestId, Row
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """`rid` has said `outputs` behind `prompt`, and may say `most` further tokens in the step to come."""
+    """`rid` has said `outputs` behind `prompt`, and may say `most` further tokens in the step to come, which
+    computes its last one in `row`."""
 
     rid: RequestId
+    row: Row
     prompt: Sequence[int]
     outputs: Sequence[int]
     most: int
@@ -89,8 +91,9 @@ class NGram(Drafter):
 
 
 def drafter_of(config: Config) -> Drafter | None:
-    """None: a row says one token a step. A prefill end's rows do not decode."""
+    """None: a row says one token a step, or what a layer of the model drafts. A prefill end's rows do not
+    decode."""
     schedule = config.schedule
-    if schedule.speculative_method is None or config.pair.disaggregation_mode == "prefill":
+    if schedule.speculative_method != "ngram" or config.pair.disaggregation_mode == "prefill":
         return None
     return NGram(schedule.prompt_lookup_min, schedule.prompt_lookup_max)

@@ -72,7 +72,7 @@ class Narrowing:
             most = min(count - 1, share, room, self._at_once(row) - 1) if drafting and self._may(rid) else 0
             room -= most
             if most:
-                asks.append(Ask(rid, prompt, outputs, most))
+                asks.append(Ask(rid, row, prompt, outputs, most))
         found = dict(zip([ask.rid for ask in asks], self._proposed(asks), strict=True))
         inputs: list[int] = []
         for (rid, _, _), (prompt, outputs) in zip(rows, histories, strict=True):

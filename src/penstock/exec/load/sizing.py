@@ -65,18 +65,26 @@ def groups_of(model: Model, selection: Selection | None,
               kv: KVConfig | None = None) -> tuple[CacheShape, ...]:
     """The model's cache groups, in the formats that `kv` names, with what a selection adds: bounds of the
     keys of each unit, on the device, and dense layers in a group of their own, which stays there too, as
-    windows and states do. Raises ConfigError for a format that this model's vectors cannot have, and where
-    nothing is to be selected."""
+    windows and states do, and so does what drafts. Raises ConfigError for a format that this model's vectors
+    cannot have, and where nothing is to be selected."""
     kv = kv or KVConfig()
     own = tuple(replace(group, page_tokens=kv.state_interval or 0) if group.snapshot else group
-                for group in model.groups)
+                for group in model.groups if not group.drafts)
+    drafts = tuple(replace(group, page_tokens=kv.page_size) if group.snapshot else group
+                   for group in model.groups if group.drafts)
+    return (*_selected(model, selection, kv, own), *drafts)
+
+
+def _selected(model: Model, selection: Selection | None, kv: KVConfig,
+              own: tuple[CacheShape, ...]) -> tuple[CacheShape, ...]:
+    """As `groups_of`, of what does not draft."""
     if selection is None and not model.attention.latent_dim:
         return own
     if selection is None or selection.native:
         index = kv.kv_cache_dtype if kv.index_dtype == "auto" else kv.index_dtype
         return tuple(_kept(group, index, group.head_dim, "--index-dtype") if group.selector else
                      _kept(group, kv.kv_cache_dtype, model.attention.latent_dim, "--kv-cache-dtype")
-                     for group in model.groups)
+                     for group in own)
     full, *windows = own
     if full.window:
         raise ConfigError(f"--sparse-top-k: every layer of this model sees its last {full.window} tokens "

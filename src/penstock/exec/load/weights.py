@@ -131,6 +131,9 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object],
     checkpoint, pack, backends = _opened(config, files, log)
     dtype = dtype_of(config, files, checkpoint.config)
     together = experts.OP.use(backends["experts"].name) if "experts" in backends else None
+    drafts = config.schedule.speculative_method == "mtp"            # of a model of one stage
+    if drafts:
+        stage = families.drafting_stage(checkpoint.config)
     model = families.build(checkpoint.config, dtype=dtype, linear=pack,
                            ops=layer.OP.use(backends["layer"].name), stage=stage, experts=together,
                            lanes=lanes, scan=scan.OP.use(backends["scan"].name if "scan" in backends
@@ -141,7 +144,7 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object],
     _check_weights_fit(config, files, checkpoint, dtype, [stage])
     tensors: Iterable[tuple[str, Tensor | Packed]] = (
         families.dummy_tensors(checkpoint.config, config.model.seed or 0, model.wants, device=device,
-                               scaled=checkpoint.scaled)
+                               scaled=checkpoint.scaled, drafts=drafts)
         if load_format == "dummy" else checkpoint.tensors(model.wants, device))
     coded = load_format == "safetensors" and mxfp4.says(checkpoint.config)
     log(f"model: {name} has {show_size(need)} of weights to load" +

@@ -174,8 +174,9 @@ def kv_identity(config: Config, loaded: Loaded, selection: Selection | None,
     weights = f"dummy {seed}" if loaded.load_format == "dummy" else weights_digest(files)
     # Of one file: products with its codes are not those with what the codes stand for.
     kept = kept_as(config, loaded.dtype, loaded.scaled)
+    drafter = {"drafter": "mtp"} if config.schedule.speculative_method == "mtp" else {}
     return {
-        "weights": weights, "weights kept as": f"{kept}, of {loaded.load_format}",
+        "weights": weights, **drafter, "weights kept as": f"{kept}, of {loaded.load_format}",
         "configuration": loaded.digest,
         "RoPE": json.dumps(rope, sort_keys=True, default=str),
         "KV dtype": show_dtype(loaded.dtype),

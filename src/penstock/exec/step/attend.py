@@ -28,7 +28,7 @@ from penstock.memory.copying import parts_of
 from penstock.memory.hbm import HbmPool
 from penstock.memory.mover import Arrivals
 from penstock.memory.pool import BlockPool
-from penstock.model.base import Attend, CacheShape, LocalLayer, Model
+from penstock.model.base import Attend, AttentionShape, CacheShape, LocalLayer, Model
 
 ANY = 1 << 30       # queries of a row, where nothing bounds them
 
@@ -175,11 +175,12 @@ class Latent(Attending):
 
     SLOTS = 1 << 23     # that are named at once: of more, one part of the queries follows the other
 
-    def __init__(self, model: Model, groups: Sequence[CacheShape], ops: LatentOps,
-                 hbm: Sequence[HbmPool]) -> None:
+    def __init__(self, shape: AttentionShape, groups: Sequence[CacheShape], ops: LatentOps,
+                 hbm: Sequence[HbmPool], first: int = 0) -> None:
+        """first: position of the first row that others than its own query see."""
         check_pools(groups, hbm)
-        assert model.attention.latent_dim and not model.attention.topk and len(groups) == 1
-        self.shape, self.attend = model.attention, ops.attend
+        assert shape.latent_dim and len(groups) == 1
+        self.shape, self.attend, self.first = shape, ops.attend, first
         # Of each layer its pool [P, G, H].
         self.rows = {layer: hbm[0].pages[:, i, 0, 0] for i, layer in enumerate(groups[0].layers)}
 
@@ -200,7 +201,8 @@ class _LatentStep:
         ragged, size = self._ragged, self._ragged.page_size
         at_S = torch.arange(self._longest, dtype=torch.int32, device=ragged.pages_RM.device)
         page_BS = ragged.pages_RM[self._lowered.row_T[part]][:, at_S // size]
-        seen_BS = at_S <= self._lowered.positions_T[part, None]
+        position_B1 = self._lowered.positions_T[part, None]
+        seen_BS = (at_S <= position_B1) & (at_S >= position_B1.clamp(max=self._latent.first))
         return torch.where(seen_BS, page_BS * size + at_S % size, -1)
 
     def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,

@@ -5,12 +5,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
 
 from penstock.core.plan import StepPlan
+from penstock.exec.drafts.mtp import MTP
 from penstock.exec.step.attend import Arriving, Attending
 from penstock.exec.step.links import Links
 from penstock.exec.step.tables import Lowered, RowTables
@@ -43,16 +44,19 @@ class Steps(Protocol):
 
 
 class Eager(Steps):
-    """Takes every step. groups: the model's cache groups."""
+    """Takes every step. groups: that `attending` knows; mtp: has cache groups behind these."""
 
     def __init__(self, model: Model, groups: Sequence[CacheShape], tables: RowTables, attending: Attending,
-                 links: Links) -> None:
+                 links: Links, mtp: MTP | None = None) -> None:
         self._model, self._groups, self._tables = model, groups, tables
-        self._attending, self._links = attending, links
+        self._attending, self._links, self._mtp = attending, links, mtp
 
     def step(self, plan: StepPlan, arrivals: Arrivals) -> Ran:
         lowered = self._tables.lower(plan)
-        hidden_TD = self._forward(plan, lowered, arrivals)
+        own = replace(lowered, ragged=lowered.ragged[:len(self._groups)])
+        hidden_TD = self._forward(plan, own, arrivals)
+        if self._mtp is not None:
+            self._mtp.step(plan, lowered, hidden_TD)
         if self._links.after is not None:
             return Ran(lowered.sample_rows)
         logits_BV = self._model.logits(hidden_TD[lowered.sample_at_B]) if lowered.sample_rows else None

@@ -7,6 +7,7 @@ from penstock.config.base.errors import ConfigError
 from penstock.model.latent import LatentSpec
 from penstock.model.layers import AttentionSpec
 from penstock.model.moe import MoESpec
+from penstock.model.mtp import MTPNames
 from penstock.model.rope import read_rope
 from penstock.model.transformer import Spec
 from penstock.model.weights.fields import Fields
@@ -58,6 +59,7 @@ def read_spec(
     slides: Callable[[int], bool] | None = None,
     window_default: int | None = None,
     skipped_layers: int = 0,
+    mtp: MTPNames | None = None,
     reads: Collection[str] = (),
     gelu: bool = False,
     tied: bool = False,
@@ -89,6 +91,7 @@ def read_spec(
         mlp_bias=mlp_bias,
         moe=moe,
         skipped_layers=skipped_layers,
+        mtp=mtp,
         windows=windows,
         gelu=gelu,
     )

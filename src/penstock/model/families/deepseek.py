@@ -10,6 +10,7 @@ from penstock.model.base import GlobalLayer
 from penstock.model.families.common import read_spec
 from penstock.model.latent import IndexSpec, LatentSpec
 from penstock.model.moe import MoESpec
+from penstock.model.mtp import deepseek_names
 from penstock.model.transformer import Spec
 from penstock.model.weights.fields import Fields
 
@@ -63,9 +64,10 @@ def _spec(fields: Fields, index: IndexSpec | None) -> Spec:
         index=index,
     )
     shared = fields.size("moe_intermediate_size") * fields.size("n_shared_experts", 1)
+    skipped = fields.size("num_nextn_predict_layers", 0, least=0)
     return read_spec(
         fields, attention, moe=sigmoid_experts(fields, frozenset(_sparse(fields)), shared=shared, scale=2.5),
-        skipped_layers=fields.size("num_nextn_predict_layers", 0, least=0),
+        skipped_layers=skipped, mtp=deepseek_names(fields.size("num_hidden_layers")) if skipped else None,
     )
 
 

@@ -279,6 +279,10 @@ class Slots:
         """Not of what another lane has."""
         return name not in self._foreign
 
+    def has(self, name: str) -> bool:
+        """Whether it is a weight of this stage and lane."""
+        return name in self._places or name in self._bundles
+
     def _shape(self, name: str) -> tuple[int, ...]:
         """As the checkpoint has it."""
         foreign = self._foreign.get(name)

@@ -1,0 +1,99 @@
+"""The model's own layer that drafts, `model.mtp`: its KV grows with each step, and it proposes behind that.
+
+Owns what of a rank's pools only drafts read. Knows rows and tokens; refuses to know how drafts are checked.
+
+    T tokens of the step   B rows   D model dim   P pages
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from penstock.core.plan import RequestId, StepId, StepPlan
+from penstock.exec.drafts.drafter import Ask, Drafter
+from penstock.exec.step.attend import Attending, Grouped, Latent, LatentOps
+from penstock.exec.step.states import StatePools
+from penstock.exec.step.tables import Lowered, RowTables
+from penstock.kernels.attention.paged_attention import Prepare
+from penstock.kernels.types.states import States
+from penstock.memory.hbm import HbmPool
+from penstock.model.base import CacheShape, LocalLayer, Model
+
+LAYER = LocalLayer(0)
+
+
+class MTP(Drafter):
+    """Of a model whose stage drafts. Each draft is the likeliest token; one behind logits that are not finite
+    is -1, which no row may say."""
+
+    name = "mtp"
+
+    def __init__(self, model: Model, ops: Prepare | LatentOps, groups: Sequence[CacheShape],
+                 tables: RowTables, hbm: Sequence[HbmPool]) -> None:
+        """groups and pools of all cache groups: the last two are the layer's KV and the hidden states."""
+        self._model, self._tables = model, tables
+        kv, self._hidden = (replace(group, drafts=False) for group in groups[-2:])
+        self._kv: Attending = (
+            Latent(model.attention, (kv,), ops, hbm[-2:-1], first=1) if isinstance(ops, LatentOps) else
+            Grouped(model, (kv,), ops, hbm[-2:-1]))
+        self._states = StatePools((self._hidden,), hbm[-1:])
+        self._pool_PD = hbm[-1].pages[:, 0, 0, 0, 0]
+
+    def step(self, plan: StepPlan, lowered: Lowered, hidden_TD: Tensor) -> None:
+        """What a step leaves behind for drafts: its tokens' KV, and the hidden state of the last one of each
+        row and page. hidden_TD: behind the model's last norm."""
+        states = self._states.step(replace(lowered, ragged=lowered.ragged[-1:]))(LAYER, len(hidden_TD))
+        before_TD = hidden_TD.roll(1, 0)
+        first_B = torch.tensor(states.starts[:-1], device=hidden_TD.device)
+        before_TD[first_B] = torch.where((states.from_B >= 0)[:, None], self._pool_PD[states.from_B], 0)
+        self._layer(plan, lowered, before_TD)
+        self._keep(hidden_TD, states)
+        if states.again is not None:
+            states.again.append(lambda at_t, more: self._keep(hidden_TD[at_t], more))
+
+    def _layer(self, plan: StepPlan, lowered: Lowered, before_TD: Tensor) -> Tensor:
+        """hidden_TD of the layer."""
+        attend = self._kv.step(plan, replace(lowered, ragged=lowered.ragged[-2:-1]))
+        return self._model.draft(lowered.ids_T, before_TD, lowered.positions_T, attend)
+
+    def _keep(self, hidden_TD: Tensor, states: States) -> None:
+        at_t = (states.to_T >= 0).nonzero().flatten()
+        self._pool_PD[states.to_T[at_t]] = hidden_TD[at_t]
+
+    def settle(self, right: Mapping[int, int]) -> None:
+        """As `Attending.settle`."""
+        self._states.settle(right)
+
+    def propose(self, asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
+        said = [[ask.outputs[-1]] for ask in asks]
+        live, hidden_BD = [*range(len(asks))], self._last(asks)
+        while going := [b for b, i in enumerate(live) if len(said[i]) <= asks[i].most and said[i][-1] >= 0]:
+            live, hidden_BD = [live[b] for b in going], hidden_BD[going]
+            plan = StepPlan(
+                step=StepId(0), rows=tuple(asks[i].row for i in live), rids=tuple(asks[i].rid for i in live),
+                start=tuple(_position(asks[i]) + len(said[i]) - 1 for i in live), count=(1,) * len(live),
+                samples=(True,) * len(live), tokens=tuple(said[i][-1] for i in live), grows=(), moves=(),
+                binds=())
+            hidden_BD = self._layer(plan, self._tables.lower(plan), hidden_BD)
+            best_B, id_B = self._model.logits(hidden_BD).max(1)
+            for i, token in zip(live, id_B.where(best_B.isfinite(), -1).tolist(), strict=True):
+                said[i].append(token)
+        return [tokens[1:] for tokens in said]
+
+    def _last(self, asks: Sequence[Ask]) -> Tensor:
+        """hidden_BD of the token before each row's last."""
+        table = self._tables.groups[-1]
+        pages = [table.device_RM[self._tables.index(ask.row), (_position(ask) - 1) // table.size]
+                 for ask in asks]
+        return self._pool_PD[torch.stack(pages).long()]
+
+    def forget(self, rid: RequestId) -> None:
+        return
+
+
+def _position(ask: Ask) -> int:
+    """Of its last token, which no step has computed."""
+    return len(ask.prompt) + len(ask.outputs) - 1

@@ -1,0 +1,65 @@
+"""The layer behind the last of some checkpoints, that says the token after the next (multi-token prediction).
+
+It takes what the model made of one token and the token that follows: entry p of its KV is of (hidden p-1,
+token p), so that its pages depend on their own tokens and those before, as the model's do.
+
+    T tokens of the step   D model dim
+Source: DeepSeek-V3, arXiv:2412.19437 section 2.2
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from penstock.model.base import Attend, Boundary, CacheShape, LocalLayer
+from penstock.model.weights.slots import Slots
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MTPNames:
+    """Prefixes of its tensors in files."""
+
+    layer: str
+    joint: str              # linear [D, 2 D] over the two, each behind its norm: the token's embedding first
+    norm_token: str
+    norm_hidden: str
+    norm_last: str
+
+
+def deepseek_names(index: int) -> MTPNames:
+    at = f"model.layers.{index}"
+    return MTPNames(layer=at, joint=f"{at}.eh_proj", norm_token=f"{at}.enorm", norm_hidden=f"{at}.hnorm",
+                    norm_last=f"{at}.shared_head.norm")
+
+
+def groups_of(kv: CacheShape, hidden: int) -> tuple[CacheShape, ...]:
+    """Its KV, and what the model made of the last token of each page: `hidden` numbers."""
+    of_page = CacheShape(name="draft_hidden", layers=(LocalLayer(0),), num_kv_heads=1, head_dim=hidden,
+                         planes=1, snapshot=True, drafts=True)
+    return (replace(kv, name="draft", resident=True, drafts=True), of_page)
+
+
+class DraftLayer:
+    """Weights of it. Embedding and head are the model's."""
+
+    def __init__(self, slots: Slots, names: MTPNames, hidden: int, eps: float, plus: float,
+                 layer: Callable[[Boundary, Tensor, Tensor, Attend], Boundary]) -> None:
+        """hidden, eps, plus: as `transformer.Spec`; layer: one as the model's, under its own name."""
+        self._ops, self._eps, self.layer = slots.ops, eps, layer
+        self.norm_token, self.norm_hidden, self.norm_last = (
+            slots.vector(f"{name}.weight", (hidden,), plus=plus)
+            for name in (names.norm_token, names.norm_hidden, names.norm_last))
+        self.joint = slots.linear([names.joint], [hidden], 2 * hidden, False)
+
+    def __call__(self, token_TD: Tensor, hidden_TD: Tensor, cos_T1H: Tensor, sin_T1H: Tensor,
+                 attend: Attend) -> Tensor:
+        """token_TD: as embedded; hidden_TD: of the token before each, behind the model's last norm. Returns
+        hidden_TD behind the layer's last norm: what the head reads, and the next draft's hidden."""
+        ops, eps = self._ops, self._eps
+        both = [ops.norm(x_TD, None, norm.value, eps) for x_TD, norm in (
+            (token_TD, self.norm_token), (hidden_TD, self.norm_hidden))]
+        x = self.layer(Boundary(self.joint(torch.cat(both, 1)), None), cos_T1H, sin_T1H, attend)
+        return ops.norm(x.h_TD, x.delta_TD, self.norm_last.value, eps)

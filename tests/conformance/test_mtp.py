@@ -1,0 +1,178 @@
+"""A layer that drafts proposes what it would with all of its KV made anew, whatever happened to the row.
+
+Free pages are NaN, so a draft out of one would be none. Tokens are those without: `play` says so.
+"""
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import where
+from dense_attend import Dense
+from late_copies import Latest, Shuffled
+from prompts_engine import MTP, PROMPTS, SHARED, SMALL, Engine, dense, model, play
+
+from penstock.core.plan import Aborted, Dropped, Paused, RequestId
+from penstock.exec.drafts.mtp import MTP as DraftMTP
+from penstock.exec.step.attend import Latent
+
+FAMILIES = list(MTP)
+
+
+@pytest.fixture(autouse=True)
+def one_rank(stages):
+    if where.DEVICE == "cuda" or stages > 1:
+        pytest.skip("refused")
+
+
+class From(Dense):
+    """Of entries from 1 on: the first token has none before it."""
+
+    def __call__(self, layer, q_TNH, kv_TCKH, chosen_TS=None, sinks_N=None):
+        assert chosen_TS is None, "the layer that drafts chooses nothing"
+        return super().__call__(layer, q_TNH, kv_TCKH)
+
+
+@functools.cache
+def drafts(tokens: tuple[int, ...], n: int, family: str) -> list[int]:
+    """What the layer says behind `tokens`, everything computed at once."""
+    m, said = model(family), list[int]()
+    with torch.inference_mode():
+        ids_T, position_T = where.sequence(list(tokens))
+        hidden_TD = m.forward(ids_T, position_T, Dense(m.attention, m.groups))[:-1]
+        attend = From(m.attention)
+        for _ in range(n):
+            last_TD = m.draft(ids_T[1:], hidden_TD, position_T[1:], attend)[-1:]
+            best = m.logits(last_TD)[0].topk(2)
+            assert best.values[0] - best.values[1] > 1e-5, "choose another seed for the weights"
+            said.append(int(best.indices[0]))
+            ids_T, hidden_TD = torch.tensor([-1, said[-1]]), last_TD
+            position_T = torch.tensor([-1, len(tokens) + len(said) - 1])
+    return said
+
+
+def drafting(family: str, **more) -> Engine:
+    """Each of its proposals is compared."""
+    engine = Engine(family=family, **{"draft_tokens": 3, **more})
+    mtp, engine.proposed = engine.rank._mtp, 0
+    propose = mtp.propose
+
+    def compared(asks):
+        found = propose(asks)
+        for ask, got in zip(asks, found, strict=True):
+            assert list(got) == drafts((*ask.prompt, *ask.outputs), ask.most, family)
+            engine.proposed += len(got)
+        return found
+    mtp.propose = compared
+    return engine
+
+
+def counts(engine) -> tuple[int, int, int]:
+    return tuple(engine.total(f"spec_{name}_tokens_total") for name in ("draft", "accepted", "dropped"))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("num", [1, 3, pytest.param(7, marks=pytest.mark.soak)])
+def test_speculation_by_a_layer_of_the_model(num, family, overlap):
+    engine = drafting(family, draft_tokens=num, overlap=overlap)
+    play(engine)
+    proposed, right, dropped = counts(engine)
+    assert 0 < right < proposed == engine.proposed and dropped == 0
+
+
+@pytest.mark.parametrize("lateness", ["latest", pytest.param("torn", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_speculation_by_a_layer_while_anyone_pauses(family, lateness):
+    late = {"latest": Latest(), "torn": Shuffled(2, torn=0.3)}[lateness]
+    engine = drafting(family, step_tokens=9, hbm_pages=SMALL[family], lateness=late)
+    play(engine, lambda turn: [Paused(RequestId(1 + turn % 7))] if turn % 2 == 0 else [])
+    assert engine.core.stats()["pauses"] >= 3 and 0 < counts(engine)[1] < counts(engine)[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_speculation_by_a_layer_of_rows_that_drop_and_abort(family):
+    engine = drafting(family, step_tokens=5, hbm_pages=2 * SMALL[family], dram_pages=0, lateness=Latest())
+    for rid, prompt in PROMPTS.items():
+        engine.add(rid, prompt, 12)
+    for turn in range(60):
+        engine.inbox += [Aborted(RequestId(r)) for r in (2, 6) if turn == 2 * r]
+        engine.inbox += [Dropped(RequestId(1 + turn % 7))] if turn % 3 == 0 else []
+        engine.turn()
+    engine.drain()
+    for rid, prompt in PROMPTS.items():
+        assert tuple(engine.got[rid]) == dense(prompt, 12, family)[:len(engine.got[rid])]
+    assert engine.core.stats()["drops"] >= 3 and 0 < counts(engine)[1] < counts(engine)[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_speculation_by_a_layer_behind_a_prefix_hit(family):
+    """On either tier, at any page's end: its first step drafts, from what the page keeps."""
+    engine = drafting(family, hbm_pages=120, dram_pages=200, lateness=Latest())
+    asked, prompt = 0, SHARED
+    for shared in (0, 2, 5, 9, 14, 17):
+        for tail in ((), (4,), (4, 4)):
+            ask = (*prompt, *dense(prompt, 20, family)[:shared], *tail)
+            before = engine.proposed
+            engine.add(asked, ask, 3)
+            engine.drain()
+            assert tuple(engine.got[asked]) == dense(ask, 3, family) and engine.proposed > before
+            found = engine.started[asked]
+            assert found.hbm_tokens + found.dram_tokens >= 8 * (asked > 2)
+            asked += 1
+
+
+def test_speculation_by_a_layer_whose_logits_are_not_finite_is_dropped():
+    engine = Engine(family="mtp", draft_tokens=3)
+    weights = engine.rank._model._draft.norm_last
+    right, weights.value = weights.value, weights.value * float("nan")
+    try:
+        play(engine)
+    finally:
+        weights.value = right
+    proposed, _, dropped = counts(engine)
+    assert proposed == 0 and dropped > 20
+
+
+def entry_at_slot_p(mp):
+    """What is made of (hidden p, token p + 1) lies at p."""
+    was = DraftMTP.step
+    mp.setattr(DraftMTP, "step", lambda self, plan, lowered, hidden_TD: was(
+        self, plan, replace(lowered, ids_T=lowered.ids_T.roll(-1)), hidden_TD.roll(-1, 0)))
+
+
+def hidden_state_lost_over_a_bind(mp):
+    """A chunk begins as if nothing were before it."""
+    was = DraftMTP.step
+
+    def step(self, plan, lowered, hidden_TD):
+        right, pools = self._states.step, self._states
+        self._states = SimpleNamespace(step=lambda of: lambda *at: replace(
+            found := right(of)(*at), from_B=torch.full_like(found.from_B, -1)))
+        was(self, plan, lowered, hidden_TD)
+        self._states = pools
+    mp.setattr(DraftMTP, "step", step)
+
+
+def hidden_state_of_the_first_token_kept(mp):
+    """The one behind drafts that were right is not written."""
+    mp.setattr(DraftMTP, "settle", lambda self, right: None)
+
+
+def first_entry_is_seen(mp):
+    """Which is of no hidden state."""
+    was = Latent.__init__
+    mp.setattr(Latent, "__init__", lambda self, *args, first=0: was(self, *args))
+
+
+@pytest.mark.parametrize("fault", [entry_at_slot_p, hidden_state_lost_over_a_bind,
+                                   hidden_state_of_the_first_token_kept, first_entry_is_seen],
+                         ids=lambda fault: fault.__name__)
+def test_speculation_by_a_layer_sees_its_faults(fault, monkeypatch):
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        engine = drafting("mtp", step_tokens=9)
+        play(engine)
