@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -166,3 +167,11 @@ class Pipeline(Driven):
                 break
         assert set(self.ended) == set(self.got), "a request never ended"
         return {rid: self.got[rid] for rid in prompts}
+
+    def drafts(self) -> tuple[float, float]:
+        """Looked up, and accepted, of which there are some: ranks tell their counters by and by."""
+        until = time.monotonic() + 20
+        while not (accepted := self.ex.stats().get('spec_accepted_tokens_total{drafter="ngram"}')):
+            assert time.monotonic() < until, "no draft was right"
+            time.sleep(0.01)
+        return self.ex.stats()['spec_draft_tokens_total{drafter="ngram"}'], accepted

@@ -79,6 +79,9 @@ def check(model: str, want: list[list[int]], place: str, family: str, **layout: 
         if place == "hosted":
             assert sum(reads.get("hot_misses", 0) for reads in engine.reads.values()) > 0
         assert stats["executor_queued_plans"] == 0
+        if "speculative_method" in layout:
+            drafted, accepted = engine.drafts()
+            assert accepted < drafted
         return engine.built.info
 
 
@@ -102,6 +105,15 @@ def test_lanes_and_stages_say_what_one_rank_says(models, wanted, family, place, 
         ("latent", "resident", {"nnodes": 3, "pp": 3})))], ids=str)
 def test_several_machines_say_what_one_rank_says(models, wanted, family, place, layout):
     check(models[family], wanted(family, place), place, family, **layout)
+
+
+@pytest.mark.skipif("config.getoption('--device') != 'cpu'", reason="GPUs of several ranks refuse drafts")
+@pytest.mark.parametrize("family, place, tp, pp", [
+    ("dense", "resident", 2, 1), *(pytest.param(*cell, marks=pytest.mark.sweep) for cell in (
+        ("dense", "hosted", 2, 2), ("experts", "resident", 3, 1), ("latent", "hosted", 2, 1)))])
+def test_lanes_with_drafts_say_what_one_rank_says(models, wanted, family, place, tp, pp):
+    check(models[family], wanted(family, place), place, family, tp=tp, pp=pp,
+          speculative_method="ngram", prompt_lookup_min=1)
 
 
 @pytest.mark.sweep
