@@ -195,3 +195,24 @@ def test_what_the_host_has_of_a_row_on_its_way_there_is_not_evicted() -> None:
     d.tell(Spilled(RequestId(1)))
     assert d.phase(1) is Phase.STAGING
     assert all(copy is not None and copy.pins for copy in d.core.live[RequestId(1)].tables[0].host[:4])
+
+
+def test_states_that_lead_to_others_are_evicted_before_ends_and_forks() -> None:
+    d = Driver(hbm_pages=64, step_tokens=8, max_len=96, groups=(
+        CacheGroup(name="full", page_bytes=0), CacheGroup(name="state", page_bytes=0, snapshot=True,
+                                                          page_tokens=8)))
+    prefix, space = [*range(20)], d.core.kv.device[1]
+    d.arrive(1, [*prefix, *range(100, 121)], max_new=1)
+    d.run()
+    d.arrive(2, [*prefix, *range(200, 221)], max_new=1)
+    d.run()
+    assert cached(d, 2) == (16, 0, 0)
+    ends = {node.depth * 4: copy.inner for node in d.core.kv.tree.nodes()
+            if (copy := node.copies.get(space)) is not None}
+    assert ends == {8: True, 16: False, 24: True, 32: True, 40: False}           # of both ways
+    assert d.core.kv.tree.evict(space, 5) == 5            # of 8 and twice 24 and 32
+    d.arrive(3, [*prefix, *range(100, 121), 1], max_new=1)
+    d.run()
+    d.arrive(4, [*prefix, *range(300, 321)], max_new=1)
+    d.run()
+    assert cached(d, 3) == (40, 0, 0) and cached(d, 4) == (16, 0, 0)

@@ -21,6 +21,7 @@ MOVES = "a page has other moves than those that fly"
 PROMISED = "pages are promised to nobody"
 LOOSE = "pages that can be had differ from those that are counted"
 READ = "readers differ from those who read"
+INNER = "states that only lead to another differ from those said to"
 
 
 def check(core: CoreState, pairs: Mapping[PeerId, Pairing]) -> None:
@@ -105,6 +106,7 @@ def _tree(core: CoreState, pins: dict[Copy, int], refs: dict[Node, int], moves: 
             assert node.copies or node.refs or node.children, "an empty node stays"
             for space, copy in node.copies.items():
                 assert copy.node is node
+                assert copy.inner == (space.states and core.kv.tree.is_inner(node, space)), INNER
                 if copy.pins:
                     assert copy.pins == pins.pop(copy, 0), PINS
                 if copy.moves:

@@ -139,3 +139,9 @@ def oldest_of_the_paused_is_dropped(real: Real, core: Core, but: Request | None,
         if victim.phase is Phase.PAUSED and victim is not but:
             return bool(core.transition(victim, Trigger.DROP))
     return bool(real(core, but, bare=bare))
+
+
+@instead_of(Tree, "is_inner", counter="positions recomputed for want of a state")
+def states_that_lead_to_others_are_kept(real: Real, tree: Tree, node: Node, space: TierGroup) -> bool:
+    """What is least recently used goes first, be it a state that nobody needs before the next."""
+    return False

@@ -199,8 +199,7 @@ class Moves:
     def detach(self, node: Node, space: TierGroup, copy: Copy) -> None:
         """A page is being read from storage, and somebody needs it who has it elsewhere. It is nobody's any
         more: it goes when the read has ended and those who fetched it have let go of it."""
-        del node.copies[space]
-        copy.node = None
+        assert self.tree.detach(node, space) is copy
         self.detached[copy] = space
 
     def free_detached(self, copy: Copy) -> None:

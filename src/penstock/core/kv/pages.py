@@ -86,7 +86,8 @@ class Pages:
         self.arenas = {Tier.HBM: _arena(cfg, Tier.HBM, cfg.hbm_pages, cfg.hbm_base),
                        Tier.DRAM: _arena(cfg, Tier.DRAM, cfg.dram_pages, cfg.dram_base),
                        Tier.DISK: _arena(cfg, Tier.DISK, cfg.disk_pages, cfg.disk_base)}
-        spaces = {tier: [TierGroup(tier, Group(g), pool) for g, pool in enumerate(arena.pools)]
+        spaces = {tier: [TierGroup(tier, Group(g), pool, cfg.groups[g].snapshot)
+                         for g, pool in enumerate(arena.pools)]
                   for tier, arena in self.arenas.items()}
         self.device, self.host, self.disk = (spaces[t] for t in (Tier.HBM, Tier.DRAM, Tier.DISK))
         self._spaces = spaces

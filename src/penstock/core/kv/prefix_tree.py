@@ -2,8 +2,9 @@
 
 Running, paused and cached requests share the same nodes. A node stays while it has a copy, a child
 or a request that names it. A copy lives in a `TierGroup`: one tier of one cache group. Knows nothing of
-phases or plans; evicts what nobody pins or reads, least recently used first, deepest first. Pages that are
-only read have an order of their own behind that: by who reads them, the last to be served first.
+phases or plans; evicts what nobody pins or reads, least recently used first, deepest first, but before all
+else states that only lead to another. Pages that are only read have an order of their own behind that: by
+who reads them, the last to be served first.
 """
 from __future__ import annotations
 
@@ -38,6 +39,7 @@ class TierGroup:
     tier: Tier
     group: Group
     pool: Pool
+    states: bool = False           # of snapshots: who goes on from one needs none before it
     evicted: int = 0
     joined: int = 0                # copies that came to pages which the tree had elsewhere: less is missing
     order: list[Entry] = field(default_factory=list)         # heaps: of what nobody reads,
@@ -60,6 +62,7 @@ class Copy:
     moves: int = 0                 # flying Moves that read or write it
     partial: bool = False          # holds only what its owner's window needs: never the tree's
     bad: bool = False              # reading it has failed: goes when its last Move has landed
+    inner: bool = False            # a state whose node leads to another state, and nowhere else
     used: StepId = StepId(0)       # last issued step that may touch it
     filled_by: MoveId = MoveId(0)    # the Move that fills it, while it is not ready
 
@@ -90,13 +93,14 @@ class Node:
 
 
 # A page's place in an order of eviction, smallest first: an entry counts only as long as it says that place.
-# Of what nobody reads (last_used, -depth, 0); of what is read its first reader's key, negated, and its depth.
+# Of what nobody reads (last_used, -depth, 0), of inner states all that much earlier than of anything else; of
+# what is read its first reader's key, negated, and its depth.
 Entry: TypeAlias = tuple[int, int, int, int, Node]
 
 
 def _place(node: Node, copy: Copy) -> tuple[int, int, int]:
     if not copy.readers:
-        return node.last_used, -node.depth, 0
+        return node.last_used - 2 * IN_USE * copy.inner, -node.depth, 0
     priority, seq = min([reader.key for reader in copy.readers])
     return -priority, -seq, node.depth
 
@@ -128,6 +132,7 @@ class Tree:
 
     def __init__(self, spaces: Sequence[TierGroup], store_root: bytes = b"") -> None:
         self.spaces, self._store_root = tuple(spaces), store_root
+        self._states = [space for space in spaces if space.states]
         self.roots: dict[int, Node] = {}
         self._clock = 0
         self._entry = 0
@@ -144,6 +149,8 @@ class Tree:
         node = parent.children.get(key)
         if node is None:
             node = parent.children[key] = Node(key, parent, parent.depth + 1, banished=parent.banished)
+            if len(parent.children) == 2:
+                self._look_above(parent, self._states)
         return node
 
     def digest(self, node: Node) -> bytes:
@@ -167,6 +174,7 @@ class Tree:
         if parent is None or parent.children.get(node.key) is not node:
             return
         del parent.children[node.key]
+        self._look_above(parent, self._states)
         self._banished -= 1
         node.parent = self.root(self._banished)
         node.parent.children[node.key] = node
@@ -181,6 +189,18 @@ class Tree:
         assert space not in node.copies and copy.node is None
         space.joined += bool(node.copies)      # what is new to the tree nobody has missed
         node.copies[space], copy.node = copy, node
+        if space.states:
+            copy.inner = self.is_inner(node, space)
+            self._look_above(node.parent, (space,))
+
+    def detach(self, node: Node, space: TierGroup) -> Copy:
+        """This copy is not the tree's any more. What is left of the node is to be looked at again."""
+        copy = node.copies.pop(space)
+        copy.node = None
+        if space.states and not copy.inner:      # else the state before it leads to the same one as it did
+            self._look_above(node.parent, (space,))
+        copy.inner = False
+        return copy
 
     def ref(self, node: Node) -> None:
         """A request takes this node into its path. What is in use is evicted last, deepest first:
@@ -227,6 +247,8 @@ class Tree:
                 self.roots.pop(gone.key[0], None)
             elif gone.parent.children.get(gone.key) is gone:
                 del gone.parent.children[gone.key]
+                if len(gone.parent.children) == 1:
+                    self._look_above(gone.parent, self._states)
             gone = gone.parent
 
     def oldest(self, space: TierGroup, *, read: bool = False) -> Entry | None:
@@ -274,12 +296,32 @@ class Tree:
         space.pool.release([copy.page], Fence(copy.used))
 
     def _take_out(self, node: Node, space: TierGroup) -> Copy:
-        copy = node.copies.pop(space)
+        copy = self.detach(node, space)
         assert not copy.moves
-        copy.node = None
         fix(copy)
         self.update_evictable(node)
         return copy
+
+    # ---------------------------------------------------------------- states
+    def is_inner(self, node: Node, space: TierGroup) -> bool:
+        """Whether a state that this page has, or is about to have, only leads to another: who needs this one
+        leaves the path between the two, where so far nobody has."""
+        while len(node.children) == 1:
+            [node] = node.children.values()
+            if space in node.copies:
+                return True
+        return False
+
+    def _look_above(self, node: Node | None, spaces: Sequence[TierGroup]) -> None:
+        """There is another way on from this page, or one less: the last state up to it may be inner now, or
+        no more."""
+        for space in spaces:
+            last = node
+            while last is not None and space not in last.copies:
+                last = last.parent
+            if last is not None and last.copies[space].inner != (inner := self.is_inner(last, space)):
+                last.copies[space].inner = inner
+                self.update_evictable(last)
 
     # ---------------------------------------------------------------- for checks and metrics
     def nodes(self) -> Iterator[Node]:

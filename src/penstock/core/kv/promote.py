@@ -29,8 +29,7 @@ def take_hot_buffer(kv: Pages, r: Request) -> Trial:
             copy = move(t.device, i, t.hot)
             t.kept[copy.page] = i
             if copy.node is not None:
-                del copy.node.copies[kv.device[g]]
-                copy.node = None
+                kv.tree.detach(copy.node, kv.device[g])
         add(t.hot, kv.device[g].pool.acquire(want[g]))
         kv.remap(r, g, range(t.first, len(t.host)))
     resized(r)
