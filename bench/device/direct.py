@@ -130,9 +130,9 @@ class Direct:
 
     def run(self, prompts: Sequence[Sequence[int]], max_new: int,
             every_step: Callable[[], None] = lambda: None, params: SamplingParams | None = None,
-            drafts: int | None = None) -> Ran:
-        """All at once, to the end. every_step: called after each step that gave every request a token.
-        drafts: as `Arrived.drafts`."""
+            of: int = 0, drafts: int | None = None) -> Ran:
+        """All at once, to the end. every_step: called after each step that gave every request a token, or so
+        many of them as `of` says; those steps are timed. drafts: as `Arrived.drafts`."""
         rids = [RequestId(self._newest + 1 + i) for i in range(len(prompts))]
         self._newest += len(prompts)
         events: list[Event] = []
@@ -162,7 +162,7 @@ class Direct:
             if left:
                 events += self.front.poll(block=True)
                 now = time.perf_counter()
-                if any(isinstance(e, Retired) and len(e.tokens) == len(prompts) for e in events):
+                if any(isinstance(e, Retired) and len(e.tokens) == (of or len(prompts)) for e in events):
                     if last is not None:
                         ran.step_s.append(now - last)
                     last = now

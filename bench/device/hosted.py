@@ -67,7 +67,7 @@ def counts(engine: Direct) -> dict[str, int]:
 
 
 def oversubscribed(args: argparse.Namespace, model: Any, max_len: int, rule: Selection) -> None:
-    """Counted from the second block of steps in which each request got a token."""
+    """Counted from the second block of steps in which each request that has room got a token."""
     least = args.budget + args.page_size
     hosted = Direct(model, rows=args.requests, max_len=max_len, selection=rule, hot_tokens=least,
                     hbm_tokens=int(args.requests * args.tokens / args.oversubscribed),
@@ -83,16 +83,18 @@ def oversubscribed(args: argparse.Namespace, model: Any, max_len: int, rule: Sel
             at.append(counts(hosted))
             core = hosted.core.stats()
     ran = hosted.run([[rng.randrange(10, 150000) for _ in range(args.tokens)] for _ in range(args.requests)],
-                     args.steps, every_step=every_step)
+                     args.steps, every_step=every_step, of=args.running)
+    running = args.running or args.requests
     step_s = ran.step_s[BLOCK:BLOCK * len(at)]
     told = {key: at[-1][key] - at[0].get(key, 0) for key in at[-1]}
     write(f"oversubscribed-{args.oversubscribed:g}", args.out, [{
-        "layers": args.layers, "requests": args.requests, "context": args.tokens, "budget": args.budget,
-        "oversubscribed": args.oversubscribed, "hot_tokens": [least, HOT_BUDGETS * args.budget],
+        "layers": args.layers, "requests": args.requests, "running": running, "context": args.tokens,
+        "budget": args.budget, "oversubscribed": args.oversubscribed,
+        "hot_tokens": [least, HOT_BUDGETS * args.budget],
         "noise": args.noise, "steps": len(step_s), "units": told,
-        "missed_a_token": told["hot_misses_total"] / (args.requests * BLOCK * (len(at) - 1)),
+        "missed_a_token": told["hot_misses_total"] / (running * BLOCK * (len(at) - 1)),
         "hit_rate": told["hot_hits_total"] / (told["hot_hits_total"] + told["hot_misses_total"]),
-        "step_ms": spread([1e3 * s for s in step_s]), "tokens_s": args.requests * len(step_s) / sum(step_s),
+        "step_ms": spread([1e3 * s for s in step_s]), "tokens_s": running * len(step_s) / sum(step_s),
         "core": core, "prompts_s": max(ran.first_s.values()), "wall_s": ran.wall_s}])
 
 
@@ -109,6 +111,7 @@ def main() -> None:
     parser.add_argument("--noise", type=float, default=0.3)
     parser.add_argument("--steps", type=int, default=144)
     parser.add_argument("--oversubscribed", type=float, help="all requests' tokens over the device's")
+    parser.add_argument("--running", type=int, default=0, help="with it: requests that have room; 0: all")
     parser.add_argument("--profile", action="store_true", help="print what the last steps' kernels took")
     args = parser.parse_args()
     config = CONFIG | {"num_hidden_layers": args.layers}

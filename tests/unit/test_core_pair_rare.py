@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from driver import Driver
 
-from penstock.core.kv import growth
+from penstock.core.kv import claims
 from penstock.core.lifecycle import Phase
 from penstock.core.plan import Entered, Expired, Outcome, Paused, Promoted, RequestId, Spilled, Tier
 from penstock.core.settings import CacheGroup
@@ -99,7 +99,7 @@ def test_a_load_that_fails_when_the_row_that_waited_for_it_is_on_its_way_to_the_
     (load,) = d.moves
     r = d.core.live[RequestId(2)]
     assert load.dst is Tier.HBM and load.id in r.waits and r.phase is Phase.RESIDENT
-    assert growth.drop_mirrors(d.core.kv, r)
+    assert claims.drop_mirrors(d.core.kv, r)
     d.tell(Spilled(RequestId(2)))
     assert d.phase(2) is Phase.STAGING
     d.land(ok=False)

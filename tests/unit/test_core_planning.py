@@ -349,7 +349,7 @@ def _answers(seed: int, monkeypatch: pytest.MonkeyPatch, *, unchanged_until: boo
 
     with monkeypatch.context() as m:
         if not unchanged_until:
-            m.setattr(schedule, "unchanged_until", lambda core, r: 0)
+            m.setattr(schedule, "unchanged_until", lambda r: 0)
             m.setattr(schedule, "append_until", lambda core, r: 0)
         if pair:
             Pair(draw(seed), Seen).play()

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 from driver import Driver
 
-from penstock.core.kv import growth
+from penstock.core.kv import claims
 from penstock.core.kv.prefix_tree import Tree
 from penstock.core.lifecycle import Phase, Place
 from penstock.core.plan import (
@@ -188,7 +188,7 @@ def test_a_stored_prefix_is_fetched_where_that_is_faster() -> None:
 def test_what_the_host_has_of_a_row_on_its_way_there_is_not_evicted() -> None:
     d = Driver(hbm_pages=32, dram_pages=16, hot_pages=1)
     d.arrive(1, range(17), max_new=30, selects=True)
-    growth.drop_mirrors(d.core.kv, d.core.live[RequestId(1)])
+    claims.drop_mirrors(d.core.kv, d.core.live[RequestId(1)])
     while d.core.live[RequestId(1)].num_output < 6:
         d.retire()
     d.land()                                             # four pages are on the host, the next is not

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.core.core import Core
-from penstock.core.kv import growth
+from penstock.core.kv import claims
 from penstock.core.lifecycle import Phase
 from penstock.core.plan import (
     Aborted,
@@ -119,7 +119,7 @@ def test_a_spill_waits_for_pages_that_are_behind_a_fence() -> None:
     others = [Arrived(two, prompt, 30, selects=True), Arrived(ended, (50, 51, 52), 30)]
     _, events = play(core, [*events, *others], steps=5)
     [last] = [e for e in events if isinstance(e, Retired)]
-    assert growth.drop_mirrors(core.kv, core.live[two])
+    assert claims.drop_mirrors(core.kv, core.live[two])
     core.advance([Spilled(two)])
     plan = core.advance(events).plan           # the open page goes to the host, and nothing else is missing
     assert plan is not None and plan.step == last.step + 1 and core.live[two].phase is Phase.STAGING

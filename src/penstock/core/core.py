@@ -190,6 +190,7 @@ class Core(CoreState):
         r = Request(a, self._seq, min(a.max_new, fits), list(a.prompt), n, self.kv.tables(),
                     n if self.prefills_only else self.cfg.max_len + n)
         most = min(n + r.max_new - 1, r.compute_limit)
+        r.drafts = self.cfg.draft_tokens if a.drafts is None else min(self.cfg.draft_tokens, a.drafts)
         r.hot_units = capacity.hot_units(self.cfg, most)
         r.hot_units_max = capacity.hot_units_max(self.cfg, most)
         r.may_host = hosted and capacity.fits(self.cfg, lifecycle.Place.HOST, n + r.max_new - 1)

@@ -45,6 +45,7 @@ class Request:
     tables: list[PageTable]                        # of each cache group
     compute_limit: int                         # positions that are computed at most
     may_host: bool = False                     # it selects, and host pages can hold it to its end
+    drafts: int = 0                            # of a step in which it decodes, at most
     hot_units: int = 0                          # units of its hot buffer, in each hosted group, at least,
     hot_units_max: int = 0                     # and at most
     at_end: dict[Place, tuple[list[int], list[int]]] = field(default_factory=dict)  # pages, when asked for

@@ -116,20 +116,14 @@ def _may_decode(r: Request) -> bool:
 
 def _width(core: CoreState, r: Request, budget: int) -> int:
     """Positions that a decoding row computes: one, and drafts as far as everything allows."""
-    if not (drafts := drafts_of(core, r)):
+    if not r.drafts:
         return 1
     left = r.num_prompt + r.max_new - len(r.tokens) - r.num_placeholders
-    width = min(1 + drafts, budget, left)
+    width = min(1 + r.drafts, budget, left)
     while r.computed + width > r.capacity:
         if not core.kv.grow(r, r.capacity + 1):          # drafts are worth no victim
             return r.capacity - r.computed
     return width
-
-
-def drafts_of(core: CoreState, r: Request) -> int:
-    """Of one step, at most."""
-    most, asked = core.cfg.draft_tokens, r.arrived.drafts
-    return most if asked is None else min(most, asked)
 
 
 def _row(r: Request, width: int) -> ScheduledRow:
@@ -279,7 +273,7 @@ def _issue(core: CoreState, step: StepId, chosen: list[ScheduledRow]) -> StepPla
         r.computed += row.count
         r.num_placeholders += row.width
         r.last_issue = step
-        r.unchanged_until = unchanged_until(core, r)
+        r.unchanged_until = unchanged_until(r)
     core.counters["rows_looked_at"] += looked
     kv.issued = step
     core.in_flight[step] = chosen
@@ -303,10 +297,10 @@ def _columns(core: CoreState, step: StepId, chosen: list[ScheduledRow]) -> Colum
 
 
 # ---------------------------------------------------------------- what needs no look
-def unchanged_until(core: CoreState, r: Request) -> int:
+def unchanged_until(r: Request) -> int:
     """Up to which position `r` decodes one token a step and nothing else happens to its row. Drafts
     and loads to wait for need a look each step."""
-    if (drafts_of(core, r) or r.waits or r.issued is None
+    if (r.drafts or r.waits or r.issued is None
             or r.phase not in DECODING or len(r.tokens) + r.num_placeholders != r.computed + 1):
         return 0
     return min(r.capacity, r.num_prompt + r.max_new - 1)
@@ -315,7 +309,7 @@ def unchanged_until(core: CoreState, r: Request) -> int:
 def append_until(core: CoreState, r: Request) -> int:
     """Up to which retired position a result of `r` is one more token: no page is full, no end is
     reached. Stop tokens are looked for."""
-    if drafts_of(core, r) or r.phase not in DECODING or len(r.tokens) != r.retired + 1 or r.forks:
+    if r.drafts or r.phase not in DECODING or len(r.tokens) != r.retired + 1 or r.forks:
         return 0
     return min((len(r.path) + 1) * core.cfg.page_size - 1, r.num_prompt + r.max_new - 2)
 
@@ -326,7 +320,7 @@ def check(core: CoreState) -> None:
         if r.computed < r.unchanged_until:
             assert r.phase in DECODING and r.bound and not any(r.remapped), r.rid
             assert not r.is_resized, r.rid
-            assert r.unchanged_until == unchanged_until(core, r) and r.capacity == r.device_capacity, r.rid
+            assert r.unchanged_until == unchanged_until(r) and r.capacity == r.device_capacity, r.rid
             assert r.issued is not None and (r.issued.row, r.issued.kv_epoch) == (r.row, r.kv_epoch), r.rid
         if r.retired < r.append_until:
             assert r.append_until == append_until(core, r), r.rid

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from penstock.core import lifecycle
-from penstock.core.kv import growth, listing, promote, sealing
+from penstock.core.kv import claims, listing, promote, sealing
 from penstock.core.kv.allocate import KVCache
 from penstock.core.kv.pages import NONE_LEFT, Headroom, Trial
 from penstock.core.lifecycle import (
@@ -110,7 +110,7 @@ class CoreState:
             r.failed_saves += 1
             moves = self.kv.moves
             moves.cancel_planned([m for m in moves.outbox if moves.flying[m.id].request is r])
-            growth.leave_mirrors(self.kv, r)
+            claims.leave_mirrors(self.kv, r)
             self.kv.release(r, [Lease.DRAM])
         elif (source, target) == (Phase.PROMOTING, Phase.HOSTED):
             promote.stop_reload(self.kv, r)

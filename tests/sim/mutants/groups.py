@@ -7,10 +7,11 @@ from mutants.registry import Real, instead_of, mutant, swapped
 from penstock.core import schedule
 from penstock.core.core import Core
 from penstock.core.kv import allocate, sealing
-from penstock.core.kv.allocate import Claim, KVCache
-from penstock.core.kv.page_table import PageTable, pinned
+from penstock.core.kv.allocate import KVCache, Way
+from penstock.core.kv.claims import Claim
+from penstock.core.kv.page_table import PageTable
 from penstock.core.kv.prefix_tree import Copy, Node
-from penstock.core.plan import Advance, Event, Grow, StepId
+from penstock.core.plan import Advance, Event, Grow, StepId, Tier
 from penstock.core.request import Request
 
 
@@ -43,15 +44,15 @@ def window_left_as_planned_without_a_fence(real: Real, kv: KVCache, r: Request, 
 
 
 # ---------------------------------------------------------------- prefix hits
-def _or_empty(real: Real, kv: KVCache, r: Request, g: int, i: int, node: Node | None, way: Claim, *,
-              host: bool) -> Copy:
+def _or_empty(real: Real, kv: KVCache, r: Request, g: int, i: int, node: Node | None, way: Way,
+              claim: Claim, *, host: bool) -> Copy:
     try:
-        copy: Copy = real(kv, r, g, i, node, way, host=host)
+        copy: Copy = real(kv, r, g, i, node, way, claim, host=host)
         return copy
     except AssertionError:
         if host:
             raise
-        return pinned()
+        return claim.want(Tier.HBM, g)
 
 
 @mutant()

@@ -7,8 +7,9 @@ from dataclasses import replace
 from mutants.registry import Real, holding, instead_of, mutant
 from penstock.core import schedule
 from penstock.core.core import Core
-from penstock.core.kv import allocate, growth, offload, page_table, promote, sealing
-from penstock.core.kv.allocate import Claim, KVCache
+from penstock.core.kv import allocate, claims, offload, page_table, promote, sealing
+from penstock.core.kv.allocate import KVCache, Way
+from penstock.core.kv.claims import Claim
 from penstock.core.kv.pages import NONE_LEFT, Headroom, Trial
 from penstock.core.kv.pool import Pool
 from penstock.core.kv.prefix_tree import Copy, Node, TierGroup
@@ -141,10 +142,12 @@ def page_of_a_grown_buffer_is_not_counted(real: Real, copy: Copy, pool: Pool) ->
 
 # ---------------------------------------------------------------- on the way to the host
 @instead_of(allocate, "_way")
-def hot_buffer_skipped_on_resume(real: Real, kv: KVCache, r: Request, g: int, place: Place) -> Claim:
+def hot_buffer_skipped_on_resume(real: Real, kv: KVCache, r: Request, g: int, place: Place,
+                                 claim: Claim) -> Way:
     """One way to host pages forgets the hot buffer."""
-    way: Claim = real(kv, r, g, place)
-    way.hot_units *= r.phase is not Phase.PAUSED
+    units, r.hot_units = r.hot_units, r.hot_units * (r.phase is not Phase.PAUSED)
+    way: Way = real(kv, r, g, place, claim)
+    r.hot_units = units
     return way
 
 
@@ -163,7 +166,7 @@ class TwinNotStoredFromItsFirstToken(Core):
         def later(*args: object) -> None:
             """Not now."""
 
-        with holding(growth, "mirror", later), holding(allocate, "mirror", later):
+        with holding(claims, "mirror", later), holding(allocate, "mirror", later):
             adv = super().advance(events)
         for r in self.running:
             for g, t in enumerate(r.tables):
@@ -236,7 +239,7 @@ def promotion_loads_the_open_page_too_early(real: Real, kv: KVCache, r: Request,
     return ok
 
 
-@instead_of(growth, "grow")
+@instead_of(claims, "grow")
 def page_begun_during_a_promotion_is_on_the_host_only(real: Real, kv: KVCache, r: Request,
                                                       upto: int) -> Trial:
     """A row that is being promoted grows like any hosted row."""

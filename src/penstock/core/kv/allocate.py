@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from penstock.core.kv import growth, offload, prefetch, promote
-from penstock.core.kv.growth import mirror
-from penstock.core.kv.page_table import Column, add, own, pin, pinned, take_all, unpin
+from penstock.core.kv import claims, offload, prefetch, promote
+from penstock.core.kv.claims import Claim, mirror
+from penstock.core.kv.page_table import Column, enter_pinned, own, take_all, unpin
 from penstock.core.kv.pages import NO_ROW, NONE_LEFT, Early, Found, Headroom, Pages, Shortage, Trial
 from penstock.core.kv.pool import Fence
 from penstock.core.kv.prefix_tree import Copy, Node
@@ -74,7 +74,7 @@ class KVCache(Pages):
 
     def grow(self, r: Request, upto: int) -> Literal[True] | Shortage:
         """Pages for positions below `upto` in every group, or nothing."""
-        return growth.grow(self, r, upto)
+        return claims.grow(self, r, upto)
 
 
 # ---------------------------------------------------------------- the way in
@@ -89,21 +89,15 @@ class Load:
 
 
 @dataclass(slots=True)
-class Claim:
-    """The columns that a table will have. A page that is still to be had is -1."""
+class Way:
+    """What a table will have."""
 
-    up: list[Copy | None] = field(default_factory=list)      # on the device
-    down: list[Copy | None] = field(default_factory=list)    # on the host
+    up: list[Copy | None] = field(default_factory=list)      # its columns: on the device,
+    down: list[Copy | None] = field(default_factory=list)    # and on the host
     loads: list[Load] = field(default_factory=list)      # host to device
     saves: list[Load] = field(default_factory=list)      # device to host
-    hot_units: int = 0
+    buffer: list[Copy] = field(default_factory=list)
     later: int = 0           # pages of its prompt that it takes when it comes to them
-
-    def new_device(self) -> int:
-        return self.hot_units + sum(c is not None and c.page < 0 for c in self.up)
-
-    def new_host(self) -> int:
-        return sum(c is not None and c.page < 0 for c in self.down)
 
 
 def enter(kv: Pages, r: Request, place: Place, headroom: Headroom) -> Trial:
@@ -117,21 +111,19 @@ def enter(kv: Pages, r: Request, place: Place, headroom: Headroom) -> Trial:
         if place is Place.HOST and r.failed_saves >= FAILED_SAVES_MAX:
             kv.forget_path(r)                # computed in host pages, nothing is to be copied
             r.computed = r.retired = 0
-    ways = [_way(kv, r, g, place) for g in range(len(r.tables))]
-    later = [w.later for w in ways]
-    kv.promise(r, place, later)
-    trial = _are_filled(ways) and _make_room(kv, ways, headroom)
-    if not trial:
-        kv.promise(r, place, later, -1)
-        for w in ways:
-            _undo(kv, w)
-        if r.phase in (Phase.QUEUED, Phase.DROPPED):
-            kv.forget_path(r)
-        if isinstance(trial, Shortage):
-            trial.found = found
-            trial.want = [n + w.later * ((place is Place.HOST and t.hosted) == (trial.tier is Tier.DRAM))
-                          for n, w, t in zip(trial.want, ways, r.tables, strict=True)]
-        return trial
+    claim = Claim(kv, r, path=r.phase in (Phase.QUEUED, Phase.DROPPED))
+    ways = [_way(kv, r, g, place, claim) for g in range(len(r.tables))]
+    claim.promise(place, [w.later for w in ways])
+    if (early := _early(ways)) is not None:
+        return claim.refuse(early)
+    if not (room := claim.commit(headroom)):
+        room.found = found
+        room.want = [n + w.later * ((place is Place.HOST and t.hosted) == (room.tier is Tier.DRAM))
+                     for n, w, t in zip(room.want, ways, r.tables, strict=True)]
+        return room
+    for w in ways if not claim.has_borrowed else ():
+        if w.buffer:
+            w.up = [None] * len(w.up)
     r.row = Row(kv.rows.acquire(1)[0])
     below = {id(n) for g, w in enumerate(ways) for n in _take(kv, r, g, w)}
     r.loads = len(below)
@@ -149,11 +141,10 @@ def enter(kv: Pages, r: Request, place: Place, headroom: Headroom) -> Trial:
 def receive(kv: Pages, r: Request, place: Place, headroom: Headroom) -> Trial:
     """Pages for the prompt of `r`, which another engine will write, or nothing. What is cached here is
     kept where it is; the rest begins at `retired`."""
-    found = _find(kv, r)
-    n = r.num_prompt
-    ways: list[Claim] = []
+    found, n = _find(kv, r), r.num_prompt
+    ways, claim = list[Way](), Claim(kv, r, path=True)
     for g, t in enumerate(r.tables):
-        way, begin, new = Claim(), t.begin(n), max(r.retired // t.unit, t.begin(n))
+        way, begin, new = Way(), t.begin(n), max(r.retired // t.unit, t.begin(n))
         on_host = place is Place.HOST and t.hosted
         way.up, way.down = [None] * new, [None] * new
         for i in range(begin, new):
@@ -163,40 +154,20 @@ def receive(kv: Pages, r: Request, place: Place, headroom: Headroom) -> Trial:
             if copy is None:
                 column, copy = way.down, node.good(kv.host[g])
             assert copy is not None, f"request {r.rid}: page {i} of {t.group.name} is lost"
-            column[i] = pin(copy)
-        column = way.down if on_host else way.up
-        column += [pinned() for _ in range(t.end(n) - new)]
+            column[i] = claim.pin(copy)
+        column, tier = (way.down, Tier.DRAM) if on_host else (way.up, Tier.HBM)
+        column += [claim.want(tier, g) for _ in range(t.end(n) - new)]
         ways.append(way)
-    device, host = [w.new_device() for w in ways], [w.new_host() for w in ways]
-    room = kv.make_both_free(kv.with_headroom(Tier.DRAM, host, headroom),
-                             kv.with_headroom(Tier.HBM, device, headroom), has_pinned=True)
-    if not room:
-        for w in ways:
-            _undo(kv, w)
-        kv.forget_path(r)
+    if not (room := claim.commit(headroom)):
         room.found = found
         return room
     r.loads = len({id(n) for g, w in enumerate(ways) for n in _take(kv, r, g, w)})
     return True
 
 
-def _are_filled(ways: list[Claim]) -> Literal[True] | Early:
+def _early(ways: list[Way]) -> Early | None:
     """What is still being loaded cannot be copied on to the host yet: its load flies beside that copy."""
-    return next((Early(f.source) for w in ways for f in w.saves if not f.source.ready), True)
-
-
-def _make_room(kv: Pages, ways: list[Claim], headroom: Headroom) -> Literal[True] | Shortage:
-    host = kv.with_headroom(Tier.DRAM, [w.new_host() for w in ways], headroom)
-    device = kv.with_headroom(Tier.HBM, [w.new_device() for w in ways], headroom)
-    room = kv.make_both_free(host, device, has_pinned=True)
-    if room or room.tier is Tier.DRAM or not any(any(w.up) for w in ways if w.hot_units):
-        return room
-    for w in ways:                             # pages that it could do without are in its own way
-        for i, copy in enumerate(w.up if w.hot_units else ()):
-            if copy is not None:
-                w.up[i] = None
-                _give_back(kv, copy)
-    return kv.make_both_free(host, device, has_pinned=True)
+    return next((Early(f.source) for w in ways for f in w.saves if not f.source.ready), None)
 
 
 def _find(kv: Pages, r: Request) -> Found:
@@ -209,14 +180,15 @@ def _find(kv: Pages, r: Request) -> Found:
         for i, copy in enumerate(t.host):      # what it has fetched may have been banished since
             if copy is not None and copy.node is not None and copy.node.banished:
                 kv.drop_entry(r, g, t.host, i)
-    kv.tree.unref(old)
+    if old:
+        kv.tree.unref(old)
     r.computed = r.retired = len(r.path) * kv.cfg.page_size
     return found
 
 
-def _way(kv: Pages, r: Request, g: int, place: Place) -> Claim:
-    """Pin what group g has of `r`, and say what is still to be had."""
-    t, way = r.tables[g], Claim()
+def _way(kv: Pages, r: Request, g: int, place: Place, claim: Claim) -> Way:
+    """What group g has of `r`, and what is still to be had."""
+    t, way = r.tables[g], Way()
     known, done = min(len(r.tokens), r.compute_limit), t.end(r.computed)
     # A window moves on: its pages are taken as they are needed. Of everything else so many are sure to come.
     end = t.end(r.computed + 1) if t.group.reach else min(t.end(known), done + kv.cfg.take_pages)
@@ -228,22 +200,19 @@ def _way(kv: Pages, r: Request, g: int, place: Place) -> Claim:
     for i in range(begin, max(end, done)):
         node = kv.node(r, t, i)
         if hosted:
-            way.down.append(_entry(kv, r, g, i, node, way, host=True) if i < done else pinned())
-            way.up.append(_shared(kv, g, node))
+            way.down.append(_entry(kv, r, g, i, node, way, claim, host=True) if i < done
+                            else claim.want(Tier.DRAM, g))
+            copy = node.good(kv.device[g]) if node is not None else None
+            way.up.append(claim.borrow(copy) if copy is not None and copy.ready else None)
         else:
-            way.up.append(_entry(kv, r, g, i, node, way, host=False) if i < done else pinned())
-    if hosted:
-        way.hot_units = r.hot_units
+            way.up.append(_entry(kv, r, g, i, node, way, claim, host=False) if i < done
+                          else claim.want(Tier.HBM, g))
+    way.buffer = [claim.want(Tier.HBM, g) for _ in range(r.hot_units if hosted else 0)]
     return way
 
 
-def _shared(kv: Pages, g: int, node: Node | None) -> Copy | None:
-    """A device page that a hosted row can read as long as nobody else needs the memory."""
-    copy = node.good(kv.device[g]) if node is not None else None
-    return pin(copy) if copy is not None and copy.ready else None
-
-
-def _entry(kv: Pages, r: Request, g: int, i: int, node: Node | None, way: Claim, *, host: bool) -> Copy:
+def _entry(kv: Pages, r: Request, g: int, i: int, node: Node | None, way: Way, claim: Claim, *,
+           host: bool) -> Copy:
     """Page i of group g where it is wanted, or a new one that is filled from the other side. The device
     may still be loading what is to be saved, see `_are_filled`."""
     t = r.tables[g]
@@ -257,37 +226,21 @@ def _entry(kv: Pages, r: Request, g: int, i: int, node: Node | None, way: Claim,
     if copy is None or copy in detached:
         copy = None if node is None else kv.take_host_copy(node, g, source) if host else node.good(space)
     if copy is not None:
-        return pin(copy)
+        return claim.pin(copy)
     if (source is None or source in detached) and node is not None:
         source = node.good(other)
     assert source is not None and (host or source.ready), f"request {r.rid}: page {i} of group {g} is lost"
-    target = pinned()
-    fills.append(Load(i, node, pin(source), target))
+    target = claim.want(Tier.DRAM if host else Tier.HBM, g)
+    fills.append(Load(i, node, claim.pin(source), target))
     return target
 
 
-def _undo(kv: Pages, way: Claim) -> None:
-    for copy in [*way.up, *way.down, *(f.source for f in (*way.loads, *way.saves))]:
-        if copy is not None and copy.page >= 0:
-            _give_back(kv, copy)
-
-
-def _give_back(kv: Pages, copy: Copy) -> None:
-    unpin(copy)
-    if copy.node is not None:
-        kv.tree.update_evictable(copy.node)
-
-
-def _take(kv: Pages, r: Request, g: int, way: Claim) -> list[Node]:
-    """Get the pages, start the copies, and let go of what `r` had before. Returns the pages of its
-    path that the device does not have."""
+def _take(kv: Pages, r: Request, g: int, way: Way) -> list[Node]:
+    """Start the copies, and let go of what `r` had before. Returns the pages of its path that the device does
+    not have."""
     t = r.tables[g]
-    for space, column, extra in ((kv.device[g], way.up, way.hot_units), (kv.host[g], way.down, 0)):
-        new = [c for c in column if c is not None and c.page < 0]
-        pages = space.pool.acquire(len(new) + extra)
-        for copy, page in zip(new, pages, strict=False):
-            copy.page = page
-        add(t.hot, pages[len(new):])
+    for copy in way.buffer:
+        enter_pinned(t.hot, len(t.hot), copy)
     _start(kv, r, g, way.loads, up=True)
     _start(kv, r, g, way.saves, up=False)
     t.first = t.begin(r.computed)

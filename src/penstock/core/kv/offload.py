@@ -3,7 +3,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from penstock.core.kv.page_table import own, put
+from penstock.core.kv.claims import Claim
+from penstock.core.kv.page_table import Column, enter_pinned, own, put
 from penstock.core.kv.pages import Pages, Trial
 from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.kv.sealing import write_through
@@ -27,29 +28,21 @@ def unsaved(kv: Pages, r: Request, phase: Phase) -> list[int]:
 
 def reserve(kv: Pages, r: Request, phase: Phase) -> Trial:
     """Take the host pages that pausing or staging may need, or change nothing."""
-    want = unsaved(kv, r, phase)
-    pinned = _pin_host(kv, r) if phase is Phase.STAGING else []
-    room = kv.make_free(Tier.DRAM, want, has_pinned=bool(pinned))      # it may have pinned what is promised
-    if not room:
-        for g, i in pinned:
-            kv.drop_entry(r, g, r.tables[g].host, i)
-        return room
-    for g, n in enumerate(want):
-        r.reserve[g] += kv.host[g].pool.acquire(n)
-    return True
-
-
-def _pin_host(kv: Pages, r: Request) -> list[tuple[int, int]]:
-    """What the host has of a row that is being staged must stay there: the group and entry of each page."""
-    pinned: list[tuple[int, int]] = []
-    for g, t in enumerate(r.tables):
-        for i in range(len(t.device) if t.hosted else 0):
+    claim, held = Claim(kv, r), list[tuple[Column, int, Copy]]()
+    spare = [[claim.want(Tier.DRAM, g) for _ in range(n)] for g, n in enumerate(unsaved(kv, r, phase))]
+    for g, t in enumerate(r.tables if phase is Phase.STAGING else ()):
+        for i in range(len(t.device) if t.hosted else 0):      # what the host has of it must stay there
             node = kv.node(r, t, i)
             if own(t.host, i) is None and node is not None and (
                     copy := kv.take_host_copy(node, g, own(t.device, i))):
-                put(t.host, i, copy)
-                pinned.append((g, i))
-    return pinned
+                held.append((t.host, i, claim.pin(copy)))
+    if not (room := claim.commit()):
+        return room
+    for column, i, copy in held:
+        enter_pinned(column, i, copy)
+    for pages, copies in zip(r.reserve, spare, strict=True):
+        pages += [copy.page for copy in copies]
+    return True
 
 
 def save_down(kv: Pages, r: Request, *, all_groups: bool) -> None:

@@ -91,9 +91,14 @@ def own(column: Column, i: int) -> Copy | None:
 
 def put(column: Column, i: int, copy: Copy) -> None:
     """Enter a copy, and pin it. Columns are as long as their last entry."""
+    enter_pinned(column, i, pin(copy))
+
+
+def enter_pinned(column: Column, i: int, copy: Copy) -> None:
+    """The same of one that is pinned already."""
     extend(column, i + 1)
     assert isinstance(column, list)
-    column[i] = pin(copy)
+    column[i] = copy
 
 
 def add(column: Column, pages: Iterable[int]) -> None:

@@ -3,7 +3,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.core.kv.page_table import own, put, take_all, unpin
+from penstock.core.kv.claims import Claim
+from penstock.core.kv.page_table import Column, enter_pinned, own, put
 from penstock.core.kv.pages import Pages, Trial
 from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.plan import Tier
@@ -28,25 +29,22 @@ def stored(kv: Pages, r: Request) -> int:
 def reserve(kv: Pages, r: Request) -> Trial:
     """Take the path as far as storage knows it, pin what the host has of it, and start reading the
     rest; or, without room in the host, change nothing."""
-    path, _ = kv.match(r, stored=True)
-    want = [0] * len(r.tables)
-    nodes: set[int] = set()
-    for g, i, node in _wanted(kv, r, path):
+    r.path, _ = kv.match(r, stored=True)
+    for node in r.path:
+        kv.tree.ref(node)
+    claim, held = Claim(kv, r, path=True), list[tuple[Column, int, Copy]]()
+    want, nodes = [0] * len(r.tables), set[int]()
+    for g, i, node in _wanted(kv, r, r.path):
         if copy := node.good(kv.host[g]):
-            put(r.tables[g].host, i, copy)
+            held.append((r.tables[g].host, i, claim.pin(copy)))
         elif not node.good(kv.device[g]):
             want[g] += 1
             nodes.add(id(node))
-    for node in path:
-        kv.tree.ref(node)
-    room = kv.make_free(Tier.DRAM, want, has_pinned=True)
-    if not room:
-        for t in r.tables:
-            for copy in take_all(t.host):
-                unpin(copy)
-        kv.tree.unref(path)
+    if not (room := claim.commit(beside=want)):
         return room
-    r.path, r.fetched = path, len(nodes)
+    for column, i, copy in held:
+        enter_pinned(column, i, copy)
+    r.fetched = len(nodes)
     read(kv, r)
     return True
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from penstock.core.kv.page_table import add, is_own, move, put
+from penstock.core.kv.claims import Claim
+from penstock.core.kv.page_table import add, enter_pinned, is_own, move, put, read
 from penstock.core.kv.pages import Headroom, Pages, Trial, resized
 from penstock.core.kv.prefix_tree import Copy, Node, lend
 from penstock.core.plan import Tier
@@ -53,29 +54,35 @@ def grow_hot_buffer(kv: Pages, r: Request, n: int) -> None:
 def reload(kv: Pages, r: Request, headroom: Headroom) -> Trial:
     """Device pages for everything that a hosted row has on the host, and the first loads of what is
     sealed. The open page follows when it is sealed; pages begun from now on are on both sides."""
-    kv.keep(r)
-    lacks = [(g, i) for g, t in enumerate(r.tables) if t.hosted
-             for i, copy in enumerate(t.device) if copy is None]
-    want = [0] * len(r.tables)
-    for g, i in lacks:
-        t = r.tables[g]
-        node = kv.node(r, t, i)
-        if node is not None and (copy := node.good(kv.device[g])):
-            put(t.device, i, copy)
-        else:
-            want[g] += 1
-    room = kv.make_free(Tier.HBM, kv.with_headroom(Tier.HBM, want, headroom), has_pinned=True)
-    if not room:
-        kv.soften(r)
-        _tell_ready(kv, r, lacks)
+    adopt(kv, r)
+    claim, lacks = Claim(kv, r, keep=True), list[tuple[int, int, Copy]]()
+    for g, t in enumerate(r.tables):
+        for i, copy in enumerate(t.device if t.hosted else ()):
+            if copy is None:
+                node = kv.node(r, t, i)
+                found = node.good(kv.device[g]) if node is not None else None
+                lacks.append((g, i, claim.pin(found) if found is not None else claim.want(Tier.HBM, g)))
+    if not (room := claim.commit(headroom)):
         return room
-    pages = [kv.device[g].pool.acquire(n)[::-1] for g, n in enumerate(want)]
-    for g, i in lacks:
-        if r.tables[g].device[i] is None:
-            put(r.tables[g].device, i, Copy(pages[g].pop(), ready=False))
-    r.loading = lacks
+    for g, i, copy in lacks:
+        enter_pinned(r.tables[g].device, i, copy)
+        if copy.node is None:
+            copy.ready = False
+    r.loading = [(g, i) for g, i, _ in lacks]
     load_next(kv, r)
     return True
+
+
+def adopt(kv: Pages, r: Request) -> None:
+    """A hosted row reads what the tree has on the device of its pages again."""
+    for g, t in enumerate(r.tables):
+        for i, mine in enumerate(t.device if t.hosted else ()):
+            node = kv.node(r, t, i) if mine is None else None
+            if node is not None and (copy := node.good(kv.device[g])) and copy.ready:
+                put(t.device, i, copy)
+                read(copy, r)
+                kv.tree.update_evictable(node)
+                kv.remap(r, g, (i,))
 
 
 def _tell_ready(kv: Pages, r: Request, entries: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 
-from penstock.core.kv import allocate, growth, offload
+from penstock.core.kv import allocate, claims, offload
 from penstock.core.kv.page_table import is_own
 from penstock.core.kv.pages import Refused, Shortage, Trial
 from penstock.core.kv.prefix_tree import Copy
@@ -175,7 +175,7 @@ def _for_host_pages(core: CoreState, taken: list[Request]) -> None:
 
 
 def _drop_mirrors(core: CoreState, but: Request | None = None) -> bool:
-    return any(growth.drop_mirrors(core.kv, r) for r in reversed(core.running) if r is not but)
+    return any(claims.drop_mirrors(core.kv, r) for r in reversed(core.running) if r is not but)
 
 
 def is_away(core: CoreState) -> bool:

@@ -1,0 +1,176 @@
+"""Pages that a request comes to have: all that it claims in several groups and tiers, or none; those that its
+row writes next; and the mirrors of these on the host.
+
+A claim pins what is there and notes what is still to be had; `commit` takes all of that, or gives all back.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, TypeVar
+
+from penstock.core.kv.page_table import Column, PageTable, add, extend, pin, pinned, put, unpin
+from penstock.core.kv.pages import NONE_LEFT, Headroom, Pages, Refused, Shortage
+from penstock.core.kv.pool import Pool
+from penstock.core.kv.prefix_tree import Copy
+from penstock.core.lifecycle import Phase, Place
+from penstock.core.plan import Tier
+from penstock.core.request import Request
+
+_HOST, _HBM, _DRAM = Place.HOST, Tier.HBM, Tier.DRAM    # Python 3.11 takes 0.1 us to find a member of an Enum
+_Why = TypeVar("_Why", bound=Refused)
+
+
+class Claim:
+    """One trial of request `r`: ends with `commit` or `refuse`.
+
+    path   it has just named its path, and forgets that if this fails
+    keep   it needs what it reads on the device, and reads it again if this fails
+    """
+
+    def __init__(self, kv: Pages, r: Request, *, path: bool = False, keep: bool = False) -> None:
+        self._kv, self._r, self._path, self._keep = kv, r, path, keep
+        self._pins: list[Copy] = []
+        self._spare: list[Copy] = []
+        self._new = {tier: [list[Copy]() for _ in r.tables] for tier in (_DRAM, _HBM)}
+        self._later: tuple[Place, Sequence[int]] | None = None
+        if keep:
+            kv.keep(r)
+
+    def pin(self, copy: Copy) -> Copy:
+        """A page that is there, or on its way."""
+        self._pins.append(copy)
+        return pin(copy)
+
+    def borrow(self, copy: Copy) -> Copy:
+        """One that it can do without: `commit` gives it back if it is in its own way, see `has_borrowed`."""
+        self._spare.append(copy)
+        return pin(copy)
+
+    def want(self, tier: Tier, g: int) -> Copy:
+        """A page that is still to be had: `commit` says which."""
+        self._new[tier][g].append(copy := pinned())
+        return copy
+
+    def promise(self, place: Place, pages: Sequence[int]) -> None:
+        """So many pages of each group are taken later."""
+        self._kv.promise(self._r, place, pages)
+        self._later = place, pages
+
+    @property
+    def has_borrowed(self) -> bool:
+        return bool(self._spare)
+
+    def commit(self, headroom: Headroom = NONE_LEFT, beside: Sequence[int] = ()) -> Literal[True] | Shortage:
+        """Take everything, or nothing. So much must be left over that those of `headroom` can grow, and
+        so many host pages of each group as `beside` says."""
+        kv, room = self._kv, self._room(headroom, beside)
+        if not room and room.tier is _HBM and self._spare:
+            self._give_back(self._spare)
+            self._spare = []
+            room = self._room(headroom, beside)
+        if not room:
+            return self.refuse(room)
+        for tier, new in self._new.items():
+            for pool, copies in zip(kv.arenas[tier].pools, new, strict=True):
+                for copy, page in zip(copies, pool.acquire(len(copies)), strict=True):
+                    copy.page = page
+        return True
+
+    def refuse(self, why: _Why) -> _Why:
+        """Take nothing."""
+        if self._later is not None:
+            self._kv.promise(self._r, *self._later, -1)
+        self._give_back(self._spare)
+        self._give_back(self._pins)
+        if self._keep:
+            self._kv.soften(self._r)
+        if self._path:
+            self._kv.forget_path(self._r)
+        return why
+
+    def _room(self, headroom: Headroom, beside: Sequence[int]) -> Literal[True] | Shortage:
+        kv = self._kv
+        host, device = (kv.with_headroom(tier, list(map(len, new)), headroom)
+                        for tier, new in self._new.items())
+        if beside:
+            host = [n + more for n, more in zip(host, beside, strict=True)]
+        return kv.make_both_free(host, device, has_pinned=bool(self._pins or self._spare))
+
+    def _give_back(self, copies: Iterable[Copy]) -> None:
+        for copy in copies:
+            unpin(copy)
+            if copy.node is not None:
+                self._kv.tree.update_evictable(copy.node)
+
+
+# ---------------------------------------------------------------- what a row writes next
+def grow(kv: Pages, r: Request, upto: int) -> Literal[True] | Shortage:
+    """Pages for positions below `upto`, in every group, or nothing."""
+    host, promoting = r.place is _HOST, r.phase is Phase.PROMOTING
+    hbm, dram, new_up, new_down = [0] * len(r.tables), [0] * len(r.tables), 0, 0
+    for g, t in enumerate(r.tables):
+        on_host = host and t.hosted
+        n = -(-upto // t.unit) - len(t.host if on_host else t.device)
+        if n <= 0:
+            continue
+        if on_host:
+            dram[g] = n
+            if n > (free := kv.host[g].pool.free):
+                new_down += n - free
+        if promoting or not on_host:
+            hbm[g] = n
+            if n > (free := kv.device[g].pool.free):
+                new_up += n - free
+    # Where each new page could have a slab of its own, nobody need count slabs. A single pool has none.
+    above, below = kv.arenas[_HBM], kv.arenas[_DRAM]
+    if new_up > len(above.free) or new_down > len(below.free) or above.promises or below.promises:
+        mine = [min(n, more) for n, more in zip(map(max, hbm, dram), r.later, strict=True)]
+        kv.promise(r, r.place, mine, -1)       # it takes these now
+        room = kv.make_both_free(dram, hbm)
+        if not room:
+            kv.promise(r, r.place, mine)
+            return room
+    for g, t in enumerate(r.tables):
+        if up := hbm[g]:
+            _append(kv.device[g].pool, t.device, up)
+        if down := dram[g]:
+            _append(kv.host[g].pool, t.host, down)
+            if not up:
+                extend(t.device, len(t.host))
+        elif up and t.hosted and r.may_host and not r.later[g] and kv.cfg.role != "prefill":
+            # Of a prompt only the last page is mirrored: the others are full when it is over.
+            for i in range(len(t.device) - (up if r.phase is Phase.RESIDENT else 1), len(t.device)):
+                mirror(kv, g, t, i)
+    r.capacity = kv.covered(r, r.place)
+    return True
+
+
+def _append(pool: Pool, column: Column, n: int) -> None:
+    last = column[-1] if column else None
+    add(column, pool.acquire(n, None if last is None else last.page))
+
+
+def mirror(kv: Pages, g: int, t: PageTable, i: int) -> None:
+    """A host page for entry i, which no step has written yet, if there is room: of a row that may spill,
+    pages are on the host from their first token on. They go there when they are sealed, so it is worth
+    evicting what is cached there."""
+    pool = kv.host[g].pool
+    if (pool.free and not kv.arenas[_DRAM].promises) or kv.make_free(_DRAM, kv.one_page(g)):
+        put(t.host, i, Copy(pool.acquire(1)[0]))
+
+
+def drop_mirrors(kv: Pages, r: Request) -> bool:
+    """Give up the host pages of a row that is on the device: a spill will have to copy."""
+    if r.place is _HOST or r.phase is Phase.STAGING or not any([any(t.host) for t in r.tables]):
+        return False
+    leave_mirrors(kv, r)
+    for g, t in enumerate(r.tables):
+        kv.drop_column(r, g, t.host)
+    return True
+
+
+def leave_mirrors(kv: Pages, r: Request) -> None:
+    """What a row has on the host, and is about to give up, its steps write as long as it is not sealed."""
+    for g, t in enumerate(r.tables):
+        sealed = len(r.path) * kv.cfg.page_size // t.unit
+        kv.remap(r, g, [i for i in range(sealed, len(t.host)) if t.host[i] is not None])
