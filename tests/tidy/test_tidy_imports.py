@@ -165,6 +165,35 @@ def test_page_columns_are_written_in_one_module() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+# Fields of a request that several modules write, and why.
+WRITTEN_BY_SEVERAL = {
+    "computed": "a step is issued in `schedule` and ends in `retire`",
+    "num_placeholders": "the same",
+    "capacity": "pages come on the way in, and as a row grows",
+    "waits": "`core` says for which loads, `schedule` which of them still fly",
+    "awaits": "each phase that ends by itself says what for",
+    "is_saved": "each phase in which a request is parked means its own pages",
+    "prefetch_pending": "it is queued in `state`, and taken from the queue in `core`",
+}
+
+
+def test_a_field_of_a_request_is_written_by_one_module() -> None:
+    """And by `Request` itself: what several have to say to it is a method there."""
+    [request] = [node for node in ast.parse(MODULES["penstock.core.request"].read_text()).body
+                 if isinstance(node, ast.ClassDef) and node.name == "Request"]
+    fields = {node.target.id for node in request.body
+              if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+    writers: dict[str, set[str]] = {}
+    for module, path in MODULES.items():
+        others = layer_of(module) == "core" and module != "penstock.core.request"
+        for node in ast.walk(ast.parse(path.read_text())) if others else ():
+            if (isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in fields
+                    and getattr(node.value, "id", "") in ("r", "fork", "leader", "victim")):
+                writers.setdefault(node.attr, set()).add(module)
+    assert len(writers) > 40
+    assert {field for field, names in writers.items() if len(names) > 1} == WRITTEN_BY_SEVERAL.keys()
+
+
 def test_core_has_no_clock_randomness_thread_or_io() -> None:
     banned = {"time", "datetime", "random", "secrets", "threading", "asyncio", "os", "io",
               "socket", "pathlib", "subprocess", "uuid", "select", "concurrent", "queue"}

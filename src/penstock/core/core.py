@@ -199,9 +199,7 @@ class Core(CoreState):
         insert(self.waiting, r)
         leader = self.live.get(a.leader) if a.leader is not None else None
         if leader is not None and not leader.num_output:
-            r.leader = leader                  # until the pages of the prompt that they share are sealed
-            leader.forks.append(r)
-            leader.append_until = 0
+            r.follow(leader)                   # until the pages of the prompt that they share are sealed
         else:
             self.enqueue(r)
         if self.pairs:

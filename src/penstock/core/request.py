@@ -123,6 +123,41 @@ class Request:
         self.remapped = [{} for _ in self.tables]
         self.device_len = [0] * len(self.tables)
 
+    # ---------------------------------------------------------------- what several modules tell it
+    def begin(self) -> None:
+        """It is in another phase: what was true of the last one is not any more."""
+        self.visit += 1
+        self.issued, self.unchanged_until, self.append_until = None, 0, 0
+        self.awaits, self.coming, self.asked = [], None, ()
+        if self.phase is not Phase.PROMOTING:
+            self.loading = []
+        self.is_saved, self.is_saving, self.hot_wait_until = False, False, StepId(0)
+
+    def restart(self, tokens: int) -> None:
+        """So many of its tokens have KV, and no step in flight computes more."""
+        self.computed = self.retired = tokens
+
+    def follow(self, leader: Request) -> None:
+        """It waits until `leader` has begun to answer."""
+        self.leader, leader.append_until = leader, 0
+        leader.forks.append(self)
+
+    def resize(self) -> None:
+        """Its hot buffer has another size, of which the device knows nothing yet."""
+        self.is_resized, self.has_news, self.unchanged_until = self.bound, False, 0
+
+    def end_hot(self) -> None:
+        """It has no hot buffer any more, of which the device may know."""
+        self.is_resized = self.hot_ended = self.bound
+
+    def leave_row(self) -> None:
+        self.row, self.bound = None, False
+
+    def look(self) -> None:
+        """Its row has news."""
+        self.unchanged_until = 0
+
+    # ---------------------------------------------------------------- what follows from the above
     @property
     def key(self) -> tuple[int, int]:
         """Order of service: smaller first."""

@@ -93,7 +93,7 @@ def delivered(core: CoreState, r: Request, tokens: tuple[int, ...]) -> None:
     r.delivered = r.num_prompt - r.retired
     if not r.started:
         core.started(r)
-    r.computed = r.retired = r.num_prompt
+    r.restart(r.num_prompt)
     r.is_saved = True                     # it keeps what it has until it gets a row
     core.update_runnable(r)
     sealing.seal(core.kv, r)

@@ -114,14 +114,10 @@ class CoreState:
             self.kv.release(r, [Lease.DRAM])
         elif (source, target) == (Phase.PROMOTING, Phase.HOSTED):
             promote.stop_reload(self.kv, r)
-        if source is Phase.PROMOTING:
-            r.loading = []
-        r.issued, r.unchanged_until, r.append_until, r.awaits = None, 0, 0, []
+        r.begin()
         self.edges_taken += 1
-        r.visit += 1
         self.update_queues(r, source)
         self.tell_peer(r, source)
-        r.is_saved, r.is_saving, r.coming, r.hot_wait_until = False, False, None, StepId(0)
         if target in (Phase.FETCHING, Phase.RECEIVING) or (target is Phase.DROPPED and not r.started):
             self.out.append(Entered(r.rid, target.value, r.visit))
         for watcher in self.watchers:
@@ -173,7 +169,6 @@ class CoreState:
         if r.prefetch_pending:                       # it was queued, and is no more
             self.prefetch_queue.remove(r)
             r.prefetch_pending = False
-        r.asked = ()
         if r.phase is Phase.DONE:
             self.release_forks(r)
         r.num_preemptions += source in ACTIVE and r.phase in (Phase.PAUSED, Phase.DROPPED)

@@ -49,7 +49,7 @@ class KVCache(Pages):
         for lease in leases:
             if lease is Lease.ROW and r.row is not None:
                 self.rows.release([r.row], Fence(r.last_issue))      # a promise of `Bind`
-                r.row, r.bound = None, False
+                r.leave_row()
                 self.promise(r, r.place, r.later, -1)
             elif lease is Lease.HOT:
                 self._free_hot_buffer(r)
@@ -64,7 +64,7 @@ class KVCache(Pages):
 
     def _free_hot_buffer(self, r: Request) -> None:
         if any(t.hot for t in r.tables):
-            r.is_resized = r.hot_ended = r.bound
+            r.end_hot()
         if r in self.grown:
             self.grown.remove(r)
         for g, t in enumerate(r.tables):
@@ -110,7 +110,7 @@ def enter(kv: Pages, r: Request, place: Place, headroom: Headroom) -> Trial:
         found = _find(kv, r)
         if place is Place.HOST and r.failed_saves >= FAILED_SAVES_MAX:
             kv.forget_path(r)                # computed in host pages, nothing is to be copied
-            r.computed = r.retired = 0
+            r.restart(0)
     claim = Claim(kv, r, path=r.phase in (Phase.QUEUED, Phase.DROPPED))
     ways = [_way(kv, r, g, place, claim) for g in range(len(r.tables))]
     claim.promise(place, [w.later for w in ways])
@@ -127,7 +127,6 @@ def enter(kv: Pages, r: Request, place: Place, headroom: Headroom) -> Trial:
     r.row = Row(kv.rows.acquire(1)[0])
     below = {id(n) for g, w in enumerate(ways) for n in _take(kv, r, g, w)}
     r.loads = len(below)
-    r.is_saved = False
     r.capacity = kv.covered(r, place)
     if place is Place.HOST:
         kv.soften(r)
@@ -172,17 +171,13 @@ def _early(ways: list[Way]) -> Early | None:
 
 def _find(kv: Pages, r: Request) -> Found:
     """Name what of the known tokens has KV somewhere, and set `computed`."""
-    old, (r.path, found) = r.path, kv.match(r)
+    found = kv.name_path(r)
     r.cut = found.cut
-    for node in r.path:
-        kv.tree.ref(node)
     for g, t in enumerate(r.tables):
         for i, copy in enumerate(t.host):      # what it has fetched may have been banished since
             if copy is not None and copy.node is not None and copy.node.banished:
                 kv.drop_entry(r, g, t.host, i)
-    if old:
-        kv.tree.unref(old)
-    r.computed = r.retired = len(r.path) * kv.cfg.page_size
+    r.restart(len(r.path) * kv.cfg.page_size)
     return found
 
 

@@ -297,13 +297,13 @@ class Pages:
                         self.unpin(r, self.device[g], copy)
             if r.num_hot == r.hot_units:
                 self.grown.remove(r)
-            resized(r)
+            r.resize()
 
     def remap(self, r: Request, g: int, entries: Sequence[int]) -> None:
         """What `r` has of these entries has changed: its row has news, if the device knows of it."""
         if r.bound:
             r.remapped[g].update(dict.fromkeys([i for i in entries if i < r.device_len[g]]))
-            r.unchanged_until = 0
+            r.look()
 
     # ---------------------------------------------------------------- pins
     def drop_entry(self, r: Request, g: int, column: Column, i: int) -> None:
@@ -347,6 +347,15 @@ class Pages:
                     unpin(copy)
                 else:
                     self.unpin(r, space, copy)
+
+    def name_path(self, r: Request, *, stored: bool = False) -> Found:
+        """The request names what `match` finds, and nothing else any more."""
+        old, (r.path, found) = r.path, self.match(r, stored=stored)
+        for node in r.path:
+            self.tree.ref(node)
+        if old:
+            self.tree.unref(old)
+        return found
 
     def forget_path(self, r: Request, keep: int = 0) -> None:
         """The request no longer names any sealed page, but for the first `keep`."""
@@ -453,9 +462,3 @@ class Pages:
         """Whether a parked request still has all that it was parked with."""
         return all(own(t.device, i) or own(t.host, i)
                    for t in r.tables for i in range(t.begin(r.computed), t.end(r.computed)))
-
-
-def resized(r: Request) -> None:
-    """The hot buffer of `r` has another size: its row has news."""
-    r.is_resized = r.bound
-    r.has_news, r.unchanged_until = False, 0

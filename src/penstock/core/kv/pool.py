@@ -71,7 +71,7 @@ class Pool:
                 return [self._whole(arena.free.pop())]
             self._gain(arena.free.pop())
         assert 0 <= n <= len(free), f"{self.name}: {n} of {len(free)} free"
-        held = self.held
+        held, held_in, fixed_in = self.held, self.held_in, self.fixed_in
         taken: list[int] = []
         unit = -2 if near is None else near
         for _ in range(n):
@@ -83,10 +83,11 @@ class Pool:
             taken.append(unit)
             if arena is not None:
                 slab = (unit - self.base) // self.per_slab
-                self.spare_slabs -= not self.held_in[slab]
-                self.held_in[slab] += 1
-                self.loose_slabs -= not self.fixed_in[slab]
-                self.fixed_in[slab] += 1
+                if not fixed_in[slab]:
+                    self.loose_slabs -= 1
+                    self.spare_slabs -= not held_in[slab]
+                held_in[slab] += 1
+                fixed_in[slab] += 1
         while n > 1 and self._order and self._order[0] not in free:
             heapq.heappop(self._order)         # or a later row that takes one page would do it for these
         return taken

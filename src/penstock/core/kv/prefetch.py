@@ -29,9 +29,7 @@ def stored(kv: Pages, r: Request) -> int:
 def reserve(kv: Pages, r: Request) -> Trial:
     """Take the path as far as storage knows it, pin what the host has of it, and start reading the
     rest; or, without room in the host, change nothing."""
-    r.path, _ = kv.match(r, stored=True)
-    for node in r.path:
-        kv.tree.ref(node)
+    kv.name_path(r, stored=True)
     claim, held = Claim(kv, r, path=True), list[tuple[Column, int, Copy]]()
     want, nodes = [0] * len(r.tables), set[int]()
     for g, i, node in _wanted(kv, r, r.path):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from penstock.core.kv.claims import Claim
 from penstock.core.kv.page_table import add, enter_pinned, is_own, move, put, read
-from penstock.core.kv.pages import Headroom, Pages, Trial, resized
+from penstock.core.kv.pages import Headroom, Pages, Trial
 from penstock.core.kv.prefix_tree import Copy, Node, lend
 from penstock.core.plan import Tier
 from penstock.core.request import Request
@@ -33,7 +33,7 @@ def take_hot_buffer(kv: Pages, r: Request) -> Trial:
                 kv.tree.detach(copy.node, kv.device[g])
         add(t.hot, kv.device[g].pool.acquire(want[g]))
         kv.remap(r, g, range(t.first, len(t.host)))
-    resized(r)
+    r.resize()
     kv.soften(r)
     return True
 
@@ -48,7 +48,7 @@ def grow_hot_buffer(kv: Pages, r: Request, n: int) -> None:
             add(t.hot, pool.acquire(n))
             for copy in t.hot[-n:]:
                 lend(copy, pool)
-    resized(r)
+    r.resize()
 
 
 def reload(kv: Pages, r: Request, headroom: Headroom) -> Trial:
