@@ -47,12 +47,12 @@ GGUF_NAMES = {"model.layers.": "blk.", "model.embed_tokens": "token_embd", "mode
 PROMPTS = {rid: tuple((rid * 31 + i * i * 7 + i) % 97 for i in range(40 + 35 * rid)) for rid in range(1, 6)}
 
 
-def checkpoint(folder: Path, config: dict[str, object] = CONFIG) -> str:
+def checkpoint(folder: Path, config: dict[str, object] = CONFIG, *, drafts: bool = False) -> str:
     """Weights whose greedy choices are clear-cut."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file({name: (t if "norm" in name else t * 8).contiguous()
-               for name, t in registry.dummy_tensors(config, 3)}, folder / "model.safetensors")
+               for name, t in registry.dummy_tensors(config, 3, drafts=drafts)}, folder / "model.safetensors")
     return str(folder)
 
 
