@@ -4,8 +4,10 @@ Drafters are one that knows the answer and errs by dice, and one that proposes n
 """
 from __future__ import annotations
 
+import re
 from itertools import accumulate
 
+import printable
 import prompts_engine
 import pytest
 import ranks
@@ -14,8 +16,10 @@ from drafters import Broken, Dice, Noise, as_a_device
 from late_copies import Latest, Shuffled
 from prompts_engine import PROMPTS, SMALL, Engine, dense, play
 
+from penstock.config.request.grammar import Grammar
 from penstock.config.request.params import SamplingParams
 from penstock.core.plan import Aborted, Dropped, Outcome, Paused, RequestId
+from penstock.exec.sampling.grammar import Grammars
 
 pytestmark = pytest.mark.usefixtures("drafting_stages")
 FAMILIES = ["grouped", "window", "latent", "mla", "state"]
@@ -166,6 +170,28 @@ def test_speculation_keeps_streams_of_every_way_to_sample(drafts, chance):
     proposed, right = (sum(column) for column in zip(*[drafts for _, drafts in told.values()], strict=True))
     assert proposed <= counts(engine)[0] and right <= counts(engine)[1]      # with steps behind an end
     assert {0: right < proposed / 4, 0.7: 0 < right < proposed, 1: 0 < right == proposed}[chance]
+
+
+@pytest.mark.parametrize("seed", [None, 4])
+def test_speculation_by_what_a_grammar_leaves_no_choice_for(seed, stages):
+    """It is right whatever the model says, and asked before the drafter, who knows nothing of grammars."""
+    if where.DEVICE == "cuda":
+        pytest.skip("rows with a grammar say one token a step")
+    grammar = Grammar("regex", "(AB[0-9]CDEFG[HI]){9}")
+    params = SamplingParams(grammar=grammar, **({"temperature": 0.0} if seed is None else {"seed": seed}))
+
+    def answer(**more) -> Engine:
+        engine = Engine(**more)
+        engine.ex._ranks[-1]._tokens._sampler._grammars = Grammars(printable.vocabulary)
+        engine.add(1, PROMPTS[1], 40, params)
+        engine.add(2, PROMPTS[2], 40)
+        engine.drain()
+        return engine
+    alone, engine = answer(), answer(drafter=Noise(), draft_tokens=5)
+    text = printable.text(engine.got[1])
+    assert engine.got == alone.got and re.match("(AB[0-9]CDEFG[HI]){4}", text)
+    steps = sum(1 in plan.rids for plan in engine.plans)
+    assert steps < 25 if stages == 1 else steps > 25, "seven of nine characters are forced, five at once"
 
 
 def test_speculation_drops_what_no_drafter_may_say():

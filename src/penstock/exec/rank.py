@@ -152,7 +152,8 @@ class Rank:
             self._widths = Widths(self._links, Narrowing(
                 drafter, self._tokens.history, model.vocab_size, WIDE[device.type] * one,
                 may=self._tokens.drafts, beside=cpu,
-                at_once=lambda row: ANY if cpu else self._attending.at_once(self._tables.index(row))))
+                at_once=lambda row: ANY if cpu else self._attending.at_once(self._tables.index(row)),
+                forced=self._tokens.forced))
             self._links = self._widths.links
         self._prompts = PromptReader(model.logits, model.vocab_size) if self._links.after is None else None
         self._steps: list[Steps] = [

@@ -30,10 +30,12 @@ class Narrowing:
 
     def __init__(self, drafter: Drafter, history: History, vocab_size: int, wide: int, *,
                  may: Callable[[RequestId], bool] = lambda rid: True, beside: bool = True,
-                 at_once: Callable[[Row], int] = lambda row: ANY) -> None:
+                 at_once: Callable[[Row], int] = lambda row: ANY,
+                 forced: Callable[[RequestId, int], Sequence[int]] = lambda rid, most: ()) -> None:
         """wide: positions of a step up to which another one costs little: rows draft as far as they stay
         below. may: whether a row can. at_once: positions that one can have. beside: whether rows draft in a
-        step that has prompts."""
+        step that has prompts. forced: what comes next of a row, at most so much, whoever is asked."""
+        self._forced = forced
         self._drafter, self._history, self._vocab, self._wide = drafter, history, vocab_size, wide
         self._may, self._beside, self._at_once = may, beside, at_once
         self.counts: Counter[str] = Counter()
@@ -82,7 +84,11 @@ class Narrowing:
 
     def _proposed(self, asks: Sequence[Ask]) -> list[Sequence[int]]:
         found: list[Sequence[int]] = []
-        for ask, drafts in zip(asks, self._drafter.propose(asks) if asks else (), strict=True):
+        proposed = {ask.rid: self._forced(ask.rid, ask.most) for ask in asks}
+        if free := [ask for ask in asks if not proposed[ask.rid]]:
+            proposed |= zip([ask.rid for ask in free], self._drafter.propose(free), strict=True)
+        for ask in asks:
+            drafts = proposed[ask.rid]
             good = len(drafts) <= ask.most and all(
                 isinstance(token, int) and 0 <= token < self._vocab for token in drafts)
             self.counts["dropped"] += 0 if good else len(drafts)

@@ -230,6 +230,23 @@ class Matcher:
         request cannot go on, in words that quote nothing. Waits for the grammar to be compiled."""
         if self._compiled.exception() is not None:
             return "its grammar cannot be compiled here"
+        if why := self._learn(outputs):
+            return why
+        assert self._at is not None
+        self._at.unsafe_compute_mask_ptr(address, 4 * self._compiler.result().words)
+        return self._failed(TOO_COMPLEX) if self._at.is_error() else ""
+
+    def forced(self, outputs: Sequence[int], most: int) -> list[int]:
+        """What follows `outputs` whatever the model says, as the tokenizer cuts it, at most so many: none
+        where there is a choice, the answer has ended, or the grammar is not compiled yet."""
+        if not self._compiled.done() or self._compiled.exception() is not None or self._learn(outputs):
+            return []
+        assert self._at is not None
+        found: list[int] = self._at.compute_ff_tokens() if self._count == len(outputs) else []
+        return found[:most]
+
+    def _learn(self, outputs: Sequence[int]) -> str:
+        """Of those that it lacks; as `fill`. The grammar is compiled."""
         if self._at is None:
             self._at, self._count = self._compiled.result().deep_copy(), 0
         eos_ids = self._compiler.result().eos_ids
@@ -241,8 +258,7 @@ class Matcher:
                     return self._failed(TOO_COMPLEX)
                 return self._failed(f"output token {self._count} is not one that its grammar admits")
             self._count += 1
-        self._at.unsafe_compute_mask_ptr(address, 4 * self._compiler.result().words)
-        return self._failed(TOO_COMPLEX) if self._at.is_error() else ""
+        return ""
 
     def _failed(self, why: str) -> str:
         self._at, self._count = None, 0     # the library's stays in error for ever

@@ -148,6 +148,10 @@ class Tokens:
         """Whether one step can check several of its tokens."""
         return True
 
+    def forced(self, rid: RequestId, most: int) -> Sequence[int]:
+        """Of a stage that samples: as `Matcher.forced`, behind all steps in front."""
+        return ()
+
     def feed(self, plan: StepPlan) -> None:
         """Before the step: the tables get last tokens that were sampled elsewhere."""
 
@@ -203,6 +207,10 @@ class Chosen(Tokens):
     def history(self, rid: RequestId) -> tuple[Sequence[int], Sequence[int]]:
         s = self._open[rid]
         return s.prompt, s.outputs
+
+    def forced(self, rid: RequestId, most: int) -> Sequence[int]:
+        s = self._open[rid]
+        return () if s.matcher is None else s.matcher.forced(s.outputs, most)
 
     def sample(self, plan: StepPlan, ran: Ran) -> Answers:
         pairs = tuple((rid, self._open[rid]) for rid in sampled(plan))
