@@ -8,15 +8,18 @@ import functools
 from dataclasses import replace
 from types import SimpleNamespace
 
+import prompts_engine
 import pytest
 import torch
 import where
 from dense_attend import Dense
+from driven import PAGE
 from late_copies import Latest, Shuffled
 from prompts_engine import MTP, PROMPTS, SHARED, SMALL, Engine, dense, model, play
 
 from penstock.core.plan import Aborted, Dropped, Paused, RequestId
 from penstock.exec.drafts.mtp import MTP as DraftMTP
+from penstock.exec.drafts.mtp import Heads
 from penstock.exec.step.attend import Latent
 
 FAMILIES = list(MTP)
@@ -109,8 +112,9 @@ def test_speculation_by_a_layer_of_rows_that_drop_and_abort(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_speculation_by_a_layer_behind_a_prefix_hit(family):
+def test_speculation_by_a_layer_behind_a_prefix_hit(family, monkeypatch):
     """On either tier, at any page's end: its first step drafts, from what the page keeps."""
+    monkeypatch.setattr(prompts_engine, "INTERVAL", PAGE)
     engine = drafting(family, hbm_pages=120, dram_pages=200, lateness=Latest())
     asked, prompt = 0, SHARED
     for shared in (0, 2, 5, 9, 14, 17):
@@ -164,15 +168,17 @@ def hidden_state_of_the_first_token_kept(mp):
 
 def first_entry_is_seen(mp):
     """Which is of no hidden state."""
-    was = Latent.__init__
-    mp.setattr(Latent, "__init__", lambda self, *args, first=0: was(self, *args))
+    for kind in (Latent, Heads):
+        mp.setattr(kind, "__init__", functools.partialmethod(
+            lambda self, was, *args, first=0: was(self, *args, first=0), kind.__init__))
 
 
+@pytest.mark.parametrize("family", ["mtp", "mtp_state"])
 @pytest.mark.parametrize("fault", [entry_at_slot_p, hidden_state_lost_over_a_bind,
                                    hidden_state_of_the_first_token_kept, first_entry_is_seen],
                          ids=lambda fault: fault.__name__)
-def test_speculation_by_a_layer_sees_its_faults(fault, monkeypatch):
+def test_speculation_by_a_layer_sees_its_faults(fault, family, monkeypatch):
     fault(monkeypatch)
     with pytest.raises(AssertionError):
-        engine = drafting("mtp", step_tokens=9)
+        engine = drafting(family, step_tokens=9)
         play(engine)

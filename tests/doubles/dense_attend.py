@@ -20,7 +20,7 @@ class Dense:
     each step, `scores` all scores that it chose from."""
 
     def __init__(self, shape: AttentionShape, groups: Sequence[CacheShape] = ()) -> None:
-        self.shape = shape
+        self.shape, groups = shape, [group for group in groups if not group.drafts]
         self.windows = {int(layer): group.window for group in groups for layer in group.layers}
         self.stored: dict[int, Tensor] = {}
         self.keys: dict[int, Tensor] = {}

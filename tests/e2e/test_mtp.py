@@ -20,10 +20,28 @@ PLACES = {"resident": {"hbm_bytes": "4M", "sparse_kv": "off"},
           "hosted": {"hbm_bytes": "4M", "dram_bytes": "8M", "sparse_kv": "always"}}
 
 
+# Gated KV heads behind states, of which one is kept every 64 tokens.
+STATE = {"model_type": "qwen3_next", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48,
+         "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "linear_num_key_heads": 1,
+         "linear_num_value_heads": 2, "linear_key_head_dim": 6, "linear_value_head_dim": 4, "num_experts": 0,
+         "partial_rotary_factor": 0.5, "max_position_embeddings": 512, "tie_word_embeddings": False}
+CONFIGS = {"latent": {**GLM, "num_nextn_predict_layers": 1, "first_k_dense_replace": 5}, "state": STATE}
+PLACED = {"resident": ("latent", PLACES["resident"]), "hosted": ("latent", PLACES["hosted"]),
+          "state": ("state", {"hbm_bytes": "8M", "dram_bytes": "8M", "state_interval": 64}),
+          "state, hosted": ("state", {"hbm_bytes": "8M", "dram_bytes": "8M", "state_interval": 64,
+                                      "sparse_top_k": 96, "sparse_kv": "always"})}
+
+
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    config = {**GLM, "num_nextn_predict_layers": 1, "first_k_dense_replace": 5}
-    return checkpoint(tmp_path_factory.mktemp("mtp"), config, drafts=True)
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("mtp")
+    return {name: checkpoint(folder / name, config, drafts=True) for name, config in CONFIGS.items()}
+
+
+@pytest.fixture
+def model(models: dict[str, str]) -> str:
+    return models["latent"]
 
 
 Said = dict[tuple[tuple[int, ...], tuple[int, ...]], Sequence[int]]
@@ -51,11 +69,14 @@ def answered(end: End, prompt: Sequence[int]) -> list[int]:
     return end.got[rid]
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_layer_drafts_over_a_pair_what_it_drafts_in_one(model: str, tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("kind", PLACED)
+def test_a_layer_drafts_over_a_pair_what_it_drafts_in_one(models: dict[str, str], tmp_path: Path,
+                                                          kind: str) -> None:
     """The prefill end computes its KV of prompts. A miss, hits, one that ends with a page."""
-    plain, one = End(model, **PLACES[place]), End(model, **PLACES[place], **MTP)
-    with PairOfEnds(model, tmp_path, **PLACES[place], **MTP) as pair:
+    family, options = PLACED[kind]
+    model = models[family]
+    plain, one = End(model, **options), End(model, **options, **MTP)
+    with PairOfEnds(model, tmp_path, **options, **MTP) as pair:
         alone, paired = watched(one), watched(pair.decode)
         for prompt in PROMPTS:
             want = answered(plain, prompt)

@@ -52,7 +52,7 @@ from transformers import (
 
 from penstock.config.base.errors import ConfigError
 from penstock.model import registry
-from penstock.model.base import Model
+from penstock.model.base import GlobalLayer, Model, Stage
 
 PROMPT, GREEDY, VOCAB = 21, 32, 131
 
@@ -292,6 +292,50 @@ def test_greedy_tokens_equal(reference: PreTrainedModel) -> None:
             cache_out = reference(token_1[None], past_key_values=cache_out.past_key_values,
                                   position_ids=position_1[None])
         got_V = model.logits(model.forward(token_1, position_1, attend))[0]
+
+
+@pytest.mark.parametrize("case", ["hybrids-next", "hybrids-next-dense", "hybrids-3.5", "hybrids-3.5-moe"])
+@torch.inference_mode()
+def test_a_hybrid_s_layer_that_drafts_equals_a_block_of_transformers(case: str,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """arXiv:2412.19437, equation 21: M [norm(h_i); norm(embed(t_i+1))], the embedding first as files have M,
+    through one more block with attention. Norms are of 1 + weight."""
+    family, changes = CASES[case]
+    types = [*(make_reference(case).config.layer_types), "full_attention"]
+    dense = {name: [*changes[name], len(types) - 1] for name in ("mlp_only_layers",) if name in changes}
+    monkeypatch.setitem(CASES, case, (family, {**changes, **dense, "num_hidden_layers": len(types),
+                                               "layer_types": types}))
+    reference, ids_T, last = make_reference(case), prompt_ids(), len(types) - 1
+    model, hidden = reference.model, reference.config.hidden_size
+    random = torch.Generator().manual_seed(3)
+    more = {"mtp.fc.weight": torch.randn(hidden, 2 * hidden, generator=random) * 0.2,
+            **{f"mtp.{name}.weight": torch.rand(hidden, generator=random) - 0.5
+               for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}}
+    own = {name.replace(f"model.layers.{last}.", "mtp.layers.0."): tensor
+           for name, tensor in reference.state_dict().items()}
+    config = {**reference.config.to_dict(), "num_hidden_layers": last, "layer_types": types[:-1]}
+    stage = Stage(GlobalLayer(0), GlobalLayer(last), embeds=True, heads=True, drafts=True)
+    mine = registry.build(config, dtype=torch.float32, linear=plain_linear, stage=stage)
+    for name, tensor in {**own, **more}.items():
+        if not (reference.config.tie_word_embeddings and name == "lm_head.weight"):
+            mine.load(name, tensor)
+    mine.finish()
+
+    layers, eps = list(model.layers), reference.config.rms_norm_eps
+    model.layers = torch.nn.ModuleList(layers[:last])
+    reference.config.num_hidden_layers, reference.config.layer_types = last, types[:-1]
+    hidden_TD = model(ids_T[None], use_cache=False).last_hidden_state[0]
+    both = [F.rms_norm(x, (hidden,), 1 + more[f"mtp.pre_fc_norm_{name}.weight"], eps) for name, x in (
+        ("embedding", model.embed_tokens(ids_T[1:])), ("hidden", hidden_TD[:-1]))]
+    model.layers = torch.nn.ModuleList(layers[last:])
+    reference.config.num_hidden_layers, reference.config.layer_types = 1, ["full_attention"]
+    model.norm.weight.copy_(more["mtp.norm.weight"])
+    want_TD = model(inputs_embeds=(torch.cat(both, 1) @ more["mtp.fc.weight"].T)[None], use_cache=False,
+                    position_ids=torch.arange(1, PROMPT)[None]).last_hidden_state[0]
+    got_TD = mine.draft(ids_T[1:], hidden_TD[:-1], torch.arange(1, PROMPT), Dense(mine.attention))
+    assert want_TD.std() > 0.1
+    torch.testing.assert_close(got_TD, want_TD, rtol=0, atol=1e-4)
+    torch.testing.assert_close(mine.logits(got_TD), reference.lm_head(want_TD), rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("case", ["llama-tied", "qwen2", "qwen3", "moe-norm"])

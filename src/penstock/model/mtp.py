@@ -35,6 +35,10 @@ def deepseek_names(index: int) -> MTPNames:
                     norm_last=f"{at}.shared_head.norm")
 
 
+QWEN = MTPNames(layer="mtp.layers.0", joint="mtp.fc", norm_token="mtp.pre_fc_norm_embedding",
+                norm_hidden="mtp.pre_fc_norm_hidden", norm_last="mtp.norm")
+
+
 def groups_of(kv: CacheShape, hidden: int) -> tuple[CacheShape, ...]:
     """Its KV, and what the model made of the last token of each page: `hidden` numbers."""
     of_page = CacheShape(name="draft_hidden", layers=(LocalLayer(0),), num_kv_heads=1, head_dim=hidden,

@@ -203,7 +203,8 @@ def _layout(group: CacheShape, tokens: int, dtype: torch.dtype) -> PageLayout:
 def _interval(groups: Sequence[CacheShape], page_size: int, dtype: torch.dtype) -> int:
     """Tokens from a state that stays to the next, where nobody says: as many as have KV of its size, in whole
     pages, but STATE_TOKENS at least."""
-    states = sum(_layout(group, 1, dtype).page_bytes for group in groups if group.snapshot)
+    states = sum(_layout(group, 1, dtype).page_bytes for group in groups
+                 if group.snapshot and not group.page_tokens)
     token = sum(_layout(group, group.unit, dtype).page_bytes // group.unit for group in groups
                 if not (group.snapshot or group.window))
     return -(-max(STATE_TOKENS, states // max(1, token)) // page_size) * page_size

@@ -10,6 +10,7 @@ from penstock.kernels.state.scan import ScanSpec
 from penstock.model.base import GlobalLayer
 from penstock.model.families.common import read_attention, read_spec
 from penstock.model.moe import MoESpec
+from penstock.model.mtp import QWEN
 from penstock.model.rope import rotated_dim
 from penstock.model.scan import StateSpec
 from penstock.model.transformer import Spec
@@ -48,7 +49,9 @@ def _spec(fields: Fields, moe: MoESpec | None, *, kv_heads: int, fused: bool) ->
         fields = Fields({**fields.values, "intermediate_size": moe.width if moe else 0}, fields.family)
     spec = read_spec(fields, attention, moe=moe, partial=PARTIAL, kinds=(STATE,),
                      reads=("partial_rotary_factor",))
-    return replace(spec, norm_plus=1.0, states=_states(fields, fused))
+    drafts = (fields.size("mtp_num_hidden_layers", 1, least=0)
+              and not fields.flag("mtp_use_dedicated_embeddings"))
+    return replace(spec, norm_plus=1.0, states=_states(fields, fused), mtp=QWEN if drafts else None)
 
 
 def _states(fields: Fields, fused: bool) -> StateSpec | None:
