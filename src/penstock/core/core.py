@@ -11,11 +11,7 @@ from typing import assert_never
 from penstock.core import check, lifecycle, retire, schedule
 from penstock.core.kv import allocate, listing, offload, prefetch, promote
 from penstock.core.kv.prefix_tree import Copy
-from penstock.core.lifecycle import (
-    Phase,
-    Role,
-    Trigger,
-)
+from penstock.core.lifecycle import Phase, Role, Trigger
 from penstock.core.pair.bridge import FromPeer, pairings
 from penstock.core.plan import (
     Aborted,

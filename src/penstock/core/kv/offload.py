@@ -13,28 +13,20 @@ from penstock.core.plan import Tier
 from penstock.core.request import Request
 
 
-def unsaved(kv: Pages, r: Request, phase: Phase) -> list[int]:
-    """Host pages of each group that pausing or staging needs at most: for what has no host copy."""
-    want, staging = [0] * len(r.tables), phase is Phase.STAGING
-    for g, t in enumerate(r.tables):
-        if staging and not t.hosted:
-            continue
-        for i in range(t.begin(r.computed), len(t.device) if staging else t.end(r.computed)):
-            node = kv.node(r, t, i)
-            want[g] += own(t.host, i) is None and (
-                node is None or kv.host_copy(node, g, own(t.device, i)) is None)
-    return want
-
-
 def reserve(kv: Pages, r: Request, phase: Phase) -> Trial:
-    """Take the host pages that pausing or staging may need, or change nothing."""
-    claim, held = Claim(kv, r), list[tuple[Column, int, Copy]]()
-    spare = [[claim.want(Tier.DRAM, g) for _ in range(n)] for g, n in enumerate(unsaved(kv, r, phase))]
-    for g, t in enumerate(r.tables if phase is Phase.STAGING else ()):
-        for i in range(len(t.device) if t.hosted else 0):      # what the host has of it must stay there
-            node = kv.node(r, t, i)
-            if own(t.host, i) is None and node is not None and (
-                    copy := kv.take_host_copy(node, g, own(t.device, i))):
+    """Take the host pages that pausing or staging needs at most, for what has no host copy; or nothing.
+    What the host has of a row that is being staged must stay there: it is pinned."""
+    claim, staging = Claim(kv, r), phase is Phase.STAGING
+    held, spare = list[tuple[Column, int, Copy]](), [list[Copy]() for _ in r.tables]
+    for g, t in enumerate(r.tables):
+        end = t.end(r.computed) if not staging else len(t.device) if t.hosted else 0
+        for i in range(t.begin(r.computed), end):
+            if own(t.host, i) is not None:
+                continue
+            node, find = kv.node(r, t, i), kv.take_host_copy if staging else kv.host_copy
+            if node is None or (copy := find(node, g, own(t.device, i))) is None:
+                spare[g].append(claim.want(Tier.DRAM, g))
+            elif staging:
                 held.append((t.host, i, claim.pin(copy)))
     if not (room := claim.commit()):
         return room
