@@ -15,6 +15,7 @@ from penstock.config.request.selection import indexer_selection
 from penstock.core.plan import Outcome
 from penstock.memory.lateness import Promptly
 from penstock.model.base import CacheShape, Stage
+from penstock.model.eagle3 import Eagle3, read_eagle
 
 CONFIG = {
     "model_type": "qwen3", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48,
@@ -55,6 +56,9 @@ CONFIGS = {"grouped": CONFIG, "latent": LATENT, "window": WINDOW, "mla": MLA, "s
 # heads behind a state.
 MTP = {"mtp": {**MLA, "num_nextn_predict_layers": 1}, "mtp_chosen": {**LATENT, "num_nextn_predict_layers": 1},
        "mtp_state": STATE}
+# What drafts for CONFIG, with half of its words.
+EAGLE = {**CONFIG, "model_type": "llama", "num_hidden_layers": 1, "draft_vocab_size": 40,
+         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}}
 EXPERTS = {**CONFIG, "model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2,
            "moe_intermediate_size": 24, "norm_topk_prob": True}
 GREEDY = SamplingParams(temperature=0.0)
@@ -62,7 +66,12 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @functools.cache
 def model(family="grouped", stage=None):
-    config = {**CONFIGS, **MTP, "experts": EXPERTS}[family]
+    config = {**CONFIGS, **MTP, "experts": EXPERTS, "eagle": CONFIG}[family]
+    if family == "eagle":
+        assert stage is None, "what drafts is whole"
+        made = where.model(config, torch.float32, 5, 10)
+        made.take_drafts(_eagle(made))
+        return made
     if family not in MTP:
         return where.model(config, torch.float32, 5, 10, stage)
     assert stage is None, "what drafts is whole"
@@ -89,6 +98,32 @@ def _teach(made) -> None:
             want.append(hidden_TD[1:])
         fit = torch.linalg.lstsq(torch.cat(seen), torch.cat(want)).solution
     draft.joint.op = lambda x_TI: x_TI @ fit
+
+
+def _eagle(of) -> Eagle3:
+    """Its head guesses what the model's says, in the sense of least squares over random texts."""
+    spec = read_eagle(EAGLE, of.spec, "here")
+    pack = lambda w, b: functools.partial(torch.nn.functional.linear, weight=w)  # noqa: E731
+    made = Eagle3(spec, torch.float32, pack, of._slots.ops)
+    random = torch.Generator().manual_seed(2)
+    for name, shape in made.shapes():
+        made.load(name, torch.randn(shape, generator=random) * (1 if name.endswith("norm.weight") else 0.3))
+    word_V = torch.arange(61)[torch.randperm(61, generator=random)[:spec.words].sort().values]
+    made.load("d2t", word_V - torch.arange(spec.words))
+    made.finish()
+    seen, want = [], []
+    of.take_drafts(made)
+    with torch.inference_mode():
+        for _ in range(60):
+            ids_T, at_T = torch.randint(61, (24,), generator=random), torch.arange(24)
+            hidden_TD = of.made(last_TD := of.forward(ids_T, at_T, Dense(of.attention, of.groups)))
+            out_TD = of.draft(ids_T[1:], hidden_TD[:-1], at_T[1:], Dense(made.attention))
+            seen.append(torch.nn.functional.rms_norm(out_TD, out_TD.shape[-1:], made.norm_last.value, 1e-6))
+            want.append(of.logits(last_TD[1:])[:, word_V])
+        fit = torch.linalg.lstsq(torch.cat(seen), torch.cat(want)).solution
+    made.head.op = lambda x_TI: x_TI @ fit
+    of._draft, of.groups = None, tuple(group for group in of.groups if not group.drafts)
+    return made
 
 
 def _scaled(op, factor, x):
@@ -159,7 +194,7 @@ SHARED = (7, 3, 29, 41, 5, 5, 18, 60, 2, 33, 9)
 BACKENDS = where.backends()
 # Device pages of group 0, too few.
 SMALL = {"grouped": 11, "latent": 18, "experts": 11, "window": 13, "mla": 11, "sinks": 13, "state": 12,
-         "mtp": 20, "mtp_chosen": 34, "mtp_state": 24}
+         "mtp": 20, "mtp_chosen": 34, "mtp_state": 24, "eagle": 16}
 PROMPTS = {1: (*SHARED, 1, 2), 2: (*SHARED, 40), 3: (50,), 4: SHARED * 2, 5: (12, 8, 30, 21),
            6: SHARED[:8], 7: (*SHARED, *SHARED, 4, 4)}
 

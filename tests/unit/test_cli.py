@@ -115,13 +115,14 @@ def test_asking_for_what_happens_anyway_changes_nothing(line: str) -> None:
     ("--kv-cache-dtype fp8_e5m2", "KV cache of another type"), ("--device tpu", "NVIDIA GPU"),
     ("--trust-remote-code", "security"), ("--trust_remote_code", "security"),
     ("--quantization awq", "quantised"), ("--speculative-eagle-topk 2", "not a tree"),
-    ("--speculative-algorithm EAGLE3", "ngram and mtp"), ("--speculative-config {}", "say how"),
-    ('--speculative-config \'{"method": "eagle3"}\'', "method eagle3: ngram and mtp"),
-    ('--speculative-config \'{"method": "ngram", "model": "x"}\'', "'model' is not a key"),
+    ("--speculative-algorithm EAGLE", "nextn. and eagle3 are what"), ("--speculative-config {}", "say how"),
+    ('--speculative-config \'{"method": "medusa"}\'', "method medusa: ngram, mtp"),
+    ('--speculative-config \'{"method": "eagle3", "model": 3}\'', "model is 3: a folder"),
+    ('--speculative-config \'{"method": "ngram", "draft": "x"}\'', "'draft' is not a key"),
     ('--speculative-config \'{"method": "ngram", "num_speculative_tokens": 0}\'', "a whole number of"),
     ("--speculative-num-draft-tokens 1", "from 2 on"),
     ("--speculative-ngram-max-bfs-breadth 2", "--prompt-lookup"),
-    ("--speculative-draft-model-path x", "a model that drafts"), ("--enable-lora", "LoRA"),
+    ("--speculative-draft-model-revision x", "a model that drafts"), ("--enable-lora", "LoRA"),
     ("--lora-paths x", "LoRA"), ("--max-loras 2", "LoRA"), ("--dtype float16", "float16"),
     ("--load-format pt", "runs code"), ("--swap-space 4", "--dram-bytes"),
     ("--cpu-offload-gb 4", "offloading weights"), ("--ssl-ca-certs k", "TLS"),
@@ -213,8 +214,21 @@ def test_speculation_as_peers_ask_for_it(line: str) -> None:
     assert (schedule.prompt_lookup_min, schedule.prompt_lookup_max) == (2, 6)
 
 
+@pytest.mark.parametrize("line", [
+    "--speculative-method eagle3 --speculative-model x --speculative-tokens 5",
+    '--speculative-config \'{"method": "eagle3", "model": "x", "num_speculative_tokens": 5}\'',
+    "--speculative-algorithm EAGLE3 --speculative-draft-model-path x --speculative-num-steps 5 "
+    "--speculative-eagle-topk 1 --speculative-num-draft-tokens 6"])
+def test_a_layer_that_drafts_as_peers_ask_for_it(line: str) -> None:
+    schedule = parse(f"{line} demo --device cpu").schedule
+    assert (schedule.speculative_method, schedule.speculative_model) == ("eagle3", "x")
+    assert schedule.num_drafts == 5
+
+
 @pytest.mark.parametrize(("line", "said"), [
-    ("--speculative-tokens 4", "give --speculative-method ngram or mtp as well"),
+    ("--speculative-tokens 4", "give --speculative-method ngram or mtp or eagle3 as well"),
+    ("--speculative-draft-model-path x --speculative-method ngram", "give --speculative-method eagle3"),
+    ("--speculative-algorithm EAGLE3", "name the folder of what drafts"),
     ("--speculative-method mtp --prompt-lookup-min 3", "give --speculative-method ngram as well"),
     ("--speculative-algorithm NEXTN --tp 2", "the layer that drafts runs on a CPU and in one rank"),
     ("--speculative-method ngram --speculative-tokens 16", "1 to 15"),

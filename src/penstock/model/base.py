@@ -180,6 +180,8 @@ class Model(Protocol):
     # Each layer is in one that is not a selector's; states are last, behind them what drafts.
     groups: tuple[CacheShape, ...]
     attention: AttentionShape
+    drafting: AttentionShape | None     # of the layer that drafts; None: there is none
+    drafter: str                   # what that is
     vocab_size: int
     max_position: int              # context length of the checkpoint, tokens
 
@@ -231,8 +233,21 @@ class Model(Protocol):
         """logits_BV, float32. Only of a stage that has the head."""
         ...
 
+    def take_drafts(self, drafts: Any) -> None:
+        """From now on this, a `mtp.Drafts`, drafts. Of a whole model, in one lane."""
+        ...
+
+    def made(self, hidden_TD: Tensor) -> Tensor:
+        """What `draft` takes of the tokens that `forward` or `layers` had last. hidden_TD: behind the final
+        norm. This and the next two only of a stage that drafts."""
+        ...
+
     def draft(self, ids_T: Tensor, hidden_TD: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        """As `mtp.DraftLayer`, of these tokens. Only of a stage that drafts."""
+        """As `mtp.DraftLayer`, of these tokens."""
+        ...
+
+    def guess(self, hidden_BD: Tensor) -> tuple[Tensor, Tensor]:
+        """Of what `draft` gave: the logit of the likeliest token, and its id. [B] each."""
         ...
 
 

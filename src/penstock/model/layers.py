@@ -93,8 +93,9 @@ class Mixer(Protocol):
 class Attention:
     def __init__(
         self, slots: Slots, prefix: str, layer: LocalLayer, hidden: int, spec: AttentionSpec,
-        eps: float,
+        eps: float, inputs: int = 0,
     ) -> None:
+        """inputs: width of what comes in; 0: `hidden`, as what goes out."""
         self.layer = layer
         self.eps = eps
         self.ops = slots.ops
@@ -113,7 +114,7 @@ class Attention:
         self.qkv = slots.linear(
             [f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj"],
             [q_rows.of_each(1 + spec.gated), kv_rows, kv_rows],
-            hidden,
+            inputs or hidden,
             spec.qkv_bias,
             order=order,
         )

@@ -8,13 +8,15 @@ Source: DeepSeek-V3, arXiv:2412.19437 section 2.2
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from penstock.model.base import Attend, Boundary, CacheShape, LocalLayer
+from penstock.model.base import Attend, AttentionShape, Boundary, CacheShape, LocalLayer
+from penstock.model.rope import Rope
 from penstock.model.weights.slots import Slots
 
 
@@ -46,22 +48,65 @@ def groups_of(kv: CacheShape, hidden: int) -> tuple[CacheShape, ...]:
     return (replace(kv, name="draft", resident=True, drafts=True), of_page)
 
 
+class Drafts(Protocol):
+    """What drafts for a model. Embedding, and RoPE and head where it has none, are the model's.
+
+    groups      its own, of a whole model       attention   of its layer
+    taps        layers of the model before which it reads the residual stream
+    rope        None: as the model's
+    """
+
+    name: str
+    groups: tuple[CacheShape, ...]
+    attention: AttentionShape
+    taps: tuple[int, ...]
+    rope: Rope | None
+
+    def made(self, hidden_TD: Tensor, tapped: Sequence[Tensor]) -> Tensor:
+        """[T, D], of each token what the entry of the next one is made of. hidden_TD: behind the model's last
+        norm; tapped: [T, D] each."""
+        ...
+
+    def __call__(self, token_TD: Tensor, hidden_TD: Tensor, cos_T1H: Tensor, sin_T1H: Tensor,
+                 attend: Attend) -> Tensor:
+        """token_TD: as embedded; hidden_TD: of the token before each, as `made`. Returns what `guess` reads,
+        and the hidden_TD of the draft that comes next."""
+        ...
+
+    def guess(self, hidden_BD: Tensor, logits: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """The logit of the likeliest token and its id, [B] each. logits: the model's head."""
+        ...
+
+
 class DraftLayer:
-    """Weights of it. Embedding and head are the model's."""
+    """`Drafts` by a layer of the model. Its hidden states are the model's, behind the last norm."""
+
+    name = "mtp"
 
     def __init__(self, slots: Slots, names: MTPNames, hidden: int, eps: float, plus: float,
-                 layer: Callable[[Boundary, Tensor, Tensor, Attend], Boundary]) -> None:
-        """hidden, eps, plus: as `transformer.Spec`; layer: one as the model's, under its own name."""
+                 layer: Callable[[Boundary, Tensor, Tensor, Attend], Boundary], kv: CacheShape,
+                 attention: AttentionShape) -> None:
+        """hidden, eps, plus: as `transformer.Spec`; layer: one as the model's, under its own name, with this
+        KV and attention."""
         self._ops, self._eps, self.layer = slots.ops, eps, layer
+        self.groups, self.attention = groups_of(kv, hidden), attention
+        self.taps: tuple[int, ...] = ()
+        self.rope: Rope | None = None
         self.norm_token, self.norm_hidden, self.norm_last = (
             slots.vector(f"{name}.weight", (hidden,), plus=plus)
             for name in (names.norm_token, names.norm_hidden, names.norm_last))
         self.joint = slots.linear([names.joint], [hidden], 2 * hidden, False)
 
+    def made(self, hidden_TD: Tensor, tapped: Sequence[Tensor]) -> Tensor:
+        return hidden_TD
+
+    def guess(self, hidden_BD: Tensor, logits: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        best_B, id_B = logits(hidden_BD).max(1)
+        return best_B, id_B
+
     def __call__(self, token_TD: Tensor, hidden_TD: Tensor, cos_T1H: Tensor, sin_T1H: Tensor,
                  attend: Attend) -> Tensor:
-        """token_TD: as embedded; hidden_TD: of the token before each, behind the model's last norm. Returns
-        hidden_TD behind the layer's last norm: what the head reads, and the next draft's hidden."""
+        """As `Drafts`: hidden_TD behind the layer's last norm."""
         ops, eps = self._ops, self._eps
         both = [ops.norm(x_TD, None, norm.value, eps) for x_TD, norm in (
             (token_TD, self.norm_token), (hidden_TD, self.norm_hidden))]

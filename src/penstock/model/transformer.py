@@ -21,6 +21,7 @@ from penstock.kernels.state.scan import Scan
 from penstock.model.base import (
     Attend,
     AttendsPaged,
+    AttentionShape,
     Boundary,
     CacheShape,
     GlobalLayer,
@@ -40,8 +41,7 @@ from penstock.model.layers import (
     tanh_gelu,
 )
 from penstock.model.moe import MoESpec, SparseMLP
-from penstock.model.mtp import DraftLayer, MTPNames
-from penstock.model.mtp import groups_of as draft_groups
+from penstock.model.mtp import DraftLayer, Drafts, MTPNames
 from penstock.model.parts import Cut
 from penstock.model.rope import Rope
 from penstock.model.scan import StateSpec
@@ -116,14 +116,10 @@ class Spec:
     def groups(self, stage: Stage) -> tuple[CacheShape, ...]:
         """Of a part of the model, perhaps without layers; those of states last."""
         groups = self.attention.groups(stage, self.windows)
-        states, drafts = self.states, tuple[CacheShape, ...]()
-        if stage.drafts:
-            [kv] = self.drafting.attention.groups(
-                replace(stage, first=GlobalLayer(0), end=GlobalLayer(1)), ())
-            drafts = draft_groups(kv, self.hidden)
+        states = self.states
         others = {*(self.feeds or ()), *(states.layers if states is not None else ())}
         return (*(replace(group, layers=tuple(i for i in group.layers if i + stage.first not in others))
-                  for group in groups), *(states.groups(stage) if states is not None else ()), *drafts)
+                  for group in groups), *(states.groups(stage) if states is not None else ()))
 
 
 class Layer:
@@ -231,6 +227,15 @@ class Single:
         return Boundary(x.h_TD, out_TD, chosen_TS)
 
 
+def _draft_layer(slots: Slots, spec: Spec, stage: Stage) -> DraftLayer:
+    assert spec.mtp is not None, "a model without a layer that drafts"
+    index, own = GlobalLayer(spec.num_layers), spec.drafting
+    [kv] = own.attention.groups(replace(stage, first=GlobalLayer(0), end=GlobalLayer(1)), ())
+    return DraftLayer(slots, spec.mtp, spec.hidden, spec.norm_eps, spec.norm_plus,
+                      Layer(slots, index, LocalLayer(0), own, None, spec.mtp.layer), kv,
+                      own.attention.shape(stage.lane))
+
+
 class Transformer:
     """Implements `model.base.Model`. Building allocates nothing; weights come with `load`.
     `stage` is the part that it is; None: all of it. `lanes`: those of its stage, where it has several."""
@@ -247,6 +252,8 @@ class Transformer:
         self.dtype = dtype
         self.groups = spec.groups(stage)
         self.attention = spec.attention.shape(stage.lane)
+        self.drafting: AttentionShape | None = None
+        self.drafter = ""
         self.vocab_size = spec.vocab_size
         self.max_position = spec.rope.max_position
         self._lanes, self._slots = lanes, (slots := Slots(dtype, linear, ops, experts, stage.lane, scan))
@@ -263,13 +270,10 @@ class Transformer:
         if stage.heads and not spec.tied:
             self._head = slots.linear(["lm_head"], [stage.lane.evenly(spec.vocab_size)], spec.hidden, False)
         self._extra_head: Tensor | Packed | None = None
-        self._draft: DraftLayer | None = None
+        self._draft: Drafts | None = None
+        self._tapped: list[Tensor] = []
         if stage.drafts:
-            assert spec.mtp is not None, "a model without a layer that drafts"
-            self._draft = DraftLayer(
-                slots, spec.mtp, spec.hidden, spec.norm_eps, spec.norm_plus,
-                Layer(slots, GlobalLayer(spec.num_layers), LocalLayer(0), spec.drafting, None,
-                      spec.mtp.layer))
+            self.take_drafts(_draft_layer(slots, spec, stage))
 
     def _here(self, name: str) -> str:
         """What a name in a file is here."""
@@ -349,18 +353,37 @@ class Transformer:
 
     def layers(self, x: Boundary, positions_T: Tensor, attend: Attend) -> Boundary:
         cos_T1H, sin_T1H = near = far = self._rope.angles(positions_T, self.dtype)
-        if (self._stack is not None and isinstance(attend, AttendsPaged)
+        taps = self._draft.taps if self._draft is not None else ()
+        if (self._stack is not None and not taps and isinstance(attend, AttendsPaged)
                 and (paged := attend.paged()) is not None):
             return Boundary(x.h_TD, self._stack(x.h_TD, x.delta_TD, cos_T1H, sin_T1H, paged))
         if self._window_rope is not None:
             near = self._window_rope.angles(positions_T, self.dtype)
-        for layer in self._layers:
+        tapped = dict[int, Tensor]()
+        for index, layer in enumerate(self._layers):
+            if index in taps:
+                tapped[index] = x.h_TD.clone() if x.delta_TD is None else x.h_TD + x.delta_TD
             x = layer(x, *(near if layer.windowed else far), attend)
+        self._tapped = [tapped[index] for index in taps]
         return x
 
+    def take_drafts(self, drafts: Drafts) -> None:
+        """From now on `drafts` does. Of a whole model, in one lane."""
+        assert self._draft is None and self._lanes is None and self.stage.embeds and self.stage.heads
+        self._draft, self.drafting, self.drafter = drafts, drafts.attention, drafts.name
+        self.groups = (*self.groups, *drafts.groups)
+
+    def made(self, hidden_TD: Tensor) -> Tensor:
+        assert self._draft is not None, "nothing drafts"
+        return self._draft.made(hidden_TD, self._tapped)
+
+    def guess(self, hidden_BD: Tensor) -> tuple[Tensor, Tensor]:
+        assert self._draft is not None, "nothing drafts"
+        return self._draft.guess(hidden_BD, self.logits)
+
     def draft(self, ids_T: Tensor, hidden_TD: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        assert self._draft is not None, "a stage that does not draft"
-        cos_T1H, sin_T1H = self._rope.angles(positions_T, self.dtype)
+        assert self._draft is not None, "nothing drafts"
+        cos_T1H, sin_T1H = (self._draft.rope or self._rope).angles(positions_T, self.dtype)
         return self._draft(self.embed(ids_T).h_TD, hidden_TD, cos_T1H, sin_T1H, attend)
 
     def queries(self, q_BNH: Tensor) -> Tensor:

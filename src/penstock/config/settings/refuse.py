@@ -356,12 +356,15 @@ REFUSED: tuple[Refusal[Machine], ...] = (
               and getattr(c.schedule, name) != getattr(ScheduleConfig(), name),
               (f"schedule.{name}", "schedule.speculative_method"),
               f"give --speculative-method {' or '.join(of)} as well")
-      for name, of in (("speculative_tokens", ("ngram", "mtp")), ("prompt_lookup_min", ("ngram",)),
+      for name, of in (("speculative_tokens", ("ngram", "mtp", "eagle3")),
+                       ("speculative_model", ("eagle3",)), ("prompt_lookup_min", ("ngram",)),
                        ("prompt_lookup_max", ("ngram",)))),
-    Refusal(lambda c, _: c.schedule.speculative_method == "mtp"
+    Refusal(lambda c, _: c.schedule.speculative_method in ("mtp", "eagle3")
             and (c.device.num_ranks > 1 or c.device.device == "cuda"),
             ("schedule.speculative_method", "device.device"), "the layer that drafts runs on a CPU and in "
             "one rank yet: leave it out, or take --device cpu without --pp and --tp"),
+    Refusal(lambda c, _: c.schedule.speculative_method == "eagle3" and c.schedule.speculative_model is None,
+            ("schedule.speculative_method", "schedule.speculative_model"), "name the folder of what drafts"),
     Refusal(lambda c, _: c.schedule.speculative_method == "ngram" and c.device.device == "cuda"
             and c.device.num_ranks > 1, ("schedule.speculative_method", "device.device"),
             "on GPUs rows of several ranks say one token a step yet: leave it out, or take one GPU"),

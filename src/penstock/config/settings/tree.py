@@ -64,7 +64,7 @@ PREFILL_ENDS_MAX = 8            # that a router names to one decode end
 PairMode = Literal["prefill", "decode"]
 TransferBackend = Literal["stream", "nixl", "mooncake"]
 PairFallback = Literal["compute", "refuse"]
-SpeculativeMethod = Literal["ngram", "mtp"]
+SpeculativeMethod = Literal["ngram", "mtp", "eagle3"]
 RouterDialect = Literal["off", "sglang", "vllm"]
 StoragePolicy = Literal["timeout", "wait_complete", "best_effort"]
 Kept = Literal["auto", "bfloat16", "fp8_e4m3", "fp8"]
@@ -163,8 +163,11 @@ class ScheduleConfig:
                        Alias("--async-scheduling"), Inverse("--disable-overlap-schedule")] = True
     speculative_method: Annotated[SpeculativeMethod | None, "several tokens a step: ngram proposes what "
                                   "followed the newest occurrence of the last tokens, in prompt and answer, "
-                                  "mtp what the layer says that the model's files have for it. No token "
-                                  "changes by it (default: one token a step)"] = None
+                                  "mtp what the layer says that the model's files have for it, eagle3 one "
+                                  "from a folder of its own. No token changes by it (default: one token a "
+                                  "step)"] = None
+    speculative_model: Annotated[str | None, "of eagle3: the folder of the layer that drafts",
+                                 Alias("--speculative-draft-model-path")] = None
     speculative_tokens: Annotated[int, "tokens that are proposed a row and step, at most",
                                   Alias("--num-speculative-tokens")] = 3
     prompt_lookup_min: Annotated[int, "of ngram: last tokens that must have occurred before"] = 2

@@ -113,8 +113,10 @@ UNBUILT: tuple[Unbuilt, ...] = (
     # Adapters, speculation, structure.
     _switch(_LORA, "--enable-lora"),
     _value(_LORA, "--lora-*", "--max-lora*", neutral=_NONE),
-    _value(_DRAFTS, "--speculative-draft-*", "--speculative-token-map", neutral=_NONE,
-           instead="--speculative-method ngram is there, and mtp"),
+    _value(_DRAFTS, "--speculative-draft-model-revision", "--speculative-draft-model-quantization",
+           "--speculative-draft-load-format", "--speculative-draft-attention-backend",
+           "--speculative-draft-window-size", "--speculative-token-map", neutral=_NONE,
+           instead="--speculative-method ngram is there, mtp and eagle3"),
     _value("", "--speculative-ngram-*", "--speculative-attention-mode", "--speculative-accept-*",
            neutral=_NONE,
            instead="give --speculative-method ngram, with --speculative-tokens, --prompt-lookup-min and "

@@ -30,7 +30,7 @@ LAYER = LocalLayer(0)
 
 
 class Heads(Attending):
-    """KV heads of one layer, of whose entries nobody behind sees the first: by torch, one row at a time."""
+    """KV heads of one layer, of which others see the entries from `first` on: by torch, row by row."""
 
     def __init__(self, shape: AttentionShape, groups: Sequence[CacheShape], pool: HbmPool,
                  first: int) -> None:
@@ -72,22 +72,24 @@ class MTP(Drafter):
     """Of a model whose stage drafts. Each draft is the likeliest token; one behind logits that are not finite
     is -1, which no row may say."""
 
-    name = "mtp"
-
     def __init__(self, model: Model, ops: Prepare | LatentOps, groups: Sequence[CacheShape],
                  tables: RowTables, hbm: Sequence[HbmPool]) -> None:
         """groups and pools of all cache groups: the last two are the layer's KV and the hidden states."""
+        assert model.drafting is not None, "nothing drafts"
+        self.name = model.drafter
         self._model, self._tables = model, tables
         kv, self._hidden = (replace(group, drafts=False) for group in groups[-2:])
         self._kv: Attending = (
-            Latent(model.attention, (kv,), ops, hbm[-2:-1], first=1) if isinstance(ops, LatentOps) else
-            Heads(model.attention, (kv,), hbm[-2], first=1))
+            Latent(model.drafting, (kv,), ops, hbm[-2:-1], first=1)
+            if isinstance(ops, LatentOps) and model.drafting.latent_dim else
+            Heads(model.drafting, (kv,), hbm[-2], first=1))
         self._states = StatePools((self._hidden,), hbm[-1:])
         self._pool_PD = hbm[-1].pages[:, 0, 0, 0, 0]
 
     def step(self, plan: StepPlan, lowered: Lowered, hidden_TD: Tensor) -> None:
         """What a step leaves behind for drafts: its tokens' KV, and the hidden state of the last one of each
         row and page. hidden_TD: behind the model's last norm."""
+        hidden_TD = self._model.made(hidden_TD)
         states = self._states.step(replace(lowered, ragged=lowered.ragged[-1:]))(LAYER, len(hidden_TD))
         before_TD = hidden_TD.roll(1, 0)
         first_B = torch.tensor(states.starts[:-1], device=hidden_TD.device)
@@ -121,7 +123,7 @@ class MTP(Drafter):
                 samples=(True,) * len(live), tokens=tuple(said[i][-1] for i in live), grows=(), moves=(),
                 binds=())
             hidden_BD = self._layer(plan, self._tables.lower(plan), hidden_BD)
-            best_B, id_B = self._model.logits(hidden_BD).max(1)
+            best_B, id_B = self._model.guess(hidden_BD)
             for i, token in zip(live, id_B.where(best_B.isfinite(), -1).tolist(), strict=True):
                 said[i].append(token)
         return [tokens[1:] for tokens in said]

@@ -29,6 +29,8 @@ from penstock.kernels.state import scan
 from penstock.kernels.types.scaled import Scaled
 from penstock.model import registry as families
 from penstock.model.base import Checkpoint, Lanes, Model, Stage
+from penstock.model.eagle3 import Eagle3, read_eagle
+from penstock.model.transformer import Spec
 from penstock.model.weights import mxfp4
 from penstock.model.weights.checkpoint import open_checkpoint
 from penstock.model.weights.codes import PACKED, Packed, codes_bytes
@@ -138,6 +140,7 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object],
                            ops=layer.OP.use(backends["layer"].name), stage=stage, experts=together,
                            lanes=lanes, scan=scan.OP.use(backends["scan"].name if "scan" in backends
                                                          else "reference"))
+    eagle = _eagle(config, families.read_spec_of(checkpoint.config), dtype, pack, backends)
     whole = model if stage is None else families.build(checkpoint.config, dtype=dtype, linear=pack)
     digest = digest_of(checkpoint.config)
     need = weight_bytes(checkpoint, dtype, stage)
@@ -167,9 +170,30 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object],
     _trim_heap()
     model.finish()
     loaded = model.num_bytes
+    if eagle is not None:
+        _fill(eagle, config)
+        model.take_drafts(eagle)
+        loaded += eagle.num_bytes
     log(f"model: {name}, {show_size(loaded)} of weights as {kept} in {time.perf_counter() - started:.1f} s")
     return Loaded(model, backends, name, load_format, dtype, loaded, _peak_rss() - rss_before, whole, digest,
                   scaled)
+
+
+def _eagle(config: Config, spec: Spec, dtype: torch.dtype, pack: LinearFactory,
+           backends: Mapping[str, registry.Choice]) -> Eagle3 | None:
+    """What a folder has to draft for the model, without weights. Raises ConfigError: it is for another."""
+    folder = config.schedule.speculative_model
+    if folder is None:
+        return None
+    return Eagle3(read_eagle(locate(folder).config, spec, folder), dtype, pack,
+                  layer.OP.use(backends["layer"].name))
+
+
+def _fill(eagle: Eagle3, config: Config) -> None:
+    """With its weights. Raises ConfigError."""
+    for name, tensor in open_checkpoint(locate(config.schedule.speculative_model or "")).tensors(eagle.wants):
+        eagle.load(name, tensor)
+    eagle.finish()
 
 
 def digest_of(config: Mapping[str, object]) -> str:

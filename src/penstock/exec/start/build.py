@@ -14,7 +14,7 @@ import torch
 from penstock.config.base import machine
 from penstock.config.base.errors import ConfigError
 from penstock.config.request.selection import Selection
-from penstock.config.settings.tree import Config
+from penstock.config.settings.tree import Config, ScheduleConfig
 from penstock.core.settings import CoreConfig
 from penstock.exec.drafts.drafter import drafter_of
 from penstock.exec.front import Front
@@ -174,7 +174,7 @@ def kv_identity(config: Config, loaded: Loaded, selection: Selection | None,
     weights = f"dummy {seed}" if loaded.load_format == "dummy" else weights_digest(files)
     # Of one file: products with its codes are not those with what the codes stand for.
     kept = kept_as(config, loaded.dtype, loaded.scaled)
-    drafter = {"drafter": "mtp"} if config.schedule.speculative_method == "mtp" else {}
+    drafter = {"drafter": name} if (name := _drafter(config.schedule)) else {}
     return {
         "weights": weights, **drafter, "weights kept as": f"{kept}, of {loaded.load_format}",
         "configuration": loaded.digest,
@@ -184,6 +184,13 @@ def kv_identity(config: Config, loaded: Loaded, selection: Selection | None,
         "selector": "none" if selection is None else
         f"{selection.selector} {selection.version}, units of {selection.unit}"
         + "".join(f", all of layer {i}" for i in selection.dense)}
+
+
+def _drafter(schedule: ScheduleConfig) -> str:
+    """What of it is in pages, in words."""
+    if schedule.speculative_model is not None:
+        return f"eagle3 {weights_digest(locate(schedule.speculative_model))}"
+    return "mtp" if schedule.speculative_method == "mtp" else ""
 
 
 def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None, wakes: Waker,

@@ -32,7 +32,8 @@ from penstock.model.weights.locate import ModelFiles, read_weight_map
 from penstock.model.weights.safetensors_file import StoredTensor, read_safetensors_header
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-           "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}
+           "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8, "I64": torch.int64,
+           "BOOL": torch.bool}
 # Elements dequantised at once: the temporaries of numpy (about ten of this size) stay in the cache.
 _CHUNK_ELEMENTS = 1 << 18
 # A buffer that old exports stored; every family computes it from the config.

@@ -15,7 +15,8 @@ from penstock.model.weights.files import open_regular, parse_json_object
 
 HEADER_BYTES_MAX = 32 << 20          # 200,000 tensors; parsing takes about 10x that in memory
 DIMS_MAX = 8
-DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "U8": 1}
+DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "U8": 1,
+               "I64": 8, "BOOL": 1}
 # Named so that the message says what the file is, not that the file is broken.
 _REFUSED_DTYPES = {
     "F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "F6_E3M2", "I8", "I16", "U16", "I32", "U32",
