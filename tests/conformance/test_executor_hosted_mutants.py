@@ -114,9 +114,9 @@ def the_wrong_head(e: Engine) -> None:
 
 def a_unit_is_hot_after_its_eviction(e: Engine) -> None:
     def fault(right):
-        def resolve(chosen, row, device, host, hot, now, *, page_units):
+        def resolve(chosen, row, device, host, hot, now, **more):
             before = hot.slot_RKM.clone()
-            found = right(chosen, row, device, host, hot, now, page_units=page_units)
+            found = right(chosen, row, device, host, hot, now, **more)
             lost = (before >= 0) & (hot.slot_RKM < 0)
             hot.slot_RKM[lost] = before[lost]
             return found
