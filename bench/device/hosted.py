@@ -72,7 +72,8 @@ def oversubscribed(args: argparse.Namespace, model: Any, max_len: int, rule: Sel
     hosted = Direct(model, rows=args.requests, max_len=max_len, selection=rule, hot_tokens=least,
                     hbm_tokens=int(args.requests * args.tokens / args.oversubscribed),
                     dram_tokens=args.requests * (max_len + 64), buckets=(args.requests,),
-                    hot_most=HOT_BUDGETS * args.budget, page_size=args.page_size, step_tokens=16384)
+                    hot_most=HOT_BUDGETS * args.budget, hosted=args.always, page_size=args.page_size,
+                    step_tokens=16384)
     rng, at, core = random.Random(0), list[dict[str, int]](), dict[str, float]()
     seen = 0
 
@@ -91,7 +92,7 @@ def oversubscribed(args: argparse.Namespace, model: Any, max_len: int, rule: Sel
         "layers": args.layers, "requests": args.requests, "running": running, "context": args.tokens,
         "budget": args.budget, "oversubscribed": args.oversubscribed,
         "hot_tokens": [least, HOT_BUDGETS * args.budget],
-        "noise": args.noise, "steps": len(step_s), "units": told,
+        "noise": args.noise, "always": args.always, "steps": len(step_s), "units": told,
         "missed_a_token": told["hot_misses_total"] / (running * BLOCK * (len(at) - 1)),
         "hit_rate": told["hot_hits_total"] / (told["hot_hits_total"] + told["hot_misses_total"]),
         "step_ms": spread([1e3 * s for s in step_s]), "tokens_s": running * len(step_s) / sum(step_s),
@@ -111,6 +112,7 @@ def main() -> None:
     parser.add_argument("--noise", type=float, default=0.3)
     parser.add_argument("--steps", type=int, default=144)
     parser.add_argument("--oversubscribed", type=float, help="all requests' tokens over the device's")
+    parser.add_argument("--always", action="store_true", help="with it: all rows on the host, fit or not")
     parser.add_argument("--running", type=int, default=0, help="with it: requests that have room; 0: all")
     parser.add_argument("--profile", action="store_true", help="print what the last steps' kernels took")
     args = parser.parse_args()
