@@ -16,7 +16,7 @@ from late_copies import Latest
 from prompts_engine import PROMPTS, SHARED, SMALL, Engine, dense, play
 
 from penstock.core.kv import sealing
-from penstock.core.kv.allocate import KVCache
+from penstock.core.kv.pages import Pages
 from penstock.core.plan import Aborted, Outcome, Paused, RequestId
 
 NEW = 12
@@ -60,7 +60,7 @@ def cut_short(put: Put, patch: pytest.MonkeyPatch, family: str = "sinks") -> Non
         e.drain()
         assert tuple(e.got[rid]) == dense(prompt, 10, family)
     assert 0 < e.started[2].hbm_tokens < 12, e.started[2]
-    assert e.core.stats()["prefix_cut"] == 12 - e.started[2].hbm_tokens
+    assert e.core.stats()['prefix_cache_cut_total{group="window"}'] == 12 - e.started[2].hbm_tokens
 
 
 def on_the_host(put: Put, patch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ def window_left_a_page_early(e: Any, patch: pytest.MonkeyPatch) -> None:
 
 def hit_without_its_window(e: Any, patch: pytest.MonkeyPatch) -> None:
     """A hit is as long as the pages of the layers that see all."""
-    patch.setattr(KVCache, "_serves", lambda kv, r, path, stored: True)
+    patch.setattr(Pages, "_refuses", lambda kv, r, path, stored: None)
 
 
 class Changed:

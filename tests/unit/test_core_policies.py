@@ -199,7 +199,7 @@ def test_what_the_host_has_of_a_row_on_its_way_there_is_not_evicted() -> None:
 
 def test_states_that_lead_to_others_are_evicted_before_ends_and_forks() -> None:
     d = Driver(hbm_pages=64, step_tokens=8, max_len=96, groups=(
-        CacheGroup(name="full", page_bytes=0), CacheGroup(name="state", page_bytes=0, snapshot=True,
+        CacheGroup(name="full", page_bytes=0), CacheGroup(name="state", page_bytes=100, snapshot=True,
                                                           page_tokens=8)))
     prefix, space = [*range(20)], d.core.kv.device[1]
     d.arrive(1, [*prefix, *range(100, 121)], max_new=1)
@@ -207,6 +207,10 @@ def test_states_that_lead_to_others_are_evicted_before_ends_and_forks() -> None:
     d.arrive(2, [*prefix, *range(200, 221)], max_new=1)
     d.run()
     assert cached(d, 2) == (16, 0, 0)
+    stats = d.core.stats()
+    assert stats['prefix_cache_cut_total{group="state"}'] == 4            # five pages are there, of 20 tokens
+    assert stats['cache_group_pages{tier="hbm",group="state"}'] == 8 == len(space.pool.held)
+    assert stats['cache_group_bytes{tier="hbm",group="state"}'] == 8 * 100
     ends = {node.depth * 4: copy.inner for node in d.core.kv.tree.nodes()
             if (copy := node.copies.get(space)) is not None}
     assert ends == {8: True, 16: False, 24: True, 32: True, 40: False}           # of both ways

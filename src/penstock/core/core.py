@@ -101,6 +101,10 @@ class Core(CoreState):
                 f"{tier.value}_pages_fenced": sum(p.in_limbo for p in arena.pools),
                 f"{tier.value}_evictions": sum(space.evicted for space in spaces),
             }
+        for space in kv.tree.spaces if len(self.cfg.groups) > 1 else ():
+            of = f'{{tier="{space.tier.value}",group="{self.cfg.groups[space.group].name}"}}'
+            gauges[f"cache_group_pages{of}"] = held = len(space.pool.held)
+            gauges[f"cache_group_bytes{of}"] = held * self.cfg.groups[space.group].page_bytes
         phases = [r.phase for r in self.live.values()]
         if self.pairs:
             gauges["peer_ignored"] = sum(sum(p.side.counters.values()) for p in self.pairs.values())

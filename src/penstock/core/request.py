@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.core.kv.page_table import PageTable
@@ -96,7 +96,7 @@ class Request:
     # Leases. `path` are its sealed pages in the tree.
     row: Row | None = None
     path: list[Node] = field(default_factory=list)
-    cut: int = 0                               # pages behind it that a window or state is missing for
+    cut: Mapping[int, int] = field(default_factory=dict)   # pages behind it, by the group that lacks a part
     reserve: list[list[int]] = field(init=False)  # per group: host pages not used yet
     later: list[int] = field(init=False)       # per group: pages that it is promised, and has not taken
     is_runnable: bool = False                  # it waits for a row

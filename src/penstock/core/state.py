@@ -69,8 +69,8 @@ class CoreState:
         self.edges_taken = 0
         self.counters: dict[str, int] = dict.fromkeys(
             ("pauses", "drops", "spills", "promotions", "prefix_queries", "prefix_hbm_hits",
-             "prefix_dram_hits", "prefix_disk_hits", "prefix_cut", "prefix_recomputed", "failed_moves",
-             "rows_looked_at"), 0)
+             "prefix_dram_hits", "prefix_disk_hits", "prefix_recomputed", "failed_moves", "rows_looked_at",
+             *(f'prefix_cache_cut_total{{group="{group.name}"}}' for group in cfg.groups if group.reach)), 0)
         self.rates: Rates | None = None        # None: not measured yet
         self.answers = 0                       # requests that have ended with some output,
         self.answered = 0                      # and tokens of it
@@ -198,7 +198,8 @@ class CoreState:
         self.counters["prefix_hbm_hits"] += hbm
         self.counters["prefix_dram_hits"] += dram
         self.counters["prefix_disk_hits"] += disk
-        self.counters["prefix_cut"] += r.cut * g
+        for lacking, pages in r.cut.items():
+            self.counters[f'prefix_cache_cut_total{{group="{self.cfg.groups[lacking].name}"}}'] += pages * g
         self.counters["prefix_recomputed"] += self.kv.recomputed(r)
         self.out.append(Started(r.rid, hbm, dram, disk, r.delivered))
         if self.cfg.store_root and (keys := tuple([node.digest for node in r.path if node.digest])):

@@ -38,7 +38,6 @@ RENAMED = {
     "prefix_hbm_hits": 'prefix_cache_hits_total{tier="hbm"}',
     "prefix_dram_hits": 'prefix_cache_hits_total{tier="dram"}',
     "prefix_disk_hits": 'prefix_cache_hits_total{tier="disk"}',
-    "prefix_cut": "prefix_cache_cut_total",
     "prefix_recomputed": "prefix_cache_recomputed_total",
     "pauses": 'num_preemptions_total{kind="pause"}',
     "drops": 'num_preemptions_total{kind="drop"}',
@@ -64,6 +63,10 @@ HELP = {
                            "cached copies too.",
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache, by tier.",
+    "prefix_cache_cut": "Prompt tokens behind a hit, from which a group that keeps a window or states cannot "
+                        "go on.",
+    "cache_group_pages": "Pages held of each cache group, where there are several.",
+    "cache_group_bytes": "Their bytes, of all ranks.",
     "prefix_cache_recomputed": "Prompt tokens computed again though the cache has them: as outputs of "
                                "decode that selected its KV.",
     "num_preemptions": "Times that a request gave up its row (pause) or its KV (drop) for others.",

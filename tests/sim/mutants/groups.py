@@ -21,7 +21,7 @@ def hit_one_page_short(real: Real, kv: KVCache, r: Request, *, stored: bool = Fa
     """Where groups keep only a part, the last boundary that all of them can serve is not used."""
     path, found = real(kv, r, stored=stored)
     del path[-1:]
-    while path and not kv._serves(r, path, stored):
+    while path and kv._refuses(r, path, stored) is not None:
         path.pop()
     return path, found
 
@@ -60,14 +60,15 @@ class PrefixHitWithoutItsWindow(Core):
     """A prefix hit is the longest that one group can serve: it starts with a page that is empty."""
 
     def advance(self, events: Sequence[Event]) -> Advance:
-        with swapped(allocate, "_entry", _or_empty), swapped(KVCache, "_serves", self.serves):
+        with swapped(allocate, "_entry", _or_empty), swapped(KVCache, "_refuses", self.refuses):
             return super().advance(events)
 
     @staticmethod
-    def serves(real: Real, kv: KVCache, r: Request, path: list[Node], stored: bool) -> bool:
+    def refuses(real: Real, kv: KVCache, r: Request, path: list[Node], stored: bool) -> int | None:
         end = len(path) * kv.cfg.page_size
         inside = any(t.group.snapshot and end % t.unit for t in r.tables)
-        return bool(real(kv, r, path, stored) or (not inside and not stored))
+        group: int | None = real(kv, r, path, stored) if inside or stored else None
+        return group
 
 
 @instead_of(Request, "page_key")

@@ -172,7 +172,7 @@ def _early(ways: list[Way]) -> Early | None:
 def _find(kv: Pages, r: Request) -> Found:
     """Name what of the known tokens has KV somewhere, and set `computed`."""
     found = kv.name_path(r)
-    r.cut = found.cut
+    r.cut = found.by
     for g, t in enumerate(r.tables):
         for i, copy in enumerate(t.host):      # what it has fetched may have been banished since
             if copy is not None and copy.node is not None and copy.node.banished:

@@ -6,7 +6,7 @@ hosted rows can do without are taken back. Knows no policy: who must give way is
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -59,12 +59,13 @@ Trial: TypeAlias = Literal[True] | Refused
 
 
 class Found(NamedTuple):
-    """How far the prefix tree knew a request: the last of so many pages. From the `cut` last ones no
-    group that keeps only a part can go on."""
+    """How far the prefix tree knew a request: the last of so many pages. From the `cut` last ones a group
+    that keeps only a part cannot go on, each of these so often."""
 
     last: Node | None
     pages: int
     cut: int
+    by: Mapping[int, int]
 
 
 class Headroom(NamedTuple):
@@ -422,10 +423,11 @@ class Pages:
             path.append(node)
         known = len(path)
         last = path[-1] if path else None
-        # Groups that keep only a part can serve fewer boundaries.
-        while path and not self._serves(r, path, stored):
+        by: dict[int, int] = {}                # groups that keep only a part can serve fewer boundaries
+        while path and (g := self._refuses(r, path, stored)) is not None:
             path.pop()
-        return path, Found(last, known, known - len(path))
+            by[g] = by.get(g, 0) + 1
+        return path, Found(last, known, known - len(path), by)
 
     def recomputed(self, r: Request) -> int:
         """Prompt tokens behind the path of `r` that the tree has as outputs of one who selected as `r`
@@ -450,13 +452,14 @@ class Pages:
             return None
         return node
 
-    def _serves(self, r: Request, path: list[Node], stored: bool) -> bool:
+    def _refuses(self, r: Request, path: list[Node], stored: bool) -> int | None:
+        """The first group that keeps only a part and cannot go on behind this path; None: all can."""
         size = self.cfg.page_size
         end = len(path) * size
-        return all((not t.group.snapshot or end % t.unit == 0)
-                   and all(self.is_reachable(path[(i + 1) * t.unit // size - 1], g, stored)
-                           for i in range(t.begin(end), t.end(end)))
-                   for g, t in enumerate(r.tables) if t.group.reach)
+        return next((g for g, t in enumerate(r.tables) if t.group.reach
+                     and ((t.group.snapshot and end % t.unit)
+                          or not all(self.is_reachable(path[(i + 1) * t.unit // size - 1], g, stored)
+                                     for i in range(t.begin(end), t.end(end))))), None)
 
     def is_complete(self, r: Request) -> bool:
         """Whether a parked request still has all that it was parked with."""

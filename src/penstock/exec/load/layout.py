@@ -48,7 +48,9 @@ class Caches:
     def words(self) -> str:
         """Of each group: layers, bytes of a token, tokens that are kept."""
         return "; ".join(
-            f"{group.name}: {layout.num_layers} layers, {layout.page_bytes // layout.page_size} bytes a token"
+            f"{group.name}: {layout.num_layers} layers, "
+            + (f"{layout.page_bytes // layout.page_size} bytes a token" if not group.snapshot else
+               f"states of {layout.page_bytes} bytes, kept each {layout.page_size} tokens")
             + (f", the last {group.window} are kept" if group.window else "")
             for group, layout in zip(self.groups, self.layouts, strict=True))
 

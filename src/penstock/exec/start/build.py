@@ -118,7 +118,7 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
     held, host = caches.nbytes(core_config.hbm_pages), core_config.dram_pages * core_config.page_size
     log(f"kv: {int(held / whole * core_config.max_len):,} tokens on the device ({show_size(held)}), "
         f"{host:,} in host memory ({show_size(parts.dram_bytes)}), in pages of {core_config.page_size}; "
-        f"the device holds {held / whole:.1f} requests of the context of {core_config.max_len:,}")
+        f"the device holds {held / whole:.1f} requests of {core_config.max_len:,}, {show_size(whole)} each")
     caches.tell(log)
     if selection is not None:
         log(f"sparse: a query reads at most {selection.budget} tokens of each KV head, in units of "
