@@ -75,3 +75,7 @@ def test_drafts_are_counted_beside_the_speed(tmp_path: Path) -> None:
     assert 0 < accepted <= drafted and said <= 32
     assert all(len(arm) == 1 for arms in found["results"].values() for arm in arms.values())
     assert f"| {drafted} " in out and f"| {accepted} " in out
+    refused = subprocess.run([*PENSTOCK, "bench", checkpoint(tmp_path), "--speculative", "--quiet",
+                              "--speculative-method", "ngram", "--hbm-bytes", "20M"],
+                             capture_output=True, text=True, timeout=END_S, check=False)
+    assert refused.returncode == 2 and "has no tokenizer" in refused.stderr.splitlines()[-1]

@@ -9,7 +9,7 @@ import time
 from argparse import Namespace
 
 from penstock.bench.report import Spread, optional, table, write_json
-from penstock.config.base.errors import ConfigError
+from penstock.config.base.errors import ConfigError, RequestError
 from penstock.config.request.params import SamplingParams
 from penstock.config.settings.tree import Config
 from penstock.serve.client.llm import AsyncLLM
@@ -33,7 +33,7 @@ DRAFTED, WITHOUT = "drafts", "no drafts"
 async def measure(config: Config, args: Namespace) -> int:
     """Each task `args.runs` times with and without drafts, greedily, up to `args.output_len` tokens.
 
-    Raises ConfigError without a --speculative-method, and beside another bench of its own.
+    Raises ConfigError without a --speculative-method or a tokenizer, and beside another bench of its own.
     """
     if config.schedule.speculative_method is None:
         raise ConfigError("--speculative measures what drafts bring: add --speculative-method ngram or mtp")
@@ -43,6 +43,10 @@ async def measure(config: Config, args: Namespace) -> int:
     counts = {task: [0, 0, 0] for task in TASKS}       # drafted, accepted, said
     bar = optional("tqdm").tqdm(total=args.runs * len(TASKS), unit="run", disable=args.quiet or None)
     async with AsyncLLM(config=config) as llm:
+        try:
+            llm.encode(PASSAGE)
+        except RequestError as why:
+            raise ConfigError(f"--speculative asks in words: {why}") from None
         for n in range(args.runs + 1):                 # the first warms up, and caches the prompts for all
             for task, ask in TASKS.items():
                 for arm, most in ((DRAFTED, None), (WITHOUT, 0)):
