@@ -10,6 +10,7 @@ from itertools import pairwise
 import prompts_engine
 import pytest
 import torch
+import where
 from late_copies import Latest, Shuffled
 from prompts_engine import CONFIG, PROMPTS, STATE, Engine, dense, model, play
 
@@ -124,7 +125,7 @@ def places(mp, change):
     """`change` of a step's ragged layout, positions, and places of states."""
     right = states._places
     mp.setattr(states, "_places", lambda ragged, runs: change(
-        ragged, torch.cat([run.start + torch.arange(run.end - run.first) for run in runs]),
+        ragged, torch.cat([run.start + torch.arange(run.end - run.first) for run in runs]).to(where.DEVICE),
         *right(ragged, runs)))
 
 
@@ -142,7 +143,7 @@ def kept_over_a_bind(mp):
 def of_the_wrong_grid_line(mp):
     """At the end of a page, that which is about to be written."""
     def change(ragged, positions_T, from_B, to_T):
-        entry = torch.tensor(starts(ragged)) // ragged.page_size
+        entry = torch.tensor(starts(ragged), device=where.DEVICE) // ragged.page_size
         return from_B.where(from_B < 0, ragged.pages_RM[torch.tensor(ragged.rows), entry].long()), to_T
     places(mp, change)
 
@@ -153,7 +154,7 @@ def of_a_neighbour(mp):
 
 def none_inside_a_chunk(mp):
     def change(ragged, positions_T, from_B, to_T):
-        last = torch.zeros(len(to_T), dtype=torch.bool)
+        last = torch.zeros_like(to_T, dtype=torch.bool)
         last[[end - 1 for end in ragged.query_start[1:]]] = True
         return from_B, to_T.where(last, -1)
     places(mp, change)

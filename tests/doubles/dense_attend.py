@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+import where
 from torch import Tensor
 
 from penstock.kernels.types.states import States
@@ -26,7 +27,7 @@ class Dense:
         self.keys: dict[int, Tensor] = {}
         self.chosen: dict[int, list[Tensor]] = {}
         self.scores: dict[int, list[Tensor]] = {}
-        self.states = {int(layer): torch.full((1, group.head_dim), float("nan"))
+        self.states = {int(layer): torch.full((1, group.head_dim), float("nan"), device=where.DEVICE)
                        for group in groups if group.snapshot for layer in group.layers}
         self.begun: set[int] = set()            # layers with a state
 
@@ -75,10 +76,10 @@ class Dense:
         return chosen_TS
 
     def state(self, layer: int, tokens: int) -> States:
-        before = 0 if layer in self.begun else -1
+        pool, before = self.states[layer], 0 if layer in self.begun else -1
         self.begun.add(layer)
-        return States(self.states[layer], (0, tokens), torch.tensor([before]),
-                      torch.tensor([*[-1] * (tokens - 1), 0]))
+        return States.of(pool, (0, tokens), torch.tensor([before], device=pool.device),
+                         torch.tensor([*[-1] * (tokens - 1), 0], device=pool.device))
 
 
 def causal(num_new: int, num_all: int) -> Tensor:

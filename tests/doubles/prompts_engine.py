@@ -4,7 +4,6 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, field, replace
 
-import pytest
 import torch
 import where
 from dense_attend import Dense
@@ -170,8 +169,6 @@ class Engine(InProcess):
     drafter: object = None
 
     def __post_init__(self) -> None:
-        if self.family == "state" and where.DEVICE == "cuda":
-            pytest.skip("a GPU refuses models that keep states")
         latent = self.family in ("latent", "mtp_chosen")
         rows = latent or self.family in ("mla", "mtp")
         groups = tuple(replace(group, page_tokens=PAGE if group.drafts else INTERVAL)

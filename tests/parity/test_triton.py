@@ -28,6 +28,8 @@ EXPERTS = [(BF16, {"weight": U8, "scale": F32}, FP8, FEW), (BF16, {"weight": U8,
            (BF16, {"weight": BF16, "scale": BF16}, FLOATS, FEW),
            (BF16, {"weight": BF16, "scale": BF16}, FLOATS, MANY),
            (F32, {"weight": F32, "scale": F32}, FLOATS, MANY)]
+SCANS = {delta: dict(CHANNELS=8192, KEYS=16, KEY_DIM=128, VALUE_DIM=128, TAPS=4, DELTA=delta)
+         for delta in (True, False)}
 
 # (module, kernel): (types of arguments, constants, warps, stages); one or more ways to compile each
 COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], int, int]]] = {
@@ -177,6 +179,16 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
     ("gemm.experts.triton_experts", "sum_visits"): [
         (dict(part=BF16, expert=I64, out=BF16, FIRST="i32", E="i32", DIM="i32"),
          dict(C=8, BLOCK=1024), 4, 3)],
+    ("state.scan.triton_scan", "convolve"): [
+        (dict(x=BF16, conv=F32, bias=F32, pool=F32, start_B=I64, row_T=I64, from_B=I64, y=F32, x_token="i32",
+              page="i64"),
+         dict(**SCANS[delta], BIAS=not delta, EPSILON=1e-6, BLOCK=128), 1, 3) for delta in (True, False)],
+    ("state.scan.triton_scan", "walk"): [
+        (dict(x=BF16, y=F32, step=BF16, write=BF16, decay=F32, add=F32, skip=F32, pool=F32, start_B=I64,
+              from_B=I64, to_T=I64, out=BF16, x_token="i32", step_token="i32", write_token="i32", page="i64",
+              least="fp32", most="fp32"),
+         dict(HEADS=32, **SCANS[delta], ROUND=4, KEY_BLOCK=128, VALUE_BLOCK=32), 4, 3)
+        for delta in (True, False)],
     ("triton.triton_ranks", "add_ranks"): [
         (dict(x=BF16, inboxes=I64, count=I64, num="i32"),
          dict(RANK=1, RANKS=ranks, PROGRAMS=64, DATA=256 * ranks, ROOM=1 << 19, BLOCK=4096), 16, 3)
@@ -186,7 +198,7 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
 # Bytes of stack that a thread of the worst way takes, of kernels that have any: what registers do not hold.
 TRITON = "3.9.0"
 STACK = {"attend_rows": 9792, "score_keys": 336, "take_keys": 8, "experts_in": 1632, "experts_out": 272,
-         "attend_units": 64, "attend_parts": 72, "choose_units": 32, "scaled_rows": 32}
+         "attend_units": 64, "attend_parts": 72, "choose_units": 32, "scaled_rows": 32, "walk": 24}
 FRAME_SIZE, SIZED = 0x11, 4         # of an entry of .nv.info: its kind, and the form with a length
 
 
@@ -238,7 +250,8 @@ def test_kernel_compiles_for_hopper(module: str, name: str) -> None:
             assert stack_of(built.asm["cubin"]) <= STACK.get(name, 0), "it spills more than it did"
 
 
-INTERPRETED = ["latent draw attention ranks", "hosted experts mask", "scaled layer linear gather chunks"]
+INTERPRETED = ["latent draw attention ranks", "hosted experts mask states",
+               "scaled layer linear gather chunks"]
 
 
 def test_every_interpreted_part_is_run() -> None:

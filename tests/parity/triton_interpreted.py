@@ -326,8 +326,21 @@ def ranks() -> None:
     assert triton_ranks.takes(torch.zeros(1 << 18)) and not triton_ranks.takes(torch.zeros(1 << 18 | 1))
 
 
+def states() -> None:
+    from penstock.kernels.state.scan import cases, reference, triton_scan
+
+    for spec in cases._SHAPES.values():
+        for rows in (((1, True, 1), (1, False, 1)), ((7, False, 3), (2, True, 5), (9, True, 4))):
+            found = []
+            for run in (triton_scan.scan, reference.scan):
+                args = cases.make(torch.float32, spec, rows)
+                found.append((run(*args), args[4].pool_PE.nan_to_num(7.0)))
+            for got, want in zip(*found, strict=True):
+                check(got, want, torch.float32, (spec, rows))
+
+
 PARTS = {part.__name__: part for part in (attention, chunks, gather, hosted, layer, linear, scaled, experts,
-                                          draw, mask, latent, ranks)}
+                                          draw, mask, latent, ranks, states)}
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:

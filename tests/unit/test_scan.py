@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import where
 
 from penstock.kernels.op import Unusable
 from penstock.kernels.platform import probe
@@ -18,10 +19,14 @@ SPECS = {name: cases._SHAPES[name] for name in ("delta", "ssd")}
 TOKENS = 90
 
 
+def at(pages):
+    return torch.tensor(pages, device=where.DEVICE)
+
+
 @pytest.fixture(params=OP.names)
 def run(request):
     try:
-        OP.get(request.param).usable_on(probe())
+        OP.get(request.param).usable_on(probe(where.DEVICE))
     except Unusable as why:
         pytest.skip(str(why))
     return OP.use(request.param)
@@ -31,14 +36,15 @@ def run(request):
 @pytest.mark.parametrize("name", SPECS)
 def test_any_cut_into_steps_gives_the_same_bits(name, dtype, run):
     """Steps that begin in the page that the one before wrote, and leave states every 32 tokens."""
-    x, step, write, weights, _, spec = cases.make(dtype, SPECS[name], ((TOKENS, False, TOKENS),))
+    x, step, write, weights, _, spec = cases.make(
+        dtype, SPECS[name], ((TOKENS, False, TOKENS),), where.DEVICE)
     found = []
     for cut in ([0, TOKENS], [0, 1, 8, 64, 65, TOKENS], [*range(TOKENS + 1)], [0, 40, 41, 43, TOKENS]):
-        pool = torch.full((3, spec.elements), float("nan"))
+        pool = torch.full((3, spec.elements), float("nan"), device=where.DEVICE)
         outs = []
         for first, end in pairwise(cut):
             to = [t // 32 if (t + 1) % 32 == 0 or t == end - 1 else -1 for t in range(first, end)]
-            states = States(pool, (0, end - first), torch.tensor([(first - 1) // 32]), torch.tensor(to))
+            states = States.of(pool, (0, end - first), at([(first - 1) // 32]), at(to))
             part = None if write is None else write[first:end]
             outs.append(run(x[first:end], step[first:end], part, weights, states, spec))
         found.append((torch.cat(outs), pool))
@@ -48,7 +54,7 @@ def test_any_cut_into_steps_gives_the_same_bits(name, dtype, run):
 
 
 def test_pages_that_nobody_names_stay(run):
-    args = cases.make(torch.float32, SPECS["delta"], ((7, True, 3), (2, False, 5)))
+    args = cases.make(torch.float32, SPECS["delta"], ((7, True, 3), (2, False, 5)), where.DEVICE)
     pool, named = args[4].pool_PE, args[4].to_T[args[4].to_T >= 0]
     before = pool.clone()
     run(*args)
@@ -60,9 +66,9 @@ def test_pages_that_nobody_names_stay(run):
 
 def test_a_row_does_not_see_its_neighbours(run):
     x, step, write, weights, states, spec = cases.make(
-        torch.float32, SPECS["ssd"], ((5, True, 5), (1, True, 1), (9, False, 9)))
+        torch.float32, SPECS["ssd"], ((5, True, 5), (1, True, 1), (9, False, 9)), where.DEVICE)
     pool = states.pool_PE.clone()
     whole = run(x, step, write, weights, states, spec)
     for i, (first, end) in enumerate(pairwise(states.starts)):
-        own = States(pool.clone(), (0, end - first), states.from_B[i:i + 1], states.to_T[first:end])
+        own = States.of(pool.clone(), (0, end - first), states.from_B[i:i + 1], states.to_T[first:end])
         assert torch.equal(run(x[first:end], step[first:end], None, weights, own, spec), whole[first:end])

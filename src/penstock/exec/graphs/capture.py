@@ -23,6 +23,7 @@ from penstock.core.plan import StepPlan
 from penstock.exec.sampling.on_device import Draws
 from penstock.exec.step.attend import Grouped, OfHeads
 from penstock.exec.step.eager import Ran, Steps
+from penstock.exec.step.states import DecodeStates
 from penstock.exec.step.tables import RowTables
 from penstock.kernels.attention.paged_attention import AttentionSpec
 from penstock.memory.mover import Arrivals
@@ -249,14 +250,15 @@ class GroupedDecodes:
     def attend(self, kind: str, row_B: Tensor, position_B: Tensor, turn_B: Tensor | None = None) -> Attend:
         return _Attend(self._grouped, [
             PagedDecode(spec, table.device_RM, table.size, row_B, position_B)
-            for spec, table in zip(self._grouped.specs, self._tables.groups, strict=True)])
+            for spec, table in zip(self._grouped.specs, self._tables.groups, strict=False)],
+            self._grouped.states.decode(self._tables.groups, row_B, position_B))
 
 
 class _Attend(OfHeads):
     """`model.base.Attend` of a captured step: its tokens T are the B rows."""
 
-    def __init__(self, grouped: Grouped, decodes: Sequence[PagedDecode]) -> None:
-        self._grouped, self._decodes = grouped, decodes
+    def __init__(self, grouped: Grouped, decodes: Sequence[PagedDecode], state: DecodeStates) -> None:
+        self._grouped, self._decodes, self.state = grouped, decodes, state
 
     def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
                  chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:

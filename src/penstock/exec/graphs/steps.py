@@ -39,6 +39,8 @@ def captured(model: Model, tables: RowTables, attending: Attending, draws: Draws
         kind.capture()
     if not isinstance(attending, Grouped):
         return [*graphs, Uncaptured("selects")]
+    if attending.states:
+        return [*graphs, Uncaptured("states")]
     if not attending.reads_pages(tables):
         return [*graphs, Uncaptured("backend")]
     mixed = MixedGraphs(model, tables, attending, draws, rows, replays)

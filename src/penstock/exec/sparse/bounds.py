@@ -105,7 +105,7 @@ class Selecting(Selects):
             layers=self._layers, selector=self._selector, hot=self.rows.hot, specs=self._specs,
             tables=self._tables.groups, local=self._local, dense=self._dense, device=self._device,
             selects=lambda r: self.rows[r].budget > 0, budget_R=self._budget_R, most=self._most,
-            unit=self._unit)
+            unit=self._unit, states=self._states)
 
     # ------------------------------------------------------------ a step
     def step(self, plan: StepPlan, lowered: Lowered) -> Attend:

@@ -18,6 +18,7 @@ from torch import Tensor
 from penstock.exec.graphs.capture import PagedDecode
 from penstock.exec.sparse.layers import BoundsSelector, SparseLayers, SparseStep, index_pair
 from penstock.exec.step.attend import OfHeads
+from penstock.exec.step.states import StatePools
 from penstock.exec.step.tables import GroupTable
 from penstock.kernels.attention.paged_attention import AttentionSpec
 from penstock.kernels.choose.index_select import IndexSelect
@@ -41,6 +42,7 @@ class SelectingDecodes:
     budget_R         int32, device: units that each row selects; 0: it reads all, from device pages
     most             the largest of all budgets, units
     unit             tokens
+    states           of the layers that keep one
     """
 
     layers: SparseLayers
@@ -55,6 +57,7 @@ class SelectingDecodes:
     budget_R: Tensor
     most: int
     unit: int
+    states: StatePools
     kinds: tuple[str, ...] = (SELECT, MIXED)
 
     def kind(self, rows: Sequence[int]) -> str:
@@ -80,6 +83,7 @@ class _Attend(OfHeads):
                                       position_B.where(~self._selects_B, -1))
         self._others = {g: PagedDecode(of.specs[g], of.tables[g].device_RM, of.tables[g].size, row_B,
                                        position_B) for g, *_ in of.dense.values()}
+        self.state = of.states.decode(of.tables, row_B, position_B)
 
     def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
                  chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:

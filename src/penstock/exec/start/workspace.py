@@ -58,12 +58,12 @@ def one_page(caches: Caches, rows: int, max_len: int) -> CoreConfig:
 
 def largest_step(front: Front, core: CoreConfig, step_tokens: int) -> None:
     """The last chunk of a prompt of `core.max_len` tokens, on pools as `one_page` has them."""
-    chunk, pages = min(step_tokens, core.max_len), core.max_len // core.page_size
-    rid = RequestId(0)
+    chunk, rid = min(step_tokens, core.max_len), RequestId(0)
     front.open(rid, (0,) * core.max_len, SamplingParams(temperature=0.0))
     bind = Bind(Row(0), rid, tuple(
-        (HbmPage(g * core.group_base + g * core.groups[g].slab_pages),) * pages
-        for g in range(len(core.groups))), 0)
+        (HbmPage(g * core.group_base + g * group.slab_pages),)
+        * -(-core.max_len // (group.page_tokens or core.page_size))
+        for g, group in enumerate(core.groups)), 0)
     front.submit(StepPlan(
         step=StepId(1), rows=(Row(0),), rids=(rid,), start=(core.max_len - chunk,), count=(chunk,),
         samples=(True,), tokens=(0,) * chunk, grows=(), moves=(), binds=(bind,)))

@@ -24,11 +24,12 @@ from penstock.kernels.attention.paged_attention import AttentionSpec, Prepare, P
 from penstock.kernels.attention.paged_attention.native import Decodes, Paged
 from penstock.kernels.choose.index_select import IndexSelect
 from penstock.kernels.types import fp8
+from penstock.kernels.types.states import States
 from penstock.memory.copying import parts_of
 from penstock.memory.hbm import HbmPool
 from penstock.memory.mover import Arrivals
 from penstock.memory.pool import BlockPool
-from penstock.model.base import Attend, AttentionShape, CacheShape, LocalLayer, Model
+from penstock.model.base import Attend, AttendsStates, AttentionShape, CacheShape, LocalLayer, Model
 
 ANY = 1 << 30       # queries of a row, where nothing bounds them
 
@@ -118,6 +119,11 @@ class Arriving:
         self._hold(layer)
         return self._attend.select(layer, q_TIJ, weight_TI, key_TJ)
 
+    def state(self, layer: LocalLayer, tokens: int) -> States:
+        assert isinstance(self._attend, AttendsStates)
+        self._hold(layer)
+        return self._attend.state(layer, tokens)
+
 
 def spec_of(model: Model, group: CacheShape, pool: BlockPool) -> AttentionSpec:
     """Attention of the layers of a cache group with KV heads."""
@@ -159,7 +165,7 @@ class Grouped(Attending):
         lengths."""
         return all(spec.plain and flash.ready(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype,
                                               table.size, len(table.device_RM))
-                   for spec, table in zip(self.specs, tables.groups, strict=True))
+                   for spec, table in zip(self.specs, tables.groups, strict=False))
 
     def settle(self, right: Mapping[int, int]) -> None:
         self.states.settle(right)

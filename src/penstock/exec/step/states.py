@@ -15,9 +15,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from penstock.exec.step.tables import Lowered
+from penstock.exec.step.tables import GroupTable, Lowered
 from penstock.kernels.types.ragged import Ragged, on_device
-from penstock.kernels.types.states import Again, States
+from penstock.kernels.types.states import Again, States, starts_of
 from penstock.memory.pool import BlockPool
 from penstock.model.base import CacheShape, LocalLayer
 
@@ -44,11 +44,18 @@ class StatePools:
         self._groups = {g for g, _ in self._layers.values()}
         self._last: StepStates | None = None        # of a step with drafts
 
+    def __bool__(self) -> bool:
+        return bool(self._layers)
+
     def step(self, lowered: Lowered) -> StepStates:
         runs = _runs(lowered.ragged[0]) if self._layers else []
         step = StepStates(self._layers, {g: lowered.ragged[g] for g in self._groups}, runs)
         self._last = step if any(run.drafts for run in runs) else None
         return step
+
+    def decode(self, tables: Sequence[GroupTable], row_B: Tensor, position_B: Tensor) -> DecodeStates:
+        """Of a captured step: one token of each row, tables by cache group; a position of -1 is padding."""
+        return DecodeStates(self._layers, {g: tables[g] for g in self._groups}, row_B, position_B)
 
     def settle(self, right: Mapping[int, int]) -> None:
         """Of each row with drafts in the last step, by table index, how many of them are right: the states
@@ -66,6 +73,8 @@ class StepStates:
         self._layers, self._ragged, self._runs = layers, ragged, runs
         self._places = {g: _places(of, runs) for g, of in ragged.items()}
         self._starts = (0, *(run.end for run in runs))
+        device = next((of.page_T.device for of in ragged.values()), torch.device("cpu"))
+        self._on_device = starts_of(self._starts, device)
         self._again: dict[LocalLayer, list[Again]] | None = (
             {layer: [] for layer in layers} if any(run.drafts for run in runs) else None)
 
@@ -73,7 +82,7 @@ class StepStates:
         """As `model.base.AttendsStates.state`."""
         assert tokens == self._starts[-1], f"{tokens} tokens in a step of {self._starts[-1]}"
         group, pool_PE = self._layers[layer]
-        return States(pool_PE, self._starts, *self._places[group],
+        return States(pool_PE, self._starts, *self._places[group], *self._on_device,
                       None if self._again is None else self._again[layer])
 
     def settle(self, right: Mapping[int, int]) -> None:
@@ -92,7 +101,28 @@ class StepStates:
         starts = (0, *(run.end for run in runs))
         for layer, (group, pool_PE) in self._layers.items():
             [again] = self._again[layer]
-            again(at_t, States(pool_PE, starts, *places[group]))
+            again(at_t, States.of(pool_PE, starts, *places[group]))
+
+
+class DecodeStates:
+    """Of one step in which each row decodes a token: all that depends on a row is read on the device."""
+
+    def __init__(self, layers: dict[LocalLayer, tuple[int, Tensor]], tables: Mapping[int, GroupTable],
+                 row_B: Tensor, position_B: Tensor) -> None:
+        self._layers, self._starts = layers, (*range(len(row_B) + 1),)
+        self._each = torch.arange(len(row_B) + 1, device=row_B.device)
+        row_B, position_B = row_B.long(), position_B.long()
+        self._places: dict[int, tuple[Tensor, Tensor]] = {}
+        for g, table in tables.items():
+            from_B, to_B = (table.device_RM[row_B, at_B.clamp(min=0) // table.size].long()
+                            for at_B in (position_B - 1, position_B))
+            self._places[g] = from_B.where(position_B > 0, -1), to_B.where(position_B >= 0, -1)
+
+    def __call__(self, layer: LocalLayer, tokens: int) -> States:
+        """As `model.base.AttendsStates.state`."""
+        assert tokens == len(self._starts) - 1, f"{tokens} tokens in a step of {len(self._starts) - 1} rows"
+        group, pool_PE = self._layers[layer]
+        return States(pool_PE, self._starts, *self._places[group], self._each, self._each[:-1])
 
 
 def _runs(ragged: Ragged) -> list[_Run]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.kernels.op import DEVICES, Implementation, Op
 from penstock.kernels.state.scan import native, reference
 from penstock.kernels.state.scan.spec import ScanSpec, ScanWeights
+from penstock.kernels.triton.lazy import lazy
 from penstock.kernels.types.states import States
 
 __all__ = ["OP", "Scan", "ScanSpec", "ScanWeights"]
@@ -37,6 +38,7 @@ class Scan(Protocol):
 
 
 OP: Op[Scan] = Op("scan", (
+    lazy("cuda", "penstock.kernels.state.scan.triton_scan:scan"),
     Implementation("native", native.scan, native.probe),
     Implementation("reference", reference.scan, reference.probe, DEVICES),
 ))

@@ -42,7 +42,7 @@ def probe(platform: Platform) -> str:
     found = []
     for run in (scan, reference.scan):
         pool = torch.zeros(2, spec.elements)
-        states = States(pool, (0, 3, 4), torch.tensor([-1, 0]), torch.tensor([-1, -1, 1, 0]))
+        states = States.of(pool, (0, 3, 4), torch.tensor([-1, 0]), torch.tensor([-1, -1, 1, 0]))
         found += [run(x, step, write, weights, states, spec), pool]
     gap = max(float((a - b).abs().max()) for a, b in zip(found[:2], found[2:], strict=True))
     if not gap <= 1e-5:
@@ -54,14 +54,13 @@ def scan(x_TX: Tensor, step_TN: Tensor, write_TN: Tensor | None, weights: ScanWe
          spec: ScanSpec) -> Tensor:
     tokens, pool = len(x_TX), states.pool_PE
     out_TNV = x_TX.new_empty(tokens, spec.heads, spec.value_dim)
-    starts = torch.tensor(states.starts)
     y, gate = torch.empty(tokens, spec.channels), torch.empty(tokens, spec.heads, 2)
     assert pool.dtype == torch.float32 and pool.stride(1) == x_TX.stride(1) == step_TN.stride(1) == 1
     assert (write_TN is not None) == spec.delta and states.to_T.dtype == states.from_B.dtype == torch.int64
     args = _Scan(
         *(None if tensor is None else tensor.data_ptr() for tensor in (
             x_TX, step_TN, write_TN, out_TNV, weights.conv_WX, weights.bias_X, weights.decay_N,
-            weights.step_N, weights.skip_N, pool, starts, states.from_B, states.to_T, y, gate)),
+            weights.step_N, weights.skip_N, pool, states.start_B, states.from_B, states.to_T, y, gate)),
         x_TX.stride(0), step_TN.stride(0), 0 if write_TN is None else write_TN.stride(0), pool.stride(0),
         len(states.starts) - 1, tokens, spec.heads, spec.key_heads, spec.key_dim, spec.value_dim, spec.taps,
         spec.least, spec.most)

@@ -1,0 +1,137 @@
+"""`scan` in Triton: what the convolution gives, all tokens at once, then each head's state through its row's
+tokens, one after the other. Imported only where a CUDA device was asked for.
+
+    T tokens of the step   B rows   X channels   N heads   K key heads   V value dim   S key dim   W taps
+"""
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.state.scan.reference import EPS
+from penstock.kernels.state.scan.spec import ScanSpec, ScanWeights
+from penstock.kernels.triton.depend import early, follow
+from penstock.kernels.types.states import States
+
+VALUES = 32             # of a head's state, that one program has
+
+
+@triton.jit
+def convolve(x, conv, bias, pool, start_B, row_T, from_B, y, x_token, page, CHANNELS: tl.constexpr,
+             KEYS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TAPS: tl.constexpr,
+             DELTA: tl.constexpr, BIAS: tl.constexpr, EPSILON: tl.constexpr, BLOCK: tl.constexpr):
+    """y_TX float32 of one token and one head: queries, keys, then values."""
+    follow()
+    t, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    is_key = part < 2 * KEYS
+    first = tl.where(is_key, part * KEY_DIM, 2 * KEYS * KEY_DIM + (part - 2 * KEYS) * VALUE_DIM)
+    i = tl.arange(0, BLOCK)
+    own = i < tl.where(is_key, KEY_DIM, VALUE_DIM)
+    c = first + i
+    row = tl.load(row_T + t)
+    begins, held = tl.load(start_B + row), tl.load(from_B + row)
+    total = tl.zeros([BLOCK], tl.float32)
+    for w in tl.static_range(TAPS):
+        at = t - (TAPS - 1) + w
+        new = tl.load(x + at * x_token + c, mask=tl.where(at >= begins, own, False), other=0.0).to(tl.float32)
+        old = tl.load(pool + held * page + (at - begins + TAPS - 1) * CHANNELS + c,
+                      mask=tl.where(at < begins, tl.where(held >= 0, own, False), False), other=0.0)
+        total += tl.where(at >= begins, new, old) * tl.load(conv + w * CHANNELS + c, mask=own, other=0.0)
+    if BIAS:
+        total += tl.load(bias + c, mask=own, other=0.0)
+    total = total / (1.0 + tl.exp(-total))
+    if DELTA:
+        length = tl.sqrt(tl.sum(total * total, 0) + EPSILON)
+        scale = tl.where(part < KEYS, 1.0 / tl.sqrt(1.0 * KEY_DIM), 1.0)
+        total = tl.where(is_key, total / length * scale, total)
+    tl.store(y + t * CHANNELS + c, total, mask=own)
+
+
+@triton.jit
+def _leave_inputs(x, pool, to_T, first, end, held, c, own, x_token, page, CHANNELS: tl.constexpr,
+                 TAPS: tl.constexpr, ROUND: tl.constexpr):
+    """The inputs of these channels that a state ends with, into each page that a token leaves. The last ones
+    first: the page that the row comes from, which earlier ones ask, is the first that it leaves."""
+    w = tl.arange(0, ROUND)[:, None]
+    for back in range(0, end - first):
+        t = end - 1 - back
+        to = tl.load(to_T + t)
+        if to >= 0:
+            at = t - (TAPS - 2) + w
+            mine = (w < TAPS - 1) & own[None, :]
+            new = tl.load(x + at * x_token + c[None, :], mask=mine & (at >= first), other=0.0).to(tl.float32)
+            old = tl.load(pool + held * page + (at - first + TAPS - 1) * CHANNELS + c[None, :],
+                          mask=mine & (at < first) & (held + 0 * w >= 0), other=0.0)
+            tl.debug_barrier()
+            tl.store(pool + to * page + w * CHANNELS + c[None, :], tl.where(at >= first, new, old), mask=mine)
+
+
+@triton.jit
+def walk(x, y, step, write, decay, add, skip, pool, start_B, from_B, to_T, out, x_token, step_token,
+         write_token, page, least, most, HEADS: tl.constexpr, CHANNELS: tl.constexpr, KEYS: tl.constexpr,
+         KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TAPS: tl.constexpr, ROUND: tl.constexpr,
+         DELTA: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr):
+    """One row, one head, some of its values."""
+    follow()
+    row, n, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first, end = tl.load(start_B + row), tl.load(start_B + row + 1)
+    held = tl.load(from_B + row)
+    i, j = tl.arange(0, KEY_BLOCK), block * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK)
+    own = (i < KEY_DIM)[:, None] & (j < VALUE_DIM)[None, :]
+    own_s, own_v = (i < KEY_DIM)[:, None], (j < VALUE_DIM)[None, :]
+    at_z = (TAPS - 1) * CHANNELS + (n * KEY_DIM + i[:, None]) * VALUE_DIM + j[None, :]
+    z = tl.load(pool + held * page + at_z, mask=own & (held + 0 * at_z >= 0), other=0.0)
+    tl.debug_barrier()
+    key = n // (HEADS // KEYS)
+    kept, added = tl.load(decay + n), tl.load(add + n)
+    if not DELTA:
+        skipped = tl.load(skip + n)
+    c_q, c_k, c_v = key * KEY_DIM + i, (KEYS + key) * KEY_DIM + i, 2 * KEYS * KEY_DIM + n * VALUE_DIM + j
+    for t in range(first, end):
+        q = tl.load(y + t * CHANNELS + c_q[:, None], mask=own_s, other=0.0)
+        k = tl.load(y + t * CHANNELS + c_k[:, None], mask=own_s, other=0.0)
+        v = tl.load(y + t * CHANNELS + c_v[None, :], mask=own_v, other=0.0)
+        s = tl.load(step + t * step_token + n).to(tl.float32) + added
+        s = tl.where(s > 20.0, s, tl.log(1.0 + tl.exp(tl.minimum(s, 20.0))))
+        if DELTA:
+            z = z * tl.exp(kept * s)
+            opens = 1.0 / (1.0 + tl.exp(-tl.load(write + t * write_token + n).to(tl.float32)))
+            z += k * ((v - tl.sum(z * k, 0)[None, :]) * opens)
+            o = tl.sum(z * q, 0)[None, :]
+        else:
+            s = tl.minimum(tl.maximum(s, least), most)
+            z = z * tl.exp(kept * s) + k * (v * s)
+            o = tl.sum(z * q, 0)[None, :] + skipped * v
+        tl.store(out + (t * HEADS + n) * VALUE_DIM + j[None, :], o.to(out.dtype.element_ty), mask=own_v)
+        to = tl.load(to_T + t)
+        if to >= 0:
+            tl.store(pool + to * page + at_z, z, mask=own)
+    _leave_inputs(x, pool, to_T, first, end, held, c_v, j < VALUE_DIM, x_token, page, CHANNELS, TAPS, ROUND)
+    if n % (HEADS // KEYS) + block == 0:
+        _leave_inputs(x, pool, to_T, first, end, held, c_q, i < KEY_DIM, x_token, page, CHANNELS, TAPS, ROUND)
+        _leave_inputs(x, pool, to_T, first, end, held, c_k, i < KEY_DIM, x_token, page, CHANNELS, TAPS, ROUND)
+
+
+def scan(x_TX: Tensor, step_TN: Tensor, write_TN: Tensor | None, weights: ScanWeights, states: States,
+         spec: ScanSpec) -> Tensor:
+    tokens, pool = len(x_TX), states.pool_PE
+    assert pool.dtype == torch.float32 and pool.stride(1) == x_TX.stride(1) == step_TN.stride(1) == 1
+    assert (write_TN is not None) == spec.delta and spec.taps > 1
+    y_TX = torch.empty(tokens, spec.channels, dtype=torch.float32, device=x_TX.device)
+    out_TNV = x_TX.new_empty(tokens, spec.heads, spec.value_dim)
+    shape = {"CHANNELS": spec.channels, "KEYS": spec.key_heads, "KEY_DIM": spec.key_dim,
+             "VALUE_DIM": spec.value_dim, "TAPS": spec.taps, "DELTA": spec.delta}
+    convolve[tokens, 2 * spec.key_heads + spec.heads](
+        x_TX, weights.conv_WX, weights.bias_X, pool, states.start_B, states.row_T, states.from_B, y_TX,
+        x_TX.stride(0), pool.stride(0), **shape, BIAS=weights.bias_X is not None, EPSILON=EPS,
+        BLOCK=triton.next_power_of_2(max(spec.key_dim, spec.value_dim)), num_warps=1, **early())
+    values = min(VALUES, triton.next_power_of_2(spec.value_dim))
+    walk[len(states.starts) - 1, spec.heads, triton.cdiv(spec.value_dim, values)](
+        x_TX, y_TX, step_TN, write_TN, weights.decay_N, weights.step_N, weights.skip_N, pool, states.start_B,
+        states.from_B, states.to_T, out_TNV, x_TX.stride(0), step_TN.stride(0),
+        0 if write_TN is None else write_TN.stride(0), pool.stride(0), spec.least, min(spec.most, 3e38),
+        HEADS=spec.heads, **shape, ROUND=triton.next_power_of_2(spec.taps - 1),
+        KEY_BLOCK=triton.next_power_of_2(spec.key_dim), VALUE_BLOCK=values, num_warps=4, **early())
+    return out_TNV
