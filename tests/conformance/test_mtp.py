@@ -15,14 +15,14 @@ import where
 from dense_attend import Dense
 from driven import PAGE
 from late_copies import Latest, Shuffled
-from prompts_engine import MTP, PROMPTS, SHARED, SMALL, Engine, dense, model, play
+from prompts_engine import PROMPTS, SHARED, SMALL, Engine, dense, model, play
 
 from penstock.core.plan import Aborted, Dropped, Paused, RequestId
 from penstock.exec.drafts.mtp import MTP as DraftMTP
 from penstock.exec.drafts.mtp import Heads
 from penstock.exec.step.attend import Latent
 
-FAMILIES = [*MTP, "eagle"]
+FAMILIES = ["mtp", "mtp_chosen", "mtp_state", "eagle"]
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +83,13 @@ def test_speculation_by_a_layer_of_the_model(num, family, overlap):
     play(engine)
     proposed, right, dropped = counts(engine)
     assert 0 < right < proposed == engine.proposed and dropped == 0
+
+
+def test_speculation_by_a_layer_with_the_kernel_that_an_engine_chooses():
+    """Which reads slots up to the first that is none."""
+    engine = drafting("mtp_lanes", backend=None)
+    play(engine)
+    assert engine.proposed > 20
 
 
 @pytest.mark.parametrize("lateness", ["latest", pytest.param("torn", marks=pytest.mark.sweep)])

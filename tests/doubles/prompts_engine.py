@@ -55,6 +55,8 @@ CONFIGS = {"grouped": CONFIG, "latent": LATENT, "window": WINDOW, "mla": MLA, "s
 # heads behind a state.
 MTP = {"mtp": {**MLA, "num_nextn_predict_layers": 1}, "mtp_chosen": {**LATENT, "num_nextn_predict_layers": 1},
        "mtp_state": STATE}
+# Rows that the CPU's own kernel takes.
+MTP["mtp_lanes"] = {**MTP["mtp"], "kv_lora_rank": 32, "qk_rope_head_dim": 16}
 # What drafts for CONFIG, with half of its words.
 EAGLE = {**CONFIG, "model_type": "llama", "num_hidden_layers": 1, "draft_vocab_size": 40,
          "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}}
@@ -170,7 +172,7 @@ class Engine(InProcess):
 
     def __post_init__(self) -> None:
         latent = self.family in ("latent", "mtp_chosen")
-        rows = latent or self.family in ("mla", "mtp")
+        rows = latent or self.family in ("mla", "mtp", "mtp_lanes")
         groups = tuple(replace(group, page_tokens=PAGE if group.drafts else INTERVAL)
                        if group.snapshot else group for group in self.groups or model(self.family).groups)
         self.build(functools.partial(model, self.family), groups,
@@ -191,7 +193,7 @@ SHARED = (7, 3, 29, 41, 5, 5, 18, 60, 2, 33, 9)
 BACKENDS = where.backends()
 # Device pages of group 0, too few.
 SMALL = {"grouped": 11, "latent": 18, "experts": 11, "window": 13, "mla": 11, "sinks": 13, "state": 12,
-         "mtp": 20, "mtp_chosen": 34, "mtp_state": 24, "eagle": 16}
+         "mtp": 20, "mtp_chosen": 34, "mtp_state": 24, "mtp_lanes": 20, "eagle": 16}
 PROMPTS = {1: (*SHARED, 1, 2), 2: (*SHARED, 40), 3: (50,), 4: SHARED * 2, 5: (12, 8, 30, 21),
            6: SHARED[:8], 7: (*SHARED, *SHARED, 4, 4)}
 

@@ -205,11 +205,13 @@ class _LatentStep:
     def _slots_of(self, part: slice) -> Tensor:
         """[B, S] int32: where the rows are that each of these queries sees, in the order of positions."""
         ragged, size = self._ragged, self._ragged.page_size
-        at_S = torch.arange(self._longest, dtype=torch.int32, device=ragged.pages_RM.device)
-        page_BS = ragged.pages_RM[self._lowered.row_T[part]][:, at_S // size]
-        position_B1 = self._lowered.positions_T[part, None]
-        seen_BS = (at_S <= position_B1) & (at_S >= position_B1.clamp(max=self._latent.first))
-        return torch.where(seen_BS, page_BS * size + at_S % size, -1)
+        first, position_B1 = self._latent.first, self._lowered.positions_T[part, None]
+        at_S = torch.arange(first, max(self._longest, first + 1), dtype=torch.int32,
+                            device=ragged.pages_RM.device)
+        if first:               # a query before it sees its own
+            at_S = at_S - first * (position_B1 < first).int()
+        page_BS = ragged.pages_RM[self._lowered.row_T[part, None], at_S // size]
+        return torch.where(at_S <= position_B1, page_BS * size + at_S % size, -1)
 
     def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
                  chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:
