@@ -181,11 +181,13 @@ def main() -> None:
             row[f"{name}_equal"] = sum(x == y for x, y in zip(a, b, strict=True)) / len(chats)
             pairs = enumerate(zip(a, b, strict=True))
             row[f"{name}_differ"] = [(i, x, y) for i, (x, y) in pairs if x != y][:3]
+            print(name, row[f"{name}_equal"], row[f"{name}_differ"], flush=True)
     with serving("--device", "auto") as gpu:
         row["ready_s_warm_bfloat16"] = gpu.ready_s
         row["dtype_auto"] = gpu.get("/server_info")["dtype"]
         row["first_answer"] = gpu.chats(chats[:1])
     row |= {f"bfloat16_{k}": v for k, v in teacher_forced(chats).items()}
+    write("serving", args.out, [row])
     row["refused"] = [refused("--gpu-memory-utilization", "0.004"), refused("--hbm-bytes", "500GiB")]
     write("serving", args.out, [row])
 
