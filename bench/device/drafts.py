@@ -19,8 +19,10 @@ import latent
 import torch
 from direct import QWEN3_8B, Direct, build_model, spread, write
 from hosted import counts
+from torch import Tensor
 
-from penstock.core.plan import RequestId
+from penstock.core.plan import RequestId, Row
+from penstock.exec.drafts.device import OnDevice
 from penstock.exec.drafts.drafter import Ask, Drafter
 
 
@@ -45,6 +47,30 @@ class Dice(Drafter):
     def forget(self, rid: RequestId) -> None:
         return
 
+    def on_device(self, rows: int, max_len: int, device: torch.device) -> OnDevice:
+        return Thrown(self, rows, max_len, device)
+
+
+class Thrown(OnDevice):
+    """What is thrown for a row when it is bound."""
+
+    def __init__(self, dice: Dice, rows: int, max_len: int, device: torch.device) -> None:
+        self._dice = dice
+        self._draft_RL = torch.zeros(rows + 1, max_len + 32, dtype=torch.int64, device=device)
+
+    def put(self, row: int, first: int, prompt: Sequence[int], outputs: Sequence[int]) -> None:
+        if first < len(prompt):
+            most = self._draft_RL.shape[1] - len(prompt)
+            self._draft_RL[row, len(prompt):] = torch.tensor(self._dice.propose(
+                [Ask(RequestId(0), Row(0), tuple(prompt), (), most)])[0])
+
+    def propose(self, index_N: Tensor, at_N: Tensor, last_N: Tensor, most: int) -> Tensor:
+        next_ND = at_N.clamp(min=0).long()[:, None] + torch.arange(1, most + 1, device=at_N.device)
+        return self._draft_RL[index_N[:, None], next_ND]
+
+    def said(self, index_N: Tensor, at_N: Tensor, token_NW: Tensor) -> None:
+        return
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
@@ -55,6 +81,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=3)
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--prompt", type=int, default=0)
+    parser.add_argument("--chances", default="0.7,0,1")
     args = parser.parse_args()
     hosted, told = args.hosted, list[dict[str, object]]()
     length = args.prompt or (65536 if hosted else 512)
@@ -73,7 +100,7 @@ def main() -> None:
         for prompt in prompts if hosted else ():
             one.run([prompt], 1)
         one.run(prompts, 16)
-        for chance in (None, -1.0, 0.0, 0.7, 1.0):     # without drafts; what is the answer?; by dice
+        for chance in (None, -1.0, *map(float, args.chances.split(","))):   # without; what is it?; by dice
             dice.chance, rates, before = chance or 0.0, [], one.rank.stats()
             missed, runs = counts(one).get("hot_misses_total", 0), 1 if chance == -1.0 else 3
             for _ in range(runs):
@@ -84,11 +111,14 @@ def main() -> None:
             if chance == -1.0:
                 dice.answers = dict(zip(map(tuple, prompts), ran.tokens.values(), strict=True))
                 continue
-            right, asked = (sum(v - before.get(k, 0) for k, v in one.rank.stats().items() if k.startswith(
-                f"spec_{name}_tokens")) for name in ("accepted", "draft"))
+            right, asked, ahead, alone = (sum(v - before.get(k, 0) for k, v in one.rank.stats().items() if k.
+                startswith(name)) for name in ("spec_accepted_tokens", "spec_draft_tokens",
+                                               *(f'executor_steps_total{{launch="{way}"' for way in (
+                                                   "ahead", "alone"))))
             missed = counts(one).get("hot_misses_total", 0) - missed
             told.append({"rows": rows, "drafts": args.drafts, "chance": chance, "tokens_per_s": spread(rates),
-                         "accepted": right, "drafted": asked, "misses": missed / runs / rows / args.new})
+                         "accepted": right, "drafted": asked, "steps_ahead": ahead, "steps_alone": alone,
+                         "misses": missed / runs / rows / args.new})
             write("drafts", args.out, told)
         del one
         torch.cuda.empty_cache()

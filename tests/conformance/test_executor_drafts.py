@@ -7,34 +7,31 @@ from __future__ import annotations
 import re
 from itertools import accumulate
 
+import on_a_device
 import printable
 import prompts_engine
 import pytest
 import ranks
 import where
-from drafters import Broken, Dice, Noise, as_a_device
+from drafters import Broken, Dice, Noise
 from late_copies import Latest, Shuffled
 from prompts_engine import PROMPTS, SMALL, Engine, dense, play
 
 from penstock.config.request.grammar import Grammar
 from penstock.config.request.params import SamplingParams
 from penstock.core.plan import Aborted, Dropped, Outcome, Paused, RequestId
+from penstock.exec.drafts.drafter import NGram
 from penstock.exec.sampling.grammar import Grammars
 
-pytestmark = pytest.mark.usefixtures("drafting_stages")
+pytestmark = pytest.mark.usefixtures("stages")
 FAMILIES = ["grouped", "window", "latent", "mla", "state"]
 # All widths by `make soak`.
 WIDTHS = [pytest.param(1, marks=pytest.mark.soak), 3, pytest.param(7, marks=pytest.mark.soak)]
 
 
-@pytest.fixture
-def drafting_stages(stages):
-    """A GPU's ranks draft alone."""
-    if where.DEVICE == "cuda" and stages > 1:
-        pytest.skip("refused")
-
-
 def drafting(family="grouped", chance=0.7, drafts=3, **more) -> Engine:
+    if family == "state" and where.DEVICE == "cuda":
+        pytest.skip("refused")
     drafter = Noise() if chance == 0 else Dice(lambda prompt, n: dense(prompt, n, family), chance)
     return Engine(family=family, drafter=drafter, draft_tokens=drafts, **more)
 
@@ -58,13 +55,11 @@ def test_speculation_of_ordinary_rows(drafts, chance, overlap):
 @pytest.mark.parametrize("lateness", ["latest", pytest.param("torn", marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_speculation_while_anyone_pauses(family, lateness, stages):
-    if where.DEVICE == "cuda" and family not in ("grouped", "window"):
-        pytest.skip("refused")
     late = {"latest": Latest(), "torn": Shuffled(2, torn=0.3)}[lateness]
     engine = drafting(family, step_tokens=9, hbm_pages=SMALL[family], lateness=late)
     play(engine, lambda turn: [Paused(RequestId(1 + turn % 7))] if turn % 2 == 0 else [])
     proposed, right = counts(engine)
-    assert engine.core.stats()["pauses"] >= 3
+    assert engine.core.stats()["pauses"] >= 2
     assert proposed == 0 if family == "state" and stages > 1 else 0 < right < proposed
 
 
@@ -139,7 +134,7 @@ def test_speculation_that_a_device_checks(chance, stages):
     alone, _ = sampled(None, 0)
     said = {PROMPTS[1 + rid % 7]: tokens for rid, tokens in alone.got.items()}
     drafter = Noise() if chance == 0 else Dice(lambda prompt, n: said[prompt][:n], chance)
-    engine = as_a_device(Engine(drafter=drafter, draft_tokens=3))
+    engine = on_a_device.as_a_device(Engine(drafter=drafter, draft_tokens=3))
     flights, launch = [], engine.rank._launch
     engine.rank._launch = lambda plan: (launch(plan), flights.append(len(engine.rank._flights)))
     for rid, params in enumerate(KINDS.values()):
@@ -149,6 +144,37 @@ def test_speculation_that_a_device_checks(chance, stages):
     assert engine.got == alone.got and max(flights) == 2
     proposed, right = counts(engine)
     assert {0: right < proposed / 4, 0.7: 0 < right < proposed, 1: 0 < right == proposed}[chance]
+
+
+@pytest.mark.parametrize("chance", [0, 0.7, 1])
+@pytest.mark.parametrize("drafter", ["dice", "lookup"])
+def test_speculation_whose_drafts_a_device_makes(drafter, chance, stages, monkeypatch):
+    """Rows of all kinds of sampling, which pause; no step waits for an answer because it drafts."""
+    if stages > 1:
+        pytest.skip("refused")
+    on_a_device.plainly(monkeypatch)
+    code = Grammar("regex", "([0-9]{2}-[A-F][G-Z]){9}")
+    kinds = [*KINDS.values(), SamplingParams(grammar=code, logprobs=1)]
+    prompts = [*PROMPTS.values(), (9, 9, 3)]
+
+    def ask(engine):
+        engine.rank._tokens._sampler._grammars = Grammars(printable.vocabulary)
+        for rid, params in enumerate(kinds):
+            engine.add(rid, prompts[rid], 20, params, stop=frozenset({5}), min_new=params.min_tokens)
+        return engine
+    (alone := ask(Engine())).drain()
+    said = {prompts[rid]: tokens for rid, tokens in alone.got.items()}
+    dice = Noise() if chance == 0 else Dice(lambda prompt, n: said[prompt][:n], chance)
+    engine = on_a_device.drafting(Engine(drafter=dice if drafter == "dice" else NGram(), draft_tokens=3), 3)
+    ask(engine)
+    for turn in range(40):
+        engine.inbox += [Paused(RequestId(turn % 7))] if turn % 6 == 5 else []
+        engine.turn()
+    engine.drain()
+    assert engine.got == alone.got and engine.rank._launches["ahead"] > len(engine.plans) / 2
+    proposed, right = counts(engine)
+    if drafter == "dice":
+        assert {0: right < proposed / 4, 0.7: 0 < right < proposed, 1: 0 < right == proposed}[chance]
 
 
 @pytest.mark.parametrize("chance", [0, 0.7, 1])

@@ -4,14 +4,12 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from penstock.core.plan import RequestId
+from penstock.exec.drafts.device import OnDevice
 from penstock.exec.drafts.drafter import Ask, Drafter
-from penstock.exec.sampling.on_device import Draws
-from penstock.exec.sampling.tokens import Drawn
 
 # answer(prompt, n): the first n output tokens
 Answer = Callable[[tuple[int, ...], int], Sequence[int]]
@@ -42,6 +40,39 @@ class Dice(Drafter):
     def forget(self, rid: RequestId) -> None:
         self.forgotten.append(rid)
 
+    def on_device(self, rows: int, max_len: int, device: torch.device) -> OnDevice:
+        return DiceOnDevice(self, rows, max_len, device)
+
+    def thrown(self, prompt: tuple[int, ...], much: int) -> list[int]:
+        """Drafts of all of an answer, of so many tokens; -1: none."""
+        found = list(self._answer(prompt, much))
+        return [-1 if self._random.random() < 0.1 else
+                token if self._random.random() < self._chance else (token + 1) % self._vocab
+                for token in found]
+
+
+class DiceOnDevice(OnDevice):
+    """What is thrown for a row when it is bound."""
+
+    def __init__(self, dice: Dice, rows: int, max_len: int, device: torch.device, much: int = 24) -> None:
+        self._dice, self._much = dice, much
+        self._draft_RL = torch.full((rows + 1, max_len + 64), -1, device=device)
+
+    def put(self, row: int, first: int, prompt: Sequence[int], outputs: Sequence[int]) -> None:
+        if first == 0:
+            drafts = self._dice.thrown(tuple(prompt), self._much)
+            self._draft_RL[row] = -1
+            self._draft_RL[row, len(prompt):len(prompt) + len(drafts)] = torch.tensor(drafts)
+
+    def propose(self, index_N: torch.Tensor, at_N: torch.Tensor, last_N: torch.Tensor,
+                most: int) -> torch.Tensor:
+        self._dice.asked[most] += 1
+        next_ND = at_N.clamp(min=0).long()[:, None] + torch.arange(1, most + 1, device=at_N.device)
+        return self._draft_RL[index_N[:, None], next_ND]
+
+    def said(self, index_N: torch.Tensor, at_N: torch.Tensor, token_NW: torch.Tensor) -> None:
+        return
+
 
 class Noise(Dice):
     """Never mind what the row has said."""
@@ -67,17 +98,3 @@ class Broken(Drafter):
 
     def forget(self, rid: RequestId) -> None:
         pass
-
-
-def as_a_device(engine: Any) -> Any:
-    """Its rank launches ahead, draws for rows and finds what counts, as a CUDA device does."""
-    rank = engine.rank
-    if not rank._ahead:
-        rank._ahead, old = True, rank._tokens
-        rank._tokens = Drawn(old._sampler, rank._tables,
-                             Draws(61, rank._tables.last_R.numel() - 1, torch.device("cpu"), "reference"))
-        narrowing = rank._widths._narrowing
-        narrowing._history, narrowing._may, narrowing._beside = (
-            rank._tokens.history, rank._tokens.drafts, False)
-        narrowing._at_once = lambda row: rank._attending.at_once(rank._tables.index(row))
-    return engine

@@ -233,7 +233,7 @@ def test_a_layer_that_drafts_as_peers_ask_for_it(line: str) -> None:
     ("--speculative-algorithm NEXTN --tp 2", "the layer that drafts runs on a CPU and in one rank"),
     ("--speculative-method ngram --speculative-tokens 16", "1 to 15"),
     ("--speculative-method ngram --prompt-lookup-min 5", "at least as many"),
-    ("--speculative-method ngram --device cuda --pp 2", "say one token a step yet")])
+    ("--speculative-method ngram --device cuda --tp 2", "no lane knows whether the others")])
 def test_speculation_that_is_refused(line: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         resolve(parse(f"{line} demo"), probe())

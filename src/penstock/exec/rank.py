@@ -22,10 +22,12 @@ import torch
 from penstock.config.request.grammar import Grammar
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.scores import Scores
-from penstock.core.plan import Moved, RequestId, StepId, StepPlan
+from penstock.core.plan import Moved, RequestId, Row, StepId, StepPlan
+from penstock.exec.drafts.device import Ahead
 from penstock.exec.drafts.drafter import Drafter
 from penstock.exec.drafts.mtp import MTP
 from penstock.exec.drafts.narrow import Narrowing, Widths
+from penstock.exec.graphs.drafts import DraftGraphs
 from penstock.exec.graphs.mixed import START_S
 from penstock.exec.graphs.steps import captured
 from penstock.exec.sampling.grammar import Grammars
@@ -114,9 +116,9 @@ class Rank:
     """One rank in this process, on the device of its pools.
 
     start       queues. A CUDA device gets the plan at once, ahead of the answers of steps in flight, unless
-                its step waits for copies (docs/adr/0056), or for the tokens that drafts follow. Tokens that
-                the device cannot sample by itself are chosen late: when the step behind theirs is launched,
-                or when theirs lands.
+                its step waits for copies (docs/adr/0056), or for tokens that the host needs for its drafts.
+                Tokens that the device cannot sample by itself are chosen late: when the step behind theirs
+                is launched, or when theirs lands.
     collect     with `block` executes the oldest queued plan, or waits for the oldest in flight, or, with
                 neither, for the end of a copy; without, runs no step. Both start the copies that are due
                 and report those that have ended. Copies run in a thread of the mover's own, beside the
@@ -145,16 +147,21 @@ class Rank:
         self._tokens = tokens_of(self._links, model.vocab_size, rows, self._tables, seed, parts.draw,
                                  parts.mask, grammars)
         self._widths: Widths | None = None
+        self._makes: Ahead | None = None
+        self._drafts: DraftGraphs | None = None
         if drafter is not None:
             # States are settled when a step ends: of several stages the last alone knows then what is right.
             one = self._links == Links() or not any(group.snapshot for group in self._groups)
             cpu = device.type == "cpu"
             self._widths = Widths(self._links, Narrowing(
                 drafter, self._tokens.history, model.vocab_size, WIDE[device.type] * one,
-                may=self._tokens.drafts, beside=cpu,
-                at_once=lambda row: ANY if cpu else self._attending.at_once(self._tables.index(row)),
+                beside=cpu, at_once=lambda row: ANY if cpu else self._at_once(row),
                 forced=self._tokens.forced))
             self._links = self._widths.links
+            whole = self._links.before is None and self._links.after is None
+            if not cpu and whole and (there := drafter.on_device(rows, max_len, device)) is not None:
+                self._makes = Ahead(there, self._tokens.history, self._tokens.simple, self._at_once,
+                                    self._tables.index)
         self._prompts = PromptReader(model.logits, model.vocab_size) if self._links.after is None else None
         self._steps: list[Steps] = [
             Eager(model, own, self._tables, self._attending, self._links, self._mtp)]
@@ -166,6 +173,10 @@ class Rank:
         self._selects: dict[RequestId, tuple[int, int]] = {}      # budget, length of the prompt
         self._forward_s = 0.0
         self._sampling_s = 0.0
+        self._launches = Counter[str]()
+
+    def _at_once(self, row: Row) -> int:
+        return self._attending.at_once(self._tables.index(row))
 
     def open(self, rid: RequestId, prompt: tuple[int, ...], params: SamplingParams, *,
              choice: int, stop_ids: tuple[int, ...]) -> None:
@@ -198,8 +209,11 @@ class Rank:
         `width` positions each, and for so long steps with prompts. Without, every step is launched kernel by
         kernel."""
         assert isinstance(self._tokens, Drawn) and self._ahead, "such a rank is not captured"
-        self._steps[:-1] = captured(self._model, self._tables, self._attending, self._tokens.draws, buckets,
-                                    seconds, width, WIDE["cuda"])
+        self._steps[:-1], self._drafts = captured(
+            self._model, self._tables, self._attending, self._tokens.draws, buckets, seconds, width,
+            WIDE["cuda"], self._makes)
+        if self._drafts is not None and self._widths is not None:
+            self._widths.leave()
 
     def settle(self) -> None:
         """No further plan comes: leave nothing on the links."""
@@ -241,8 +255,18 @@ class Rank:
             self._launch(self._queue.popleft())
 
     def _waits(self, plan: StepPlan) -> bool:
-        return bool(plan.waits) or (self._widths is not None and (
-            self._widths.asks(plan) or any(flight.answers.inputs for flight in self._flights)))
+        if self._widths is None or plan.waits:
+            return bool(plan.waits)
+        flying = [flight.answers for flight in self._flights if not flight.answers.learnt]
+        if self._by_device(plan):       # of a row's tokens the device has the last, and those behind drafts
+            return sum(bool(answers.states) and not answers.firsts for answers in flying) > 1
+        return self._widths.asks(plan) or any(answers.firsts for answers in flying)
+
+    def _by_device(self, plan: StepPlan) -> bool:
+        """Whether the device says where rows are, and drafts."""
+        made = self._drafts
+        return made is not None and made.takes(plan) and (made.ahead.asks(plan) or any(
+            flight.answers.firsts and not flight.answers.learnt for flight in self._flights))
 
     def _launch(self, plan: StepPlan) -> None:
         if self._flights:                   # its tokens are inputs of this one
@@ -252,6 +276,7 @@ class Rank:
             f"step {plan.step} binds a request anew whose tokens are in flight")
         with torch.inference_mode():
             answers, prompts = self._execute(plan)
+        self._launches["ahead" if self._flights else "alone"] += 1
         # What several lanes have is counted by one.
         rows = map(self._tables.index, plan.rows if self._groups[0].owned else ())
         reads = self._attending.reads(list(rows))
@@ -295,6 +320,8 @@ class Rank:
             self._attending.bind(bind, budget=budget, num_prompt=num_prompt)
             if self._widths is not None:
                 self._widths.forget(bind.rid)
+            if self._drafts is not None:
+                self._drafts.ahead.bind(bind.row)
         for grow in plan.grows:
             self._tables.grow(grow)
         for remap in plan.remaps:
@@ -304,16 +331,23 @@ class Rank:
             self._attending.resize(resize)
         if not plan.rows:
             return Answers(), []
-        if self._widths is not None:
-            plan = self._widths.of(plan, Counter(
-                rid for flight in self._flights if not flight.answers.learnt
-                for rid, _ in flight.answers.states))
+        flying = [flight.answers for flight in self._flights if not flight.answers.learnt]
+        alone = Counter(rid for answers in flying if not answers.firsts for rid, _ in answers.states)
+        drafts = self._drafts if self._by_device(plan) else None
+        if self._widths is not None and drafts is None:
+            if self._drafts is not None:
+                self._drafts.ahead.passed(plan)
+            plan = self._widths.of(plan, alone)
         self._tokens.feed(plan)
         arrivals = self._arrivals(plan) if plan.waits else []
         started = time.perf_counter()
         told = self._prompts if self._prompts is not None and self._prompts.wants(plan) else None
         ways = self._steps[-1:] if told else self._steps            # only an eager step has what that needs
-        ran = next(ran for way in ways if (ran := way.step(plan, arrivals)) is not None)
+        if drafts is not None:
+            out = {rid for answers in flying if answers.firsts for rid, _ in answers.states}
+            ran = drafts.step(plan, arrivals, alone, out)
+        else:
+            ran = next(found for way in ways if (found := way.step(plan, arrivals)) is not None)
         stepped = time.perf_counter()
         self._forward_s += stepped - started
         prompts = told.read(plan, ran.hidden_TD) if told and ran.hidden_TD is not None else []
@@ -359,6 +393,8 @@ class Rank:
         out = {"executor_forward_seconds_total": self._forward_s,
                "executor_sampling_seconds_total": self._sampling_s,
                "executor_sampled_outside_total": float(self._tokens.outside)}
+        if self._ahead:         # of the answers of a step in flight, or with none
+            out |= {f'executor_steps_total{{launch="{way}"}}': float(n) for way, n in self._launches.items()}
         owned = [self._attending.stats, *([self._widths.stats] if self._widths else [])]
         for stats in (*(way.stats for way in self._steps), *(owned if self._groups[0].owned else [])):
             out |= stats()

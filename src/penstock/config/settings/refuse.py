@@ -366,8 +366,8 @@ REFUSED: tuple[Refusal[Machine], ...] = (
     Refusal(lambda c, _: c.schedule.speculative_method == "eagle3" and c.schedule.speculative_model is None,
             ("schedule.speculative_method", "schedule.speculative_model"), "name the folder of what drafts"),
     Refusal(lambda c, _: c.schedule.speculative_method == "ngram" and c.device.device == "cuda"
-            and c.device.num_ranks > 1, ("schedule.speculative_method", "device.device"),
-            "on GPUs rows of several ranks say one token a step yet: leave it out, or take one GPU"),
+            and c.device.tp > 1, ("schedule.speculative_method", "device.tp"), "on GPUs no lane knows "
+            "whether the others found the same drafts: leave one out, or take --pp"),
     Refusal(lambda c, m: c.device.device == "cuda" and m.device != "cuda", ("device.device",),
             "{why}; take --device cpu"),
     Refusal(lambda c, _: c.device.device == "cuda" and c.device.cuda_graphs

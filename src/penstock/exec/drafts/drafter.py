@@ -7,9 +7,11 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from penstock.config.settings.tree import Config
 from penstock.core.plan import RequestId, Row
+from penstock.exec.drafts.device import Lookup, OnDevice
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,10 @@ class Drafter(Protocol):
     def forget(self, rid: RequestId) -> None:
         """Its outputs may be others from now on, or it has ended."""
         ...
+
+    def on_device(self, rows: int, max_len: int, device: torch.device) -> OnDevice | None:
+        """One that proposes there, of tables with so many rows; None: it asks the host."""
+        return None
 
 
 class NGram(Drafter):
@@ -88,6 +94,9 @@ class NGram(Drafter):
 
     def forget(self, rid: RequestId) -> None:
         self._known.pop(rid, None)
+
+    def on_device(self, rows: int, max_len: int, device: torch.device) -> OnDevice | None:
+        return Lookup(rows, max_len, self._least, self._most, device)
 
 
 def drafter_of(config: Config) -> Drafter | None:

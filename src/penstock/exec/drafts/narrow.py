@@ -29,17 +29,20 @@ class Narrowing:
     """Of one rank."""
 
     def __init__(self, drafter: Drafter, history: History, vocab_size: int, wide: int, *,
-                 may: Callable[[RequestId], bool] = lambda rid: True, beside: bool = True,
-                 at_once: Callable[[Row], int] = lambda row: ANY,
+                 beside: bool = True, at_once: Callable[[Row], int] = lambda row: ANY,
                  forced: Callable[[RequestId, int], Sequence[int]] = lambda rid, most: ()) -> None:
         """wide: positions of a step up to which another one costs little: rows draft as far as they stay
-        below. may: whether a row can. at_once: positions that one can have. beside: whether rows draft in a
-        step that has prompts. forced: what comes next of a row, at most so much, whoever is asked."""
+        below. beside: whether rows draft in a step that has prompts. at_once: positions that one can have.
+        forced: what comes next of a row, at most so much, whoever is asked."""
         self._forced = forced
         self._drafter, self._history, self._vocab, self._wide = drafter, history, vocab_size, wide
-        self._may, self._beside, self._at_once = may, beside, at_once
+        self._beside, self._at_once = beside, at_once
         self.counts: Counter[str] = Counter()
         self.lengths: Counter[int] = Counter()
+
+    def leave(self) -> None:
+        """Drafts are made elsewhere: rows draft nothing here."""
+        self._wide = 0
 
     def forget(self, rid: RequestId) -> None:
         self._drafter.forget(rid)
@@ -54,7 +57,7 @@ class Narrowing:
     def asks(self, plan: StepPlan) -> bool:
         """Whether `choose` asks for drafts: then tokens of all steps in front must be known."""
         rows = list(decoding(plan))
-        return self._room(plan, rows) > 0 and any(count > 1 and self._may(rid) for rid, _, count in rows)
+        return self._room(plan, rows) > 0 and any(count > 1 for _, _, count in rows)
 
     def _room(self, plan: StepPlan, rows: Sequence[tuple[RequestId, Row, int]]) -> int:
         prompts = len(plan.tokens) - sum(count for _, _, count in rows)
@@ -66,12 +69,12 @@ class Narrowing:
         rows = list(decoding(plan))
         histories = [self._history(rid) for rid, _, _ in rows]
         room = self._room(plan, rows)
-        drafting = sum(count > 1 and self._may(rid) for rid, _, count in rows) if room else 0
+        drafting = sum(count > 1 for _, _, count in rows) if room else 0
         share = -(-room // drafting) if drafting else 0
         assert not (drafting and flying), "drafts are asked for behind tokens that are not known"
         asks: list[Ask] = []
         for (rid, row, count), (prompt, outputs) in zip(rows, histories, strict=True):
-            most = min(count - 1, share, room, self._at_once(row) - 1) if drafting and self._may(rid) else 0
+            most = min(count - 1, share, room, self._at_once(row) - 1) if drafting else 0
             room -= most
             if most:
                 asks.append(Ask(rid, row, prompt, outputs, most))
@@ -185,6 +188,10 @@ class Widths:
         self._inner = None if links.before is None else Inner(links.before)
         self._outer = None if links.after is None else Outer(links.after)
         self.links = replace(links, before=self._inner, after=self._outer)
+
+    def leave(self) -> None:
+        """As `Narrowing.leave`."""
+        self._narrowing.leave()
 
     def asks(self, plan: StepPlan) -> bool:
         """As `Narrowing.asks`, on a first stage."""

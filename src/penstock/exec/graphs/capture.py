@@ -122,8 +122,6 @@ class DecodeGraphs(Steps):
     rows' last tokens.
     """
 
-    lines = 2           # of `input`: rows, positions
-
     def __init__(self, model: Model, tables: RowTables, decodes: Decodes, draws: Draws,
                  buckets: Sequence[int], replays: Replays) -> None:
         assert list(buckets) == sorted(set(buckets)), f"buckets {buckets}"
@@ -140,43 +138,27 @@ class DecodeGraphs(Steps):
     def step(self, plan: StepPlan, arrivals: Arrivals) -> Ran | None:
         if not self.takes(plan):
             return None
-        for _, events in arrivals:
-            torch.cuda.current_stream().wait_event(events[-1])
+        wait(arrivals)
         rows = tuple(map(self._tables.index, plan.rows))
-        return Ran(rows, *self.run(rows, plan.start, *self._more(plan, rows)))
-
-    def _more(self, plan: StepPlan, rows: Sequence[int]) -> Sequence[Sequence[int]]:
-        """Lines of the input behind rows and positions."""
-        return ()
+        return Ran(rows, *self.run(rows, plan.start))
 
     def capture(self) -> None:
         """Capture every bucket, the largest first: the others fit into its memory. Writes no page."""
         for bucket, kind in product(reversed(self._buckets), self._decodes.kinds):
-            given = self._replays.input[:self.lines * bucket].view(self.lines, bucket)
+            given = self._replays.input[:2 * bucket].view(2, bucket)
             given.zero_()
             given[1] = -1
-            self._graphs[kind, bucket] = self._replays.record(functools.partial(self._step, kind, given))
+            self._graphs[kind, bucket] = self._replays.record(functools.partial(
+                decode_step, self._model, self._tables, self._decodes, kind, given, self._draws))
 
-    def _step(self, kind: str, given: Tensor) -> tuple[Tensor, Tensor]:
-        """What is captured."""
-        return decode_step(self._model, self._tables, self._decodes, kind, given, self._draws)
-
-    def run(self, rows: Sequence[int], positions: Sequence[int],
-            *more: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Decode these rows of the tables, whose last tokens are at `positions`; `more` lines of the input.
-        Does not wait.
+    def run(self, rows: Sequence[int], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Decode these rows of the tables, whose last tokens are at `positions`. Does not wait.
 
         Returns (logits_BV float32, answer_2B int64: the best or the drawn tokens, and whether the logits
         are finite), valid until the next run; of `answer_2B` entries beyond the rows mean nothing.
         """
         bucket = next(b for b in self._buckets if b >= len(rows))
-
-        def fill(values: np.ndarray) -> None:
-            host = values.reshape(self.lines, bucket)
-            host[:, :len(rows)] = rows, positions, *more
-            host[:, len(rows):] = 0
-            host[1, len(rows):] = -1
-        self._replays.write(self.lines * bucket, fill)
+        self._replays.write(2 * bucket, functools.partial(fill, lines=(rows, positions), bucket=bucket))
         self._tables.check(rows, [position + 1 for position in positions])
         graph, logits_BV, answer_2B = self._graphs[self._decodes.kind(rows), bucket]
         graph.replay()
@@ -194,6 +176,19 @@ def decode_step(model: Model, tables: RowTables, decodes: Decodes, kind: str,
     attend = decodes.attend(kind, row_B, position_B)
     hidden_BD = model.forward(tables.last_R[index_B], position_B.clamp(min=0).long(), attend)
     return next_tokens(model, tables, hidden_BD, row_B, position_B, index_B, draws)
+
+
+def fill(values: np.ndarray, lines: Sequence[Sequence[int]], bucket: int) -> None:
+    """Lay out lines of an input, each padded: with rows 0 at positions, the second line, of -1."""
+    host, rows = values.reshape(len(lines), bucket), len(lines[0])
+    host[:, :rows], host[:, rows:] = lines, 0
+    host[1, rows:] = -1
+
+
+def wait(arrivals: Arrivals) -> None:
+    """Have the device wait for all of them."""
+    for _, events in arrivals:
+        torch.cuda.current_stream().wait_event(events[-1])
 
 
 def index_of(tables: RowTables, row_S: Tensor, position_S: Tensor) -> Tensor:

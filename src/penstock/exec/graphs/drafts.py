@@ -1,58 +1,109 @@
-"""Steps in which rows that decode have several positions, as `exec.drafts.narrow` makes them: which of the
-tokens count is found on the device, and captured with the step.
+"""Steps in which rows that decode have several positions, with drafts that the device makes: what they are,
+where each row begins and which of the tokens count is found there, and captured with the step.
 
-    B positions of the step, those of a row one after the other   R rows of the tables   V vocabulary
+    N rows of the step, each of W positions, one after the other: B in all, some of them padding
+    R rows of the tables   V vocabulary
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
 
-from penstock.core.plan import StepPlan
-from penstock.exec.graphs.capture import DecodeGraphs, Decodes, Replays, index_of
-from penstock.exec.sampling.on_device import Draws, turns_of
+from penstock.core.plan import RequestId, StepPlan
+from penstock.exec.drafts.device import OUT, Ahead, OnDevice
+from penstock.exec.graphs.capture import Decodes, Recorded, Replays, fill, index_of, wait
+from penstock.exec.sampling.on_device import Draws
+from penstock.exec.step.eager import Ran
 from penstock.exec.step.tables import RowTables
+from penstock.memory.mover import Arrivals
 from penstock.model.base import Model
 
 
-def widest(rows: int, width: int, most: int) -> tuple[int, ...]:
-    """Numbers of positions to capture, of up to `rows` rows of up to `width`, `most` in all."""
-    top = min(rows * width, most)
-    return (*(b for b in (4, 8, 16, 32, 64) if b < top), top)
+def widths(rows: int, width: int, most: int) -> dict[int, int]:
+    """Positions of a row in steps to capture, by rows: of up to `rows`, up to `width` each, `most` in all."""
+    found = {}
+    for bucket in (1, 2, 4, 8, 16, 32, 64):
+        if (positions := min(width, most // min(bucket, rows))) > 1:
+            found[min(bucket, rows)] = positions
+    return found
 
 
-class DraftGraphs(DecodeGraphs):
-    """As `DecodeGraphs`, of steps in which a row has up to `width` positions. `buckets` are of positions."""
+class DraftGraphs:
+    """Of up to so many rows, each with up to so many positions: as `widths` has them. The tokens become the
+    rows' last ones, and `tables.length_R` says how many tokens there are by now."""
 
-    lines = 4           # rows, positions, ids (-1: the row's last token), turns
+    lines = 3       # of the input: rows, positions of their last tokens (-1: padding, or OUT), drafts at most
 
     def __init__(self, model: Model, tables: RowTables, decodes: Decodes, draws: Draws,
-                 buckets: Sequence[int], replays: Replays, width: int) -> None:
-        super().__init__(model, tables, decodes, draws, buckets, replays)
-        self._width = width
+                 buckets: Mapping[int, int], replays: Replays, ahead: Ahead) -> None:
+        self._model, self._tables, self._decodes, self._draws = model, tables, decodes, draws
+        self._buckets, self._replays, self.ahead = dict(sorted(buckets.items())), replays, ahead
+        self._graphs: dict[tuple[str, int], Recorded] = {}
 
     def takes(self, plan: StepPlan) -> bool:
-        """Whether rows that decode are all there is."""
-        return len(plan.rows) <= self._buckets[-1] and len(plan.tokens) == len(plan.rows) and all(
-            plan.samples) and all(token < 0 or plan.rows[i - 1] == plan.rows[i]
-                                  for i, token in enumerate(plan.tokens))
+        """Whether rows that decode are all there is, and not too many to draft."""
+        return 0 < len(plan.rows) <= max(self._buckets) and max(plan.tokens) < 0 and all(plan.samples)
 
-    def _more(self, plan: StepPlan, rows: Sequence[int]) -> Sequence[Sequence[int]]:
-        return plan.tokens, turns_of(rows)
+    def capture(self) -> None:
+        """Capture every bucket. Writes no page."""
+        for (rows, width), kind in product(reversed(self._buckets.items()), self._decodes.kinds):
+            given = self._replays.input[:self.lines * rows].view(self.lines, rows)
+            given.zero_()
+            given[1] = -1
+            self._graphs[kind, rows] = self._replays.record(functools.partial(self._step, kind, given, width))
 
-    def _step(self, kind: str, given: Tensor) -> tuple[Tensor, Tensor]:
-        return draft_step(self._model, self._tables, self._decodes, kind, given, self._draws, self._width)
+    def _step(self, kind: str, given: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        return draft_step(self._model, self._tables, self._decodes, kind, given, self._draws,
+                          self.ahead.drafter, width)
+
+    def step(self, plan: StepPlan, arrivals: Arrivals, flying: Mapping[RequestId, int],
+             out: Collection[RequestId]) -> Ran:
+        """Of a plan that it takes: as `Steps.step`; flying, out: as `Ahead.lines` takes them."""
+        wait(arrivals)
+        rows = tuple(map(self._tables.index, plan.rows))
+        bucket = next(b for b in self._buckets if b >= len(rows))
+        width = self._buckets[bucket]
+        positions, most = self.ahead.lines(plan, width, flying, out)
+        self._tables.check(rows, [start + count for start, count in zip(plan.start, plan.count, strict=True)])
+        logits_BV, answer_3B = self._run(self._decodes.kind(rows), bucket, (rows, positions, most))
+        return Ran([row for row in rows for _ in range(width)], logits_BV[:len(rows) * width], answer_3B,
+                   width=width)
+
+    def _run(self, kind: str, bucket: int, lines: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """As `draft_step`, with padding behind the rows."""
+        self._replays.write(self.lines * bucket, functools.partial(fill, lines=lines, bucket=bucket))
+        graph, logits_BV, answer_3B = self._graphs[kind, bucket]
+        graph.replay()
+        return logits_BV, answer_3B
 
 
-def draft_step(model: Model, tables: RowTables, decodes: Decodes, kind: str, input_4B: Tensor, draws: Draws,
-               width: int) -> tuple[Tensor, Tensor]:
-    """What is captured: as `capture.decode_step`, of `DraftGraphs.lines`. Positions of a row are queries
-    like others, each with its own context: what all of them write comes before what any reads."""
-    row_B, position_B, id_B, turn_B = input_4B
-    index_B = index_of(tables, row_B, position_B)
+def draft_step(model: Model, tables: RowTables, decodes: Decodes, kind: str, input_3N: Tensor, draws: Draws,
+               drafter: OnDevice, width: int) -> tuple[Tensor, Tensor]:
+    """What is captured: (logits_BV float32, answer_3B int64), the second as `Draws.checked` returns it.
+    Positions of a row are queries like others, each with its own context: what all of them write comes before
+    what any reads."""
+    row_N, given_N, most_N = input_3N
+    index_N = index_of(tables, row_N, torch.where(given_N == OUT, 0, given_N))
+    at_N = torch.where(given_N == OUT, tables.length_R[index_N] - 1, given_N)
+    last_N, turn_W = tables.last_R[index_N], torch.arange(width, dtype=torch.int32, device=row_N.device)
+    draft_ND = drafter.propose(index_N, at_N, last_N, width - 1)
+    good_ND = (draft_ND >= 0) & (draft_ND < model.vocab_size) & (turn_W[:-1] < most_N[:, None])
+    may_ND = good_ND.long().cumprod(1) > 0
+    id_NW = torch.cat((torch.full_like(last_N, -1)[:, None], draft_ND.where(may_ND, -1)), 1)
+    computes_NW = torch.cat(((at_N >= 0)[:, None], may_ND & (at_N >= 0)[:, None]), 1)
+    token_NW = torch.where(turn_W == 0, last_N[:, None], id_NW.clamp(min=0))
+    position_B = torch.where(computes_NW, at_N[:, None] + turn_W, -1).flatten()
+    row_B, index_B = (x.repeat_interleave(width) for x in (row_N, index_N))
+    turn_B = turn_W.repeat(len(row_N))
     attend = decodes.attend(kind, row_B, position_B, turn_B)
-    token_B = torch.where(id_B < 0, tables.last_R[index_B], id_B.long())
-    logits_BV = model.logits(model.forward(token_B, position_B.clamp(min=0).long(), attend))
-    return logits_BV, draws.checked(logits_BV, tables.last_R, row_B, index_B, position_B, id_B, turn_B, width)
+    logits_BV = model.logits(model.forward(token_NW.flatten(), position_B.clamp(min=0).long(), attend))
+    answer_3B, counts_B = draws.checked(logits_BV, tables.last_R, row_B, index_B, position_B,
+                                        id_NW.flatten().int(), turn_B, width)
+    drafter.said(index_N, at_N, answer_3B[0].view(-1, width))
+    says_N = counts_B.view(-1, width).sum(1).int()
+    tables.length_R.index_copy_(0, index_N, at_N + 1 + says_N)
+    return logits_BV, answer_3B

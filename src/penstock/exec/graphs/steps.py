@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import torch
 
 from penstock.core.plan import StepPlan
+from penstock.exec.drafts.device import Ahead
 from penstock.exec.graphs.capture import DecodeGraphs, GroupedDecodes, Replays
-from penstock.exec.graphs.drafts import DraftGraphs, widest
+from penstock.exec.graphs.drafts import DraftGraphs, widths
 from penstock.exec.graphs.mixed import TOKENS, MixedGraphs, lengths
 from penstock.exec.sampling.on_device import Draws
 from penstock.exec.sparse.bounds import Selecting
@@ -21,31 +22,34 @@ from penstock.model.base import Model
 
 @torch.inference_mode()
 def captured(model: Model, tables: RowTables, attending: Attending, draws: Draws, buckets: Sequence[int],
-             seconds: float, width: int = 1, wide: int = 0) -> list[Steps]:
-    """Of a whole model: decode steps of so many rows, those in which a row has up to `width` positions, up
-    to `wide` in all, and, captured for so long, steps with prompts where one call attends to them."""
+             seconds: float, width: int = 1, wide: int = 0,
+             ahead: Ahead | None = None) -> tuple[list[Steps], DraftGraphs | None]:
+    """Of a whole model: decode steps of so many rows, and, captured for so long, steps with prompts where
+    one call attends to them; and, with drafts that the device makes, those in which a row has up to `width`
+    positions, up to `wide` in all."""
     if isinstance(attending, Latent):       # what it is given grows with the longest context of a step
-        return [Uncaptured("latent")]
+        return [Uncaptured("latent")], None
     assert isinstance(attending, Grouped | Selecting | Indexed), "such a rank is not captured"
     rows, device = buckets[-1], tables.last_R.device
-    positions = widest(rows, width, wide) if width > 1 else ()
-    most = max(rows, *positions, 1)
+    wider = widths(rows, width, wide) if ahead is not None else {}
+    most = max(rows, *(n * positions for n, positions in wider.items()), 1)
     decodes = GroupedDecodes(attending, tables) if isinstance(attending, Grouped) else attending.decodes(most)
     replays = Replays(sum(lengths((TOKENS[-1], rows))), most, model.vocab_size, device)
-    graphs = [DecodeGraphs(model, tables, decodes, draws, buckets, replays)]
-    if positions:
-        graphs.append(DraftGraphs(model, tables, decodes, draws, positions, replays, width))
-    for kind in graphs:
-        kind.capture()
+    plain = DecodeGraphs(model, tables, decodes, draws, buckets, replays)
+    plain.capture()
+    drafts = None
+    if ahead is not None and wider:
+        drafts = DraftGraphs(model, tables, decodes, draws, wider, replays, ahead)
+        drafts.capture()
     if not isinstance(attending, Grouped):
-        return [*graphs, Uncaptured("selects")]
+        return [plain, Uncaptured("selects")], drafts
     if attending.states:
-        return [*graphs, Uncaptured("states")]
+        return [plain, Uncaptured("states")], drafts
     if not attending.reads_pages(tables):
-        return [*graphs, Uncaptured("backend")]
+        return [plain, Uncaptured("backend")], drafts
     mixed = MixedGraphs(model, tables, attending, draws, rows, replays)
     mixed.capture(seconds)
-    return [*graphs, mixed]
+    return [plain, mixed], drafts
 
 
 class Uncaptured(Steps):

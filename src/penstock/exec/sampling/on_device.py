@@ -50,12 +50,12 @@ class Draws:
         self._draw(logits_BV, token_B, row_B, position_B, self._params_R4, self._stream_R2)
 
     def checked(self, logits_BV: Tensor, last_R: Tensor, row_B: Tensor, index_B: Tensor, position_B: Tensor,
-                id_B: Tensor, turn_B: Tensor, width: int) -> Tensor:
-        """answer_2B int64, of positions of which some follow others of their row (`exec.drafts`): the token
-        that the logits of each say, and whether they are finite.
+                id_B: Tensor, turn_B: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """answer_3B int64, of positions of which some follow others of their row (`exec.drafts`): the token
+        that the logits of each say, whether they are finite, and `id_B`. And counts_B bool: which count.
 
         row_B, position_B   int32; position -1: padding     index_B   int64, into last_R; padding: its last
-        id_B                int32: what a position that follows took as its input
+        id_B                int32: what a position that follows took as its input; else -1
         turn_B              int32, below `width`: 0 for the first position of a row, then 1, 2, ...
 
         Each draws with the uniform of its own index. Tokens count up to the first that is not what the
@@ -72,15 +72,17 @@ class Draws:
         counts_B = wrong_B < torch.where(first_B, at_B, -1).cummax(0).values
         ends_B = counts_B & ~(counts_B & ~first_B).roll(-1)
         last_R.index_copy_(0, torch.where(ends_B, index_B, len(last_R) - 1), token_B)
-        unused_B = ~counts_B & (self._params_R4[index_B, 0] > 0)
+        unused_B = ~counts_B & (position_B >= 0) & (self._params_R4[index_B, 0] > 0)
         self._stream_R2[:, 1].index_add_(0, index_B, -unused_B.long())
-        return torch.stack((token_B, fine_B.long()))
+        return torch.stack((token_B, fine_B.long(), id_B.long())), counts_B
 
     def again(self, logits_BV: Tensor, token_B: Tensor, states: Sequence[Sampling],
               rows: Sequence[int]) -> None:
-        """`draw` from other logits for rows, by table index, that have just drawn, with the same uniforms."""
-        drew = [row for row, s in zip(rows, states, strict=True) if s.params.temperature > 0]
+        """`draw` from other logits for rows, by table index, with the uniforms of `len(outputs)`."""
+        drew = [(row, s) for row, s in zip(rows, states, strict=True) if s.params.temperature > 0]
         if drew:
-            self._stream_R2[on_device(drew, self._device, torch.int64), 1] -= 1
+            of = [row for row, _ in drew] + [len(s.outputs) for _, s in drew]
+            at_b, index_b = on_device(of, self._device, torch.int64).view(2, -1)
+            self._stream_R2[at_b, 1] = index_b
             row_B = on_device(rows, self._device, torch.int32)
             self.draw(logits_BV, token_B, row_B, torch.zeros_like(row_B))

@@ -36,26 +36,25 @@ from penstock.exec.step.tables import RowTables
 from penstock.kernels.types.ragged import on_device
 
 States: TypeAlias = tuple[tuple[RequestId, Sampling], ...]
-Choose: TypeAlias = Callable[[], tuple[Tensor, Recorded | None]]
 
 
 @dataclass(slots=True)
 class Answers:
     """Whose tokens a step samples, and those tokens on their way to the host.
 
-    answer_2B   int64: tokens, and FINE or why not; complete once the device has executed what was launched
-                by `sample` and `choose`
+    answer_2B   int64: tokens, and FINE or why not; where rows have several positions (`exec.drafts`) also
+                what each took, -1: it is its row's first, or padding. Complete once the device has executed
+                what was launched by `sample` and `choose`
     late        gives some rows their tokens, once those of all steps before are known: until then they
-                have provisional ones
-    inputs      of each position of the step, where rows have several (`exec.drafts`): the draft that it took,
-                -1: it is its row's first. () : `states` are one a row, else one a position
+                have provisional ones. Of rows with drafts it may wait for this step, and leave it learnt
+    firsts      where rows have several positions: the first of each; `states` are one a position then
     drafts      of rows that had some: the request, how many, and how many of them it has said
     """
 
     states: States = ()
-    inputs: Sequence[int] = ()
+    firsts: Sequence[int] = ()
     answer_2B: Tensor | None = None
-    late: Choose | None = None
+    late: Callable[[Answers], None] | None = None
     recorded: Recorded | None = None
     learnt: bool = False
     tokens: list[tuple[int, ...]] = field(default_factory=list)
@@ -64,30 +63,31 @@ class Answers:
     drafts: list[tuple[RequestId, int, int]] = field(default_factory=list)
 
     def choose(self) -> None:
-        """Launch `late`. Does not wait for a device."""
+        """Launch `late`."""
         if self.late is not None:
-            answer_2B, self.recorded = self.late()
-            self.answer_2B, self.late = answer_2B.to("cpu", non_blocking=True), None
+            late, self.late = self.late, None
+            late(self)
 
     def learn(self) -> None:
         """The device has executed it: requests know their tokens from now on, and `tokens`, `logprobs` and
         `faults` are as in `rank.Stepped`. Once, in order of the steps."""
         assert not self.learnt and self.late is None, "tokens are learnt once, and once they are chosen"
         self.learnt = True
-        tokens, fine = [[], []] if self.answer_2B is None else self.answer_2B.tolist()
+        tokens, fine, *inputs = [[], []] if self.answer_2B is None else self.answer_2B.tolist()
         told([s for _, s in self.states], fine, self.recorded)
-        firsts = [i for i, draft in enumerate(self.inputs) if draft < 0] or range(len(self.states))
-        for first, end in pairwise((*firsts, len(self.states))):        # padding comes last
-            self.tokens.append(self._follow(first, end, tokens, fine))
+        for first, end in pairwise((*(self.firsts or range(len(self.states))), len(self.states))):
+            self.tokens.append(self._follow(first, end, tokens, fine, *inputs))
 
-    def _follow(self, first: int, end: int, tokens: Sequence[int], fine: Sequence[int]) -> tuple[int, ...]:
+    def _follow(self, first: int, end: int, tokens: Sequence[int], fine: Sequence[int],
+                inputs: Sequence[int] = ()) -> tuple[int, ...]:
         """What a row says at these positions: a token counts if the one before it was its input."""
+        end = next((i for i in range(first + 1, end) if inputs[i] < 0), end)
         (rid, s), said = self.states[first], list[int]()
         if self.say(rid, s, tokens[first], fine[first]):
             said.append(tokens[first])
         right = 0
         for i in range(first + 1, end):
-            if not said or self.inputs[i] != said[-1]:
+            if not said or inputs[i] != said[-1]:
                 break
             right += 1
             # The next step fails, if it is so again.
@@ -144,8 +144,8 @@ class Tokens:
         """Of a first stage: the prompt, and output tokens behind all steps in front."""
         raise AssertionError("a stage that does not hear of tokens")
 
-    def drafts(self, rid: RequestId) -> bool:
-        """Whether one step can check several of its tokens."""
+    def simple(self, rid: RequestId) -> bool:
+        """Whether a device samples it by itself."""
         return True
 
     def forced(self, rid: RequestId, most: int) -> Sequence[int]:
@@ -224,15 +224,23 @@ class Chosen(Tokens):
         return Answers(pairs, late=partial(self._choose, ran, answer_2B, states, late))
 
     def _checked(self, plan: StepPlan, ran: Ran, pairs: States) -> Answers:
-        """Rows with several positions (`exec.drafts`): each is sampled as it would be alone, once the one
-        before it has said what this one took for its input. So no token depends on drafts."""
+        """Of a step in which rows have several positions (`exec.drafts`)."""
         assert ran.logits_BV is not None and not ran.logits_BV.is_cuda, "drafts are checked on a CPU"
-        entries = [(rid, token) for rid, samples, token in
-                   zip(plan.rids, plan.samples, _last_inputs(plan), strict=True) if samples]
+        answers, entries = Answers(pairs), _entries(plan)
+        self._rounds(ran, self._sampler.best(ran.logits_BV), entries, answers)
+        return answers
+
+    def _rounds(self, ran: Ran, answer_2B: Tensor, entries: Sequence[tuple[RequestId, int]],
+                answers: Answers) -> None:
+        """Each position is sampled as it would be alone, once the one before it has said what this one took
+        for its input: so no token depends on drafts. entries: whose each is, and that input; those of a row
+        that are padding come last, with -1."""
+        assert ran.logits_BV is not None
         states = [self._open[rid] for rid, _ in entries]
         first = [i for i, (rid, _) in enumerate(entries) if not i or rid != entries[i - 1][0]]
-        ends = [*first[1:], len(entries)]
-        answers, answer_2B = Answers(pairs, learnt=True), self._sampler.best(ran.logits_BV)
+        ends = [next((i for i in range(begin + 1, end) if entries[i][1] < 0), end)
+                for begin, end in pairwise((*first, len(entries)))]
+        pairs = [(entries[i][0], states[i]) for i in first]
         right = [0] * len(pairs)
         said: list[list[int]] = [[] for _ in pairs]
         live = list(enumerate(first))
@@ -255,13 +263,13 @@ class Chosen(Tokens):
                     right[n] += 1
                     more += [(n, i + 1)] * (token not in s.stop_ids)
             live = more
+        answers.learnt = True
         answers.tokens += map(tuple, said)
         answers.drafts += [(rid, end - begin - 1, good) for (rid, _), begin, end, good in
                            zip(pairs, first, ends, right, strict=True) if end > begin + 1]
         some = [n for n, new in enumerate(said) if new]
         self._tables.sampled([ran.rows[first[n]] for n in some], torch.tensor(
-            [said[n][-1] for n in some], dtype=torch.int64))
-        return answers
+            [said[n][-1] for n in some], dtype=torch.int64, device=answer_2B.device))
 
     def _late(self, s: Sampling) -> bool:
         """Whether its token is another than the provisional one."""
@@ -276,13 +284,15 @@ class Chosen(Tokens):
         self._tables.sampled(ran.rows, answer_2B[0])
         return answer_2B
 
-    def _choose(self, ran: Ran, answer_2B: Tensor, states: Sequence[Sampling],
-                late: Sequence[int]) -> tuple[Tensor, Recorded | None]:
+    def _choose(self, ran: Ran, answer_2B: Tensor, states: Sequence[Sampling], late: Sequence[int],
+                answers: Answers) -> None:
+        """Does not wait for a device."""
         assert ran.logits_BV is not None
-        recorded = self._sampler.choose(ran.logits_BV, answer_2B, states, ran.rows, late, self._redraw)
+        answers.recorded = self._sampler.choose(ran.logits_BV, answer_2B, states, ran.rows, late,
+                                                self._redraw)
         at_b = on_device(late, answer_2B.device, torch.int64)
         self._tables.sampled([ran.rows[i] for i in late], answer_2B[0, at_b])
-        return answer_2B, recorded
+        answers.answer_2B = answer_2B.to("cpu", non_blocking=True)
 
     @property
     def _redraw(self) -> Redraw | None:
@@ -301,32 +311,43 @@ class Drawn(Chosen):
         self.draws.bind(self._tables.index(bind.row), self._open[bind.rid], self._tables.edits)
         return last
 
-    def drafts(self, rid: RequestId) -> bool:
+    def simple(self, rid: RequestId) -> bool:
         return self._open[rid].simple
 
     def _late(self, s: Sampling) -> bool:
         return not s.simple
 
     def _checked(self, plan: StepPlan, ran: Ran, pairs: States) -> Answers:
-        """The device has found what counts, or does now; rows that are not simple have one position."""
-        taken = [(rid, token) for rid, samples, token in
-                 zip(plan.rids, plan.samples, _last_inputs(plan), strict=True) if samples]
-        inputs = [token if i and taken[i - 1][0] == rid else -1 for i, (rid, token) in enumerate(taken)]
-        states = [self._open[rid] for rid, _ in taken]
-        self.outside += sum(not s.simple for s in states)
-        entries = tuple(zip([rid for rid, _ in taken], states, strict=True))
-        answer_2B = ran.answer_2B
-        if answer_2B is None:
-            assert ran.logits_BV is not None
-            turns = turns_of(ran.rows)
-            row_B, id_B, turn_B = on_device([*ran.rows, *inputs, *turns], ran.logits_BV.device,
-                                            torch.int32).view(3, -1)
-            answer_2B = self.draws.checked(ran.logits_BV, self._tables.last_R, row_B, row_B.long(),
-                                           torch.zeros_like(row_B), id_B, turn_B, max(turns) + 1)
-        late = [i for i, s in enumerate(states) if self._late(s)]
-        if not late:
-            return Answers(entries, inputs, answer_2B.to("cpu", non_blocking=True))
-        return Answers(entries, inputs, late=partial(self._choose, ran, answer_2B, states, late))
+        """The device has found what counts, or does now. With rows that are not simple, whose tokens follow
+        from those before, all is gone through again when they are chosen."""
+        answer_3B = ran.answer_2B
+        if answer_3B is None:
+            rids, answer_3B = self._eagerly(plan, ran)
+        else:
+            rids = [rid for rid in plan.rids for _ in range(ran.width)]
+        firsts = [i for i, rid in enumerate(rids) if not i or rids[i - 1] != rid]
+        entries = tuple((rid, self._open[rid]) for rid in rids)
+        late = sum(self._late(entries[i][1]) for i in firsts)
+        self.outside += late
+        if late:
+            return Answers(entries, firsts, late=partial(self._again, ran, answer_3B))
+        return Answers(entries, firsts, answer_3B.to("cpu", non_blocking=True))
+
+    def _again(self, ran: Ran, answer_3B: Tensor, answers: Answers) -> None:
+        """Waits for the step."""
+        rids, inputs = [rid for rid, _ in answers.states], answer_3B[2].tolist()
+        self._rounds(ran, answer_3B[:2].clone(), list(zip(rids, inputs, strict=False)), answers)
+
+    def _eagerly(self, plan: StepPlan, ran: Ran) -> tuple[list[RequestId], Tensor]:
+        """Whose the positions of a step are that the host has narrowed, and what `Draws.checked` says."""
+        rids, inputs = zip(*_entries(plan), strict=True)
+        turns = turns_of(ran.rows)
+        assert ran.logits_BV is not None
+        row_B, id_B, turn_B = on_device([*ran.rows, *inputs, *turns], ran.logits_BV.device,
+                                        torch.int32).view(3, -1)
+        return list(rids), self.draws.checked(
+            ran.logits_BV, self._tables.last_R, row_B, row_B.long(), torch.zeros_like(row_B), id_B, turn_B,
+            max(turns) + 1)[0]
 
     def _provisional(self, ran: Ran, states: Sequence[Sampling]) -> Tensor:
         if ran.answer_2B is not None:
@@ -394,6 +415,8 @@ def sampled(plan: StepPlan) -> tuple[RequestId, ...]:
     return tuple(dict.fromkeys(rids))
 
 
-def _last_inputs(plan: StepPlan) -> list[int]:
-    """Of each entry."""
-    return [plan.tokens[end - 1] for end in accumulate(plan.count)]
+def _entries(plan: StepPlan) -> list[tuple[RequestId, int]]:
+    """Whose each position is that samples, and the draft that it takes, -1: none."""
+    last = [(rid, plan.tokens[end - 1]) for rid, samples, end in
+            zip(plan.rids, plan.samples, accumulate(plan.count), strict=True) if samples]
+    return [(rid, token if i and last[i - 1][0] == rid else -1) for i, (rid, token) in enumerate(last)]

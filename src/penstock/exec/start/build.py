@@ -278,7 +278,7 @@ def _measure(config: Config, loaded: Loaded, selection: Selection | None, captur
         gpu = device_memory(parts_of(model, loaded.backends, chooses, 0, groups), caches,
                             rows=schedule.max_num_seqs, max_len=_longest(config, caches, model.max_position),
                             step_tokens=schedule.num_step_tokens, capture=captures,
-                            width=1 + schedule.num_drafts)
+                            width=1 + schedule.num_drafts, drafter=drafter_of(config))
     except torch.OutOfMemoryError:
         raise ConfigError(
             f"the largest step of --step-tokens {schedule.step_tokens} and --max-num-seqs "

@@ -11,6 +11,7 @@ import torch
 from penstock.config.request.params import SamplingParams
 from penstock.core.plan import Bind, HbmPage, RequestId, Retired, Row, StepId, StepPlan
 from penstock.core.settings import CoreConfig
+from penstock.exec.drafts.drafter import Drafter
 from penstock.exec.front import Front
 from penstock.exec.load.layout import Caches
 from penstock.exec.load.sizing import DeviceMemory
@@ -78,16 +79,15 @@ def beyond(caches: Caches, max_len: int) -> int:
 
 
 def device_memory(parts: RankParts, caches: Caches, *, rows: int, step_tokens: int, max_len: int,
-                  capture: bool, width: int = 1) -> DeviceMemory:
+                  capture: bool, width: int = 1, drafter: Drafter | None = None) -> DeviceMemory:
     """Measured with the weights on the device and no pools there. Raises torch's OutOfMemoryError.
 
     The last chunk of `step_tokens` tokens of a prompt of `max_len`; then `rows` rows sampled with every
-    parameter; with `capture` the largest graphs, of up to `width` positions a row. Their sum and a tenth;
-    what grows with a context beyond
-    CONTEXT_MAX is added by its size.
+    parameter; with `capture` the largest graphs, with a `drafter` of up to `width` positions a row. Their sum
+    and a tenth; what grows with a context beyond CONTEXT_MAX is added by its size.
     """
     gauge, core = Gauge(), one_page(caches, rows, max_len)
-    rank = Rank(parts, *caches.pools(core, "cuda"), rows=rows, max_len=core.max_len)
+    rank = Rank(parts, *caches.pools(core, "cuda"), rows=rows, max_len=core.max_len, drafter=drafter)
     largest_step(Front([rank]), core, step_tokens)
     found = gauge.read(parts.model.vocab_size, rows, rank if capture else None, width)
     del rank

@@ -23,12 +23,14 @@ from penstock.model.base import CacheShape, Model
 class Ran:
     """What a step leaves to sampling. rows: by table index; logits_BV: None where another stage has them;
     answer_2B: of a captured step, with its tokens (`DecodeGraphs.run`), which are in the tables already;
-    hidden_TD: of all tokens, of a last stage's step that was not captured."""
+    hidden_TD: of all tokens, of a last stage's step that was not captured; width: of a step with drafts that
+    a device made: entries of each row."""
 
     rows: Sequence[int]
     logits_BV: Tensor | None = None
     answer_2B: Tensor | None = None
     hidden_TD: Tensor | None = None
+    width: int = 1
 
 
 class Steps(Protocol):

@@ -140,6 +140,8 @@ class RowTables:
         self._rows, self._base, self._device = rows, base, device
         # One more than there are rows: what a captured step samples for padding goes there.
         self.last_R = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+        # Tokens of a row, behind a step with drafts: how many it says is known there first.
+        self.length_R = torch.zeros(rows + 1, dtype=torch.int32, device=device)
 
     def index(self, row: Row) -> int:
         """Table index of `row`. Asserts that the id is a row of these tables."""

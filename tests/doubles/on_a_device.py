@@ -1,0 +1,103 @@
+"""A rank on a CPU that does what one on a CUDA device does: draws, launches ahead, captured steps.
+
+With doubles of the kernels that only Triton has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import where
+
+from penstock.exec.drafts.device import Ahead
+from penstock.exec.graphs import capture
+from penstock.exec.graphs.drafts import DraftGraphs, widths
+from penstock.exec.sampling.on_device import Draws
+from penstock.exec.sampling.tokens import Drawn
+from penstock.exec.sparse import captured as selecting_graphs
+from penstock.exec.step.attend import Grouped
+from penstock.kernels.types.ragged import Ragged
+
+
+class Plain:
+    """`PagedDecode` without Triton: attention of the executor's own back-end, a row at a time."""
+
+    def __init__(self, spec, table_RM, page_size, row_B, position_B):
+        self.spec, self.table_RM, self.size = spec, table_RM, page_size
+        self.row_B, self.position_B = row_B, position_B
+
+    def write_kv(self, k_BKH, v_BKH, k_PKGH, v_PKGH):
+        from penstock.kernels.attention.paged_attention import write_kv
+        own = self.position_B >= 0
+        row_b, at_b = self.row_B[own].long(), self.position_B[own].long()
+        write_kv(k_BKH[own], v_BKH[own], k_PKGH, v_PKGH, self.table_RM[row_b, at_b // self.size].long(),
+                 at_b % self.size)
+
+    def __call__(self, q_BNH, k_PKGH, v_PKGH, sinks_N=None):
+        from penstock.kernels.attention.paged_attention import prepare
+        out = torch.zeros_like(q_BNH)
+        for b, (row, position) in enumerate(zip(self.row_B.tolist(), self.position_B.tolist(), strict=True)):
+            if position >= 0:
+                layout = Ragged((0, 1), (position + 1,), (row,), self.table_RM, torch.empty(0),
+                                torch.empty(0), self.size)
+                attend = prepare(layout, self.spec, backend="reference")
+                out[b] = attend(q_BNH[b:b + 1], k_PKGH, v_PKGH, sinks_N)[0]
+        return out
+
+
+def slots(table_RM, size, row_B, at_B):
+    """`triton_places.find` without a device."""
+    if table_RM is None:
+        return torch.full(at_B.shape, -1, dtype=torch.int64)
+    page_B = table_RM[row_B, at_B.clamp_min(0) // size].long()
+    return torch.where((at_B < 0) | (page_B < 0), -1, page_B * size + at_B % size)
+
+
+def plainly(monkeypatch: Any) -> None:
+    """On a CPU: without Triton's kernels."""
+    if where.DEVICE == "cuda":
+        return
+    for module in (selecting_graphs, capture):
+        monkeypatch.setattr(module, "PagedDecode", Plain)
+    monkeypatch.setattr(selecting_graphs, "_slots", slots)
+
+
+def as_a_device(engine: Any) -> Any:
+    """Its rank launches ahead, draws for rows and finds what counts, as a CUDA device does."""
+    rank = engine.rank
+    if not rank._ahead:
+        rank._ahead, old = True, rank._tokens
+        rank._tokens = Drawn(old._sampler, rank._tables,
+                             Draws(61, rank._tables.last_R.numel() - 1, torch.device("cpu"), "reference"))
+        narrowing = rank._widths._narrowing
+        narrowing._history, narrowing._forced = rank._tokens.history, rank._tokens.forced
+        narrowing._beside = False
+        narrowing._at_once = lambda row: rank._attending.at_once(rank._tables.index(row))
+    return engine
+
+
+class EagerDrafts(DraftGraphs):
+    """`DraftGraphs` that computes each step when it runs."""
+
+    def _run(self, kind, bucket, lines):
+        given = np.zeros(3 * bucket, np.int32)
+        capture.fill(given, lines, bucket)
+        return self._step(kind, torch.from_numpy(given).view(3, bucket), self._buckets[bucket])
+
+
+def drafting(engine: Any, drafts: int) -> Any:
+    """Its rank makes drafts as captured steps do, on a CPU under `plainly`."""
+    rank = as_a_device(engine).rank
+    if where.DEVICE == "cuda":
+        return engine
+    rows, max_len = rank._tables.last_R.numel() - 1, 64 * 16
+    drafter = rank._widths._narrowing._drafter
+    ahead = Ahead(drafter.on_device(rows, max_len, torch.device("cpu")), rank._tokens.history,
+                  rank._tokens.simple, rank._at_once, rank._tables.index)
+    buckets = widths(rows, 1 + drafts, 32)
+    decodes = (capture.GroupedDecodes(rank._attending, rank._tables)
+               if isinstance(rank._attending, Grouped) else rank._attending.decodes(32))
+    rank._drafts = EagerDrafts(rank._model, rank._tables, decodes, rank._tokens.draws, buckets, None, ahead)
+    rank._widths.leave()
+    return engine
