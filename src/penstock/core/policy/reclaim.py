@@ -132,7 +132,7 @@ def spill(core: CoreState, r: Request) -> Trial:
 
 
 def stage(core: CoreState, r: Request) -> None:
-    """`r` is on its way to the host: what it can do by itcore."""
+    """`r` is on its way to the host: what it can do by itself."""
     kv = core.kv
     if not r.is_saved and not offload.is_staged(kv, r):
         if kv.in_flight(r):
