@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.kernels.c import device
+from penstock.kernels.op import Unusable
+
 pytest.importorskip("triton", reason="Triton is not installed here")
 KERNELS = Path(__file__).parents[2] / "src" / "penstock" / "kernels"
 BF16, F32, I32, I64, U8, E4M3 = "*bf16", "*fp32", "*i32", "*i64", "*u8", "*fp8e4nv"
@@ -75,6 +78,9 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
         (dict(score=F32, position=I32, budget=I32, chosen=I32, UNITS="i32", CHOSEN="i32", SINK_UNITS="i32",
               WINDOW="i32"), dict(UNIT=8, CHOSEN_PAD=256, BLOCK=16384, WHOLE=whole), 16, 3)
         for whole in (True, False)],
+    ("choose.index_pair.triton_pair", "mix_pair"): [
+        (dict(q=BF16, key=BF16, matrix=BF16, mixed=BF16, codes=U8, scales=F32, key_token="i32", HEADS="i32",
+              factor="fp32"), dict(DIM=128, LINES=16, EXACT=False), 4, 3)],
     ("choose.index_select.triton_keys", "score_keys"): [
         (dict(q=q, weight=F32, key=key, scales=words, table=I32, row=I32, position=I32, score=F32,
               counted=I32, q_row="i32", weight_row="i32", key_page="i32", table_row="i32", TOKENS="i32",
@@ -97,11 +103,10 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
     ("attention.latent_attention.triton_latent", "attend_rows"): [
         (dict(q=kind, pool=pool, scales=F32 if pool == U8 else pool, rests=BF16 if pool == U8 else pool,
               slot=I32, part=F32, peak=F32, scale="fp32", pool_page="i32", HEADS="i32", CHOSEN="i32"),
-         dict(SIZE=64, DIM=576, ROW=164 if pool == U8 else 576, VALUE=512, HALVES=halves, HALF=512 // halves,
+         dict(SIZE=64, DIM=576, ROW=164 if pool == U8 else 576, VALUE=512, HALVES=2, HALF=256,
               REST_PAD=64, GROUP=group, BLOCK=32 if pool == U8 else 64, BLOCKS=8 if pool == U8 else 4,
-              EXACT=kind == F32, CODED=pool == U8), 8 // halves, stages)
-        for kind, pool, group, halves, stages in ((BF16, BF16, 64, 2, 2), (BF16, BF16, 64, 1, 3),
-                                                  (F32, F32, 16, 2, 1), (BF16, U8, 64, 2, 2))],
+              EXACT=kind == F32, CODED=pool == U8), 4, stages)
+        for kind, pool, group, stages in ((BF16, BF16, 64, 2), (F32, F32, 16, 1), (BF16, U8, 64, 2))],
     ("choose.resolve.triton_map", "clear_one"): [(dict(num=I32), {}, 1, 3)],
     ("choose.resolve.triton_map", "resolve_units"): [
         (dict(chosen=I32, row=I32, turn=I32, device=I32, host=I32, hot_slot=I32, hot_unit=I32, hot_stamp=I32,
@@ -135,7 +140,8 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
               residual=BF16, key=BF16, h=BF16, head_weight=F32 if key else BF16, weight=F32 if key else BF16,
               eps="fp32", scale="fp32", x_token="i32"),
          dict(Q=1536, Q_PAD=2048, RANK=512, RANK_PAD=512, HALF=32, HALF_PAD=32, KEY=key,
-              KEY_PAD=max(1, key), DIM=4096, COLS=1024), 4, 3) for key in (0, 128)],
+              KEY_PAD=max(1, key), DIM=4096, COLS=1024, TOKENS=tokens), 4, 3)
+        for key, tokens in ((0, 1), (128, 1), (128, 4))],
     ("fused.layer.triton_ops", "latent_queries"): [
         (dict(x=BF16, q=BF16, index=BF16, cos=BF16, sin=BF16, x_token="i32", x_turned="i32", q_head="i32",
               N="i32", INDEX="i32"), dict(HALF=32, HALF_PAD=32, REST=64, REST_PAD=64, HEADS=4), 1, 3)],
@@ -248,6 +254,47 @@ def test_kernel_compiles_for_hopper(module: str, name: str) -> None:
         # What spills is this compiler's doing: another one's figures are its own.
         if triton.__version__ == TRITON:
             assert stack_of(built.asm["cubin"]) <= STACK.get(name, 0), "it spills more than it did"
+
+
+def test_attention_in_gluon_compiles_for_hopper() -> None:
+    """Its scores once: 36 products of 16 dims, and four of 16 rows. Without a stack frame."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from penstock.kernels.attention.latent_attention.gluon_latent import (
+        BLOCK,
+        GROUP,
+        REST,
+        VALUE,
+        WARPS,
+        attend_whole,
+    )
+    types = dict(q=BF16, pool=BF16, slot=I32, part=F32, peak=F32, scale="fp32", pool_page="i32", HEADS="i32",
+                 CHOSEN="i32")
+    constants = dict(SIZE=64, BLOCKS=16, G=GROUP, BLOCK=BLOCK, V=VALUE, R=REST)
+    whole = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(attend_whole.arg_names)
+             if name in types and name != "scale"}
+    built = triton.compile(
+        GluonASTSource(attend_whole, {a: types.get(a, "constexpr") for a in attend_whole.arg_names},
+                       constants, whole),
+        target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS})
+    assert built.asm["ptx"].count("wgmma.mma_async") == (VALUE + REST) // 16 + BLOCK // 16
+    assert built.metadata.shared <= 227 << 10 and stack_of(built.asm["cubin"]) == 0
+
+
+@pytest.mark.parametrize("name, defines", [
+    ("score_keys", dict(SIZE=64, HEADS=64, BINS=0)), ("score_keys", dict(SIZE=16, HEADS=8, BINS=8192)),
+    ("choose_keys", dict(BINS=8192, NEAR=2048, ROUNDS=64))])
+def test_kernel_in_cpp_compiles_for_hopper(name: str, defines: dict[str, int]) -> None:
+    source = KERNELS / "choose" / "index_select" / f"{name}.cu"
+    assert stack_of(device.compiled(source, **defines)) == 0
+
+
+def test_kernel_in_cpp_that_does_not_compile_says_why(tmp_path: Path) -> None:
+    (tmp_path / "x.cu").write_text("__global__ void x() { nothing(); }")
+    with pytest.raises(Unusable, match="nothing"):
+        device.compiled(tmp_path / "x.cu")
 
 
 INTERPRETED = ["latent draw attention ranks", "hosted experts mask states",

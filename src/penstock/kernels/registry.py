@@ -15,7 +15,7 @@ from penstock.kernels.attention import (
     paged_attention,
     sparse_attention,
 )
-from penstock.kernels.choose import index_select, resolve
+from penstock.kernels.choose import index_pair, index_select, resolve
 from penstock.kernels.choose import select as unit_select
 from penstock.kernels.fused import layer
 from penstock.kernels.gemm import experts, linear, scaled_linear
@@ -27,10 +27,11 @@ from penstock.kernels.state import scan
 
 OPS: dict[str, Op[Any]] = {op.name: op for op in (
     linear.OP, paged_attention.OP, layer.OP, write_kv.OP, unit_select.OP, resolve.OP, gather.OP,
-    sparse_attention.OP, merge.OP, chunk_attention.OP, index_select.OP, latent_attention.OP,
+    sparse_attention.OP, merge.OP, chunk_attention.OP, index_pair.OP, index_select.OP, latent_attention.OP,
     scaled_linear.OP, experts.OP, draw.OP, mask.OP, scan.OP)}
 DENSE = ("linear", "paged_attention", "layer")      # what an engine needs that selects nothing
-HOSTING = ("write_kv", "resolve", "gather")         # beside its own: a model that chooses its tokens itself
+# Beside its own: a model that chooses its tokens itself.
+HOSTING = ("write_kv", "resolve", "gather", "index_pair")
 SELECTING = ("write_kv", "select", "resolve", "gather", "sparse_attention", "merge", "chunk_attention")
 
 

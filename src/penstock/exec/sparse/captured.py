@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from penstock.exec.graphs.capture import PagedDecode
-from penstock.exec.sparse.layers import BoundsSelector, SparseLayers, SparseStep, index_pair
+from penstock.exec.sparse.layers import BoundsSelector, SparseLayers, SparseStep, compared
 from penstock.exec.step.attend import OfHeads
 from penstock.exec.step.states import StatePools
 from penstock.exec.step.tables import GroupTable
 from penstock.kernels.attention.paged_attention import AttentionSpec
+from penstock.kernels.choose.index_pair import IndexPair
 from penstock.kernels.choose.index_select import IndexSelect
 from penstock.kernels.kv.write_kv import WriteAt
 from penstock.kernels.types import fp8
@@ -110,6 +111,7 @@ class IndexedDecodes:
     tables     by cache group: latent rows, then index keys
     local      layer -> which one of group 0 it is
     keys       layer that has an indexer -> its pages of keys [P, 1, 1, G, J]
+    pair       makes what is compared of queries and keys, of fp8 ones
     select     chooses `topk` tokens
     dtype      of pages of rows; of the fp8 ones the first `latent_dim` values are coded
     nowhere_T  int64, device: -1, of as many as a step has tokens
@@ -120,6 +122,7 @@ class IndexedDecodes:
     tables: Sequence[GroupTable]
     local: Mapping[LocalLayer, int]
     keys: Mapping[LocalLayer, Tensor]
+    pair: IndexPair
     select: IndexSelect
     topk: int
     dtype: torch.dtype
@@ -160,7 +163,7 @@ class _IndexedAttend:
 
     def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
         of, step = self._of, self._step
-        q_TIJ, kept_TJ = index_pair(q_TIJ, key_TJ, of.keys[layer].dtype)
+        q_TIJ, kept_TJ = compared(of.pair, q_TIJ, key_TJ, of.keys[layer].dtype)
         of.layers.put((kept_TJ[:, None],), self._keys_at, of.keys[layer])
         return of.select(q_TIJ, weight_TI, of.keys[layer][:, 0, 0], of.tables[-1].device_RM, step.row_B,
                          step.position_B, topk=of.topk)

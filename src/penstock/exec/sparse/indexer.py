@@ -20,10 +20,11 @@ from torch import Tensor
 from penstock.core.plan import Bind, StepPlan
 from penstock.exec.sparse.bounds import Selector
 from penstock.exec.sparse.captured import IndexedDecodes
-from penstock.exec.sparse.layers import SparseLayers, SparseStep, index_pair, row_attention
+from penstock.exec.sparse.layers import SparseLayers, SparseStep, compared, row_attention
 from penstock.exec.sparse.rows import HotRows, Selects
 from penstock.exec.step.attend import LatentOps, check_pools
 from penstock.exec.step.tables import Lowered, RowTables
+from penstock.kernels.choose import index_pair
 from penstock.kernels.kv import gather
 from penstock.kernels.kv.write_kv import WriteAt
 from penstock.kernels.types import fp8
@@ -62,6 +63,7 @@ class Indexed(Selects):
         assert self._shape.latent_dim and self._shape.topk, "ops for latent rows and another model"
         assert ops.select is not None, "a model with an indexer, and no op for it"
         self._select = ops.select
+        self._pair = index_pair.OP.use(selector.backends["index_pair"])
         check_pools(groups, device)
         self._local = {layer: i for i, layer in enumerate(groups[0].layers)}
         self._keys = {layer: device[1].pages[:, i] for group in groups[1:]
@@ -85,8 +87,8 @@ class Indexed(Selects):
     def decodes(self, most: int) -> IndexedDecodes:
         """Of steps of up to `most` tokens that rows decode."""
         return IndexedDecodes(layers=self._layers, hot=self.rows.hot, tables=self._tables.groups,
-                              local=self._local, keys=self._keys, select=self._select,
-                              topk=self._shape.topk, dtype=self._whole_P11GH.dtype,
+                              local=self._local, keys=self._keys, pair=self._pair,
+                              select=self._select, topk=self._shape.topk, dtype=self._whole_P11GH.dtype,
                               latent_dim=self._shape.latent_dim,
                               nowhere_T=torch.full_like(self._tables.last_R[:1], -1).repeat(most))
 
@@ -151,7 +153,7 @@ class Indexed(Selects):
     def choose(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor, row_T: Tensor,
                position_T: Tensor, table_RM: Tensor, at: WriteAt) -> Tensor:
         keys_P11GJ = self._keys[layer]
-        q_TIJ, kept_TJ = index_pair(q_TIJ, key_TJ, keys_P11GJ.dtype)
+        q_TIJ, kept_TJ = compared(self._pair, q_TIJ, key_TJ, keys_P11GJ.dtype)
         self._layers.put((kept_TJ[:, None],), at, keys_P11GJ)
         return self._select(q_TIJ, weight_TI, keys_P11GJ[:, 0, 0], table_RM, row_T, position_T,
                                 topk=self._shape.topk)

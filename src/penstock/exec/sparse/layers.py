@@ -22,6 +22,7 @@ from penstock.kernels.attention.latent_attention import LatentAttention
 from penstock.kernels.attention.paged_attention.spec import beside_sinks
 from penstock.kernels.choose import resolve
 from penstock.kernels.choose import select as selection
+from penstock.kernels.choose.index_pair import IndexPair
 from penstock.kernels.choose.select import SelectRule
 from penstock.kernels.kv import gather, write_kv
 from penstock.kernels.kv.write_kv import WriteAt
@@ -160,10 +161,10 @@ def row_attention(run: LatentAttention, *, value_dim: int, scale: float) -> Unit
     return attend
 
 
-def index_pair(q_TIJ: Tensor, key_TJ: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def compared(pair: IndexPair, q_TIJ: Tensor, key_TJ: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Queries of an indexer, and keys as pages of this dtype have them; both are mixed where it is fp8."""
     if dtype == torch.uint8:
-        q_TIJ, key_TJ = fp8.mixed(q_TIJ), fp8.mixed(key_TJ)
+        return pair(q_TIJ, key_TJ)
     return q_TIJ, fp8.kept(key_TJ, dtype, key_TJ.shape[1])
 
 

@@ -98,18 +98,19 @@ def format_of(pool: Tensor, q: Tensor) -> int:
 
 
 @functools.cache
-def _hadamard(size: int, device: torch.device) -> Tensor:
-    """f32 [size, size], its own inverse. Source: Sylvester, 1867."""
+def signs(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A Hadamard matrix [size, size], of 1 and -1. Source: Sylvester, 1867."""
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
     assert len(matrix) == size, f"{size} is no power of two"
-    scaled: Tensor = matrix * size ** -0.5
-    return scaled.to(device)
+    return matrix.to(device, dtype)
 
 
 def mixed(x_J: Tensor) -> Tensor:
     """x [.., J] through a Hadamard matrix, in its dtype: products of two that are mixed stay what they were,
     and values of one vector become alike. J is a power of two.
     Source: DeepSeek-V3.2-Exp, its indexer; QuaRot, arXiv:2404.00456."""
-    return (x_J.float() @ _hadamard(x_J.shape[-1], x_J.device)).to(x_J.dtype)
+    size = x_J.shape[-1]
+    mixed_J: Tensor = x_J.float() @ signs(size, torch.float32, x_J.device) * size ** -0.5
+    return mixed_J.to(x_J.dtype)

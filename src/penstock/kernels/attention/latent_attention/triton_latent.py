@@ -4,19 +4,21 @@ A part is a fixed number of rows in float32, whatever the batch: a query's resul
 runs beside it. In bfloat16, where the step's other products depend on that too, there are as many parts as
 fill a device. A program has some heads and, where values are wide, one half of them: their sums must stay in
 registers. It scores with the row's two halves and its rest one by one, and adds these in an order that
-is the same in either half. Of many queries it has all values and twice the warps: it spills a little and
-reads each row once. Imported only where a CUDA device was asked for.
+is the same in either half. Imported only where a CUDA device was asked for.
 
     B queries   N query heads   H row dim   R value dim   P pages   G page size   S chosen rows
 """
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.attention.latent_attention import gluon_latent
 from penstock.kernels.attention.sparse_attention.triton_units import join
 from penstock.kernels.triton.depend import early, follow
 from penstock.kernels.types import fp8
@@ -100,9 +102,15 @@ def attend_rows(q, pool, scales, rests, slot, part, peak, scale, pool_page, HEAD
 
 
 BLOCK, BLOCKS, WARPS = 64, 4, 4     # rows of a block, blocks of a part
-GROUP, WIDE = 64, 256           # heads and value dims that one program sums, of many queries twice that
+GROUP, WIDE = 64, 256           # heads and value dims that one program sums
 SUMS = 1 << 24                  # of parts, in memory at once
 PROGRAMS = 128                  # that fill a device
+
+
+@cache
+def _in_gluon() -> bool:
+    """Whether this is the GPU that `gluon_latent` is for: there a program has 64 heads, and all values."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_dim: int,
@@ -121,7 +129,7 @@ def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_
     assert pad <= 2 * WIDE, f"values of {value_dim}"
     group = min(16 if exact else GROUP, max(16, triton.next_power_of_2(heads)))
     groups = triton.cdiv(heads, group)
-    whole = not exact and not coded and 2 * queries * groups >= PROGRAMS    # rows are read once
+    whole = (group, value_dim, dim) == (GROUP, 2 * WIDE, 2 * WIDE + 64) and not coded and _in_gluon()
     halves = 1 if whole or pad <= WIDE else 2
     rows = BLOCK * BLOCKS
     if not exact:
@@ -129,22 +137,27 @@ def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_
         blocks = max(1, blocks * min(queries * groups * halves, PROGRAMS) // PROGRAMS)
         rows = BLOCK * (1 << blocks.bit_length() - 1)           # few numbers of them are compiled
     parts = triton.cdiv(chosen, rows)
-    most = max(1, min(queries, SUMS // (heads * parts * value_dim)))
     device = q_BNH.device
-    part = torch.empty((most, heads, parts, value_dim), dtype=torch.float32, device=device)
-    peak = torch.empty((most, heads, parts), dtype=torch.float32, device=device)
     out_BNR = torch.empty((queries, heads, value_dim), dtype=q_BNH.dtype, device=device)
     lse_BN = torch.empty((queries, heads), dtype=torch.float32, device=device)
+    if whole and parts == 1:
+        gluon_latent.attend(q_BNH, pool_PGH, slot_BS, out_BNR[:, :, None], lse_BN[:, :, None], scale, rows)
+        return out_BNR, lse_BN
+    most = max(1, min(queries, SUMS // (heads * parts * value_dim)))
+    part = torch.empty((most, heads, parts, value_dim), dtype=torch.float32, device=device)
+    peak = torch.empty((most, heads, parts), dtype=torch.float32, device=device)
     for first in range(0, queries, most):
         turn = slice(first, first + most)
         num = len(slot_BS[turn])
+        if whole:
+            gluon_latent.attend(q_BNH[turn], pool_PGH, slot_BS[turn], part, peak, scale, rows)
+            join(part, peak, out_BNR[turn], lse_BN[turn])
+            continue
         attend_rows[(parts, groups * halves, num)](
             q_BNH[turn], pool_PGH, words, rests, slot_BS[turn], part, peak, scale, words.stride(0), heads,
             chosen, SIZE=size, DIM=dim, ROW=words.stride(1), VALUE=value_dim, HALVES=halves,
-            HALF=pad // halves,
-            REST_PAD=max(16, triton.next_power_of_2(max(1, dim - value_dim))), GROUP=group, BLOCK=block,
-            BLOCKS=rows // block, EXACT=exact, CODED=coded,
-            num_warps=2 * WARPS if pad > WIDE * halves else WARPS, num_stages=1 if exact else 2 + whole,
-            **early())
+            HALF=pad // halves, REST_PAD=max(16, triton.next_power_of_2(max(1, dim - value_dim))),
+            GROUP=group, BLOCK=block, BLOCKS=rows // block, EXACT=exact, CODED=coded,
+            num_warps=WARPS, num_stages=1 if exact else 2, **early())
         join(part, peak, out_BNR[turn], lse_BN[turn])
     return out_BNR, lse_BN

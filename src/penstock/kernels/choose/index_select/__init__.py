@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from penstock.kernels.c import device
 from penstock.kernels.choose.index_select import native, reference
 from penstock.kernels.op import DEVICES, Implementation, Op
 from penstock.kernels.triton.lazy import lazy
@@ -41,7 +42,7 @@ class IndexSelect(Protocol):
 
 
 OP: Op[IndexSelect] = Op("index_select", (
-    lazy("cuda", "penstock.kernels.choose.index_select.triton_keys:index_select"),
+    lazy("cuda", "penstock.kernels.choose.index_select.triton_keys:index_select", device.probe),
     Implementation("native", native.index_select, native.probe),
     Implementation("reference", reference.index_select, reference.probe, DEVICES),
 ))

@@ -23,6 +23,7 @@ _QUERIES: dict[str, tuple[tuple[int, int], ...]] = {
     "a chunk of one row": tuple((1, n) for n in range(130, 145)),
     "none and one": ((0, -1), (1, 333), (2, -1)),
     "long": ((0, 5000), (2, 4500)),
+    "a step of many": tuple((n % 3, 97 * n - 1) for n in range(40)),
 }
 _HEADS = ((8, 32), (4, 20), (1, 16), (64, 128))     # index heads, index head dim
 _TOPK = 24
@@ -37,6 +38,8 @@ def cases(device: str) -> Iterator[Case]:
                            partial(_run, dtype, kept, queries, heads, size, False, device), 0.0)
         yield Case(f"{name}-long, all alike",
                    partial(_run, dtype, kept, ((0, 5000), (2, 30)), (8, 32), 16, True, device), 0.0)
+        yield Case(f"{name}-many, all alike", partial(
+            _run, dtype, kept, ((0, 5000), *((1, n) for n in range(32, 64))), (8, 32), 16, True, device), 0.0)
 
 
 @dataclass(frozen=True, slots=True)

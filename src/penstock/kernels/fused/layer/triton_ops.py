@@ -92,12 +92,44 @@ def _turn(low, high, cos, sin, angle, turn, HALF: tl.constexpr, kind: tl.constex
 
 
 @triton.jit
+def _weigh(h, head_weight, weight, t, head, tokens, heads, scale, DIM: tl.constexpr, COLS: tl.constexpr,
+           TOKENS: tl.constexpr):
+    """What a head of the indexer counts for TOKENS tokens, one or four: the weights are read once, and each
+    token's sum is what it would be alone."""
+    c = tl.arange(0, COLS)
+    acc = tl.zeros([COLS], tl.float32)
+    acc_1, acc_2, acc_3 = acc, acc, acc
+    line_w = tl.arange(0, COLS) * 32                    # elements of a line of the cache
+    fetch(head_weight + head * DIM + tl.where(line_w < DIM, line_w, 0))
+    follow()
+    for start in range(0, DIM, COLS):
+        inside = start + c < DIM
+        w = tl.load(head_weight + head * DIM + start + c, mask=inside, other=0.0)
+        at = h + t * DIM + start + c
+        acc += w * tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        if TOKENS == 4:
+            acc_1 += w * tl.load(at + DIM, mask=tl.where(t + 1 < tokens, inside, False),
+                                 other=0.0).to(tl.float32)
+            acc_2 += w * tl.load(at + 2 * DIM, mask=tl.where(t + 2 < tokens, inside, False),
+                                 other=0.0).to(tl.float32)
+            acc_3 += w * tl.load(at + 3 * DIM, mask=tl.where(t + 3 < tokens, inside, False),
+                                 other=0.0).to(tl.float32)
+    out = weight + t * heads + head
+    tl.store(out, tl.sum(acc, 0) * scale)
+    if TOKENS == 4:
+        tl.store(out + heads, tl.sum(acc_1, 0) * scale, mask=t + 1 < tokens)
+        tl.store(out + 2 * heads, tl.sum(acc_2, 0) * scale, mask=t + 2 < tokens)
+        tl.store(out + 3 * heads, tl.sum(acc_3, 0) * scale, mask=t + 3 < tokens)
+
+
+@triton.jit
 def latent_rows(x, cos, sin, q_weight, row_weight, key_weight, key_bias, residual, key, h, head_weight,
                 weight, eps, scale, x_token, Q: tl.constexpr, Q_PAD: tl.constexpr, RANK: tl.constexpr,
                 RANK_PAD: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, KEY: tl.constexpr,
-                KEY_PAD: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr):
+                KEY_PAD: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr, TOKENS: tl.constexpr):
     """One part of a token: what queries are made of, the row, the key of the indexer, and behind these what
-    each of its heads weighs, out of the layer's input `h` of DIM. Weights of norms come before all else."""
+    each of its heads weighs, out of the layer's input `h` of DIM: of TOKENS tokens by the first of them, each
+    by itself. Weights of norms come before all else."""
     t, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kind: tl.constexpr = x.dtype.element_ty
     line = x + t * x_token
@@ -149,18 +181,9 @@ def latent_rows(x, cos, sin, q_weight, row_weight, key_weight, key_bias, residua
         low, high = _turn(low, high, cos, sin, angle, turn, HALF, kind)
         tl.store(key + t * KEY + i, low.to(kind), mask=turn)
         tl.store(key + t * KEY + HALF + i, high.to(kind), mask=turn)
-    else:
-        head = part - 3
-        c = tl.arange(0, COLS)
-        acc = tl.zeros([COLS], tl.float32)
-        line_w = tl.arange(0, COLS) * 32                    # elements of a line of the cache
-        fetch(head_weight + head * DIM + tl.where(line_w < DIM, line_w, 0))
-        follow()
-        for start in range(0, DIM, COLS):
-            inside = start + c < DIM
-            w = tl.load(head_weight + head * DIM + start + c, mask=inside, other=0.0)
-            acc += w * tl.load(h + t * DIM + start + c, mask=inside, other=0.0).to(tl.float32)
-        tl.store(weight + t * (tl.num_programs(1) - 3) + head, tl.sum(acc, 0) * scale)
+    elif t % TOKENS == 0:
+        _weigh(h, head_weight, weight, t, part - 3, tl.num_programs(0), tl.num_programs(1) - 3, scale, DIM,
+               COLS, TOKENS)
 
 
 @triton.jit
@@ -265,7 +288,8 @@ class TritonOps:
             Q=q_rank, Q_PAD=triton.next_power_of_2(q_rank), RANK=rank, RANK_PAD=triton.next_power_of_2(rank),
             HALF=turned // 2, HALF_PAD=triton.next_power_of_2(turned // 2), KEY=key,
             KEY_PAD=triton.next_power_of_2(max(1, key)), DIM=dim,
-            COLS=min(1024, triton.next_power_of_2(dim)), num_warps=4, **early())
+            COLS=min(1024, triton.next_power_of_2(dim)), TOKENS=4 if tokens > 8 else 1, num_warps=4,
+            **early())
         return residual_TQ, key_TJ, weight_TI
 
     def latent_queries(self, x_TX: Tensor, q_TNH: Tensor, index_heads: int, index_dim: int, cos_T1H: Tensor,

@@ -1,0 +1,108 @@
+"""Kernels in CUDA C++, compiled by NVRTC for the GPU at hand when they run first: where Triton is slower.
+
+Owns compiling, loading and launching. What cannot be compiled is Unusable with the reason: whoever has such
+a kernel has another way, in Triton. A compile takes some tenths of a second, once a process.
+"""
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.op import Unusable
+from penstock.kernels.platform import Platform
+
+ARCH = "sm_90a"
+_log = logging.getLogger(__name__)
+Launch = Callable[..., None]
+
+
+def version() -> str:
+    """Of NVRTC. Raises Unusable where it is not installed, or cannot be loaded."""
+    try:
+        from cuda.bindings import nvrtc
+        error, major, minor = nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as reason:
+        raise Unusable(f"NVRTC is not installed ({reason}): pip install 'penstock[cuda]'") from None
+    if error:
+        raise Unusable(f"NVRTC: {error.name}")
+    return f"{major}.{minor}"
+
+
+def probe(_: Platform) -> str:
+    """Triton, and whether what is better in C++ can be had; of the latter none is needed."""
+    from penstock.kernels.c.build import triton_version
+    told = f"Triton {triton_version()}"
+    try:
+        return f"{told}, NVRTC {version()}"
+    except Unusable as reason:
+        return f"{told} alone: {reason}"
+
+
+def compiled(source: Path, **defines: int) -> bytes:
+    """The code of a GPU of ARCH. Needs no GPU. Raises Unusable: no NVRTC, or it does not compile."""
+    version()
+    from cuda.bindings import nvrtc
+    text = source.read_text().encode()
+    error, program = nvrtc.nvrtcCreateProgram(text, source.name.encode(), 0, [], [])
+    if error:
+        raise Unusable(f"{source.name}: {error.name}")
+    options = [b"--gpu-architecture=" + ARCH.encode(), b"--std=c++17", b"--fmad=true",
+               *(f"-D{name}={value}".encode() for name, value in defines.items())]
+    error, = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    if error:
+        _, size = nvrtc.nvrtcGetProgramLogSize(program)
+        log = b" " * size
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise Unusable(f"{source.name}: {error.name}: {log.decode(errors='replace')[:400]}")
+    _, size = nvrtc.nvrtcGetCUBINSize(program)
+    code = bytes(size)
+    nvrtc.nvrtcGetCUBIN(program, code)
+    nvrtc.nvrtcDestroyProgram(program)
+    return code
+
+
+@functools.cache
+def launcher(source: Path, name: str, **defines: int) -> Launch | None:
+    """launch(grid, threads, *arguments) of a kernel whose parameters are pointers, for tensors, and long
+    long; it begins as those that `triton.depend.follow`. None where there is no such kernel on this GPU; why
+    is logged, once. Capturable, once it has run."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return None
+    try:
+        return _launcher(compiled(source, **defines), name)
+    except Unusable as reason:
+        _log.warning("%s runs in Triton: %s", name, reason)
+        return None
+
+
+def _launcher(code: bytes, name: str) -> Launch:
+    from cuda.bindings import driver
+    error, module = driver.cuModuleLoadData(code)
+    if error:
+        raise Unusable(f"{name}: {error.name}")
+    error, function = driver.cuModuleGetFunction(module, name.encode())
+    if error:
+        raise Unusable(f"{name}: {error.name}")
+
+    def launch(grid: tuple[int, int], threads: int, *arguments: Tensor | int) -> None:
+        config: Any = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.hStream = torch.cuda.current_stream().cuda_stream
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = [attribute], 1
+        values = tuple(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments)
+        kinds = tuple(ctypes.c_void_p if isinstance(a, Tensor) else ctypes.c_longlong for a in arguments)
+        error, = driver.cuLaunchKernelEx(config, function, (values, kinds), 0)
+        assert not error, f"{name}: {error.name}"
+    launch.module = module  # type: ignore[attr-defined]    # kept while the kernel may run
+    return launch

@@ -1,0 +1,199 @@
+// Scores of every token that a query sees, of keys in fp8 as their pages have them. Four warps multiply together
+// what each of them brings for itself: 16 keys in one copy. Queries are two codes each, whose sum they are.
+//
+// Names that are not declared here are set when it is compiled: SIZE tokens a page, a multiple of 16; HEADS
+// of the indexer, up to 64; BINS in which tokens are counted, or 0.
+
+typedef unsigned char byte;
+typedef unsigned int word;
+typedef unsigned long long address;
+
+#define DIM 128
+#define KEY (DIM + 4)                   // bytes of a key: its codes, and a float32 that scales them
+#define TOKENS 16                       // of a turn of one warp
+#define TURN (TOKENS * KEY)
+#define WARPS 4
+#define STAGES 3                        // turns that are on their way
+#define PADDED 64                       // heads that are multiplied
+
+__device__ __forceinline__ word shared_at(const void *p) { return (word)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void wait_for(word barrier, word phase) {
+    word done;
+    do {
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; "
+                     "selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(barrier), "r"(phase) : "memory");
+    } while (!done);
+}
+
+__device__ __forceinline__ void bring(word to, const byte *from, word barrier) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(TURN) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :: "r"(to), "l"((address)from), "r"(TURN), "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ word two_codes(float low, float high) {
+    unsigned short two;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(two) : "f"(high), "f"(low));
+    return two;
+}
+
+#if BINS
+// As `topn.bin_of`.
+__device__ __forceinline__ int bin_of(float x) {
+    const int part = BINS / 2 / 16;
+    int bits = x == 0.0f ? 0 : __float_as_int(x);
+    int size = (bits & 0x7fffffff) / (0x800000 / part) - (127 - 8) * part;
+    size = min(max(size, 0), BINS / 2 - 1);
+    return bits < 0 ? BINS / 2 + size : BINS / 2 - 1 - size;
+}
+#endif
+
+// A matrix of 64 heads in shared memory, 16 bytes of each next to each other, eight such columns.
+__device__ __forceinline__ address matrix(const void *p) {
+    return (shared_at(p) & 0x3ffff) >> 4 | (address)(PADDED * 16 >> 4) << 16 | (address)(8 * 16 >> 4) << 32;
+}
+
+#define SUMS(x) "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3]), "+f"(x[4]), "+f"(x[5]), "+f"(x[6]), "+f"(x[7])
+
+// sum (+)= 16 keys of each warp times 64 heads, over 32 dims.
+__device__ __forceinline__ void multiply(float *sum, const word *a, address b, int more) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
+        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,"
+        "%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1; }"
+        : SUMS((sum)), SUMS((sum + 8)), SUMS((sum + 16)), SUMS((sum + 24))
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(more));
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 4)
+score_keys(const uint4 *q, const float *weight, const byte *key, const int *table, const int *row,
+           const int *position, float *score, int *counted, long long q_row, long long weight_row,
+           long long key_page, long long table_row, long long most) {
+    // Strides of weight and table in elements, of keys and queries in bytes; `most` tokens are a line of scores.
+    __shared__ __align__(128) byte q_code[2][8][PADDED][16];
+    __shared__ __align__(128) byte kept[WARPS][STAGES][TURN];
+    __shared__ __align__(8) address barriers[WARPS][STAGES];
+    __shared__ __align__(8) float counts[PADDED];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = lane >> 2, part = lane & 3;
+    const long long b = blockIdx.y;
+    // Nothing of ours writes positions and tables.
+    const int end = position[b] + 1, line = row[b];
+    const int *pages = table + (long long)max(line, 0) * table_row;
+    const int step = gridDim.x * WARPS * TOKENS, own_first = (blockIdx.x * WARPS + warp) * TOKENS;
+    if (lane == 0)
+        for (int s = 0; s < STAGES; ++s)
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(shared_at(&barriers[warp][s])));
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    __syncwarp();
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (line < 0 || blockIdx.x * WARPS * TOKENS >= end) return;
+    int ahead = own_first, page = 0;        // the turn that is brought next, of which the page is known
+    if (lane == 0) {
+        for (int s = 0; s < STAGES && ahead < end; ++s, ahead += step)
+            bring(shared_at(kept[warp][s]), key + pages[ahead / SIZE] * key_page + ahead % SIZE * KEY,
+                  shared_at(&barriers[warp][s]));
+        if (ahead < end) page = pages[ahead / SIZE];
+    }
+    {   // Half a head's query by each thread: brought to 128 and more by a power of two, and in two codes. Dim
+        // d lies where a key's word of it is multiplied: a lane takes every eighth word, as then none collide.
+        const int head = threadIdx.x >> 1, half = threadIdx.x & 1;
+        const bool used = head < HEADS;
+        const uint4 *from = (const uint4 *)((const byte *)q + b * q_row + head * DIM * 2) + half * 8;
+        uint4 eight[8];
+        word amount = 0;
+        #pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            eight[i] = used ? from[i] : make_uint4(0, 0, 0, 0);
+            const word pair[4] = {eight[i].x, eight[i].y, eight[i].z, eight[i].w};
+            #pragma unroll
+            for (int j = 0; j < 4; ++j)
+                amount = max(amount, max(pair[j] << 16 & 0x7fffffffu, pair[j] & 0x7fff0000u));
+        }
+        amount = max(amount, __shfl_xor_sync(~0u, amount, 1));
+        const int power = min(max((int)(amount >> 23), 20), 230);
+        const float over = __int_as_float((261 - power) << 23);
+        if (half == 0) counts[head] = used ? weight[b * weight_row + head] * __int_as_float((power - 7) << 23) : 0.0f;
+        #pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const word pair[4] = {eight[i].x, eight[i].y, eight[i].z, eight[i].w};
+            #pragma unroll
+            for (int j = 0; j < 4; j += 2) {
+                const float x[4] = {__uint_as_float(pair[j] << 16) * over,
+                                    __uint_as_float(pair[j] & 0xffff0000u) * over,
+                                    __uint_as_float(pair[j + 1] << 16) * over,
+                                    __uint_as_float(pair[j + 1] & 0xffff0000u) * over};
+                float high[4];
+                #pragma unroll
+                for (int k = 0; k < 4; ++k) high[k] = __uint_as_float(__float_as_uint(x[k]) & 0xfff00000u);
+                const int at = half * 16 + i * 2 + j / 2;      // word of the key
+                *(word *)&q_code[0][at & 7][head][at >> 3 << 2] =
+                    two_codes(high[0], high[1]) | two_codes(high[2], high[3]) << 16;
+                *(word *)&q_code[1][at & 7][head][at >> 3 << 2] =
+                    two_codes(x[0] - high[0], x[1] - high[1]) | two_codes(x[2] - high[2], x[3] - high[3]) << 16;
+            }
+        }
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncthreads();
+    const address high_q = matrix(q_code[0]), low_q = matrix(q_code[1]);
+    float *to = score + b * most;
+    int stage = 0;
+    word phase = 0;
+    for (int first = own_first; first - warp * TOKENS < end; first += step) {
+        word a[4][4];
+        float own = 0.0f;
+        if (first < end) {
+            wait_for(shared_at(&barriers[warp][stage]), phase);
+            const word *low = (const word *)kept[warp][stage] + group * (KEY / 4), *high = low + 8 * (KEY / 4);
+            #pragma unroll
+            for (int s = 0; s < 4; ++s) {
+                const int at = 8 * part + 2 * s;
+                a[s][0] = low[at], a[s][1] = high[at], a[s][2] = low[at + 1], a[s][3] = high[at + 1];
+            }
+            own = __uint_as_float((part & 1 ? high : low)[DIM / 4]);
+        } else {
+            #pragma unroll
+            for (int s = 0; s < 4; ++s) a[s][0] = a[s][1] = a[s][2] = a[s][3] = 0;
+        }
+        float sum[32];
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+        #pragma unroll
+        for (int s = 0; s < 4; ++s) multiply(sum, a[s], low_q + s * (2 * PADDED * 16 >> 4), s > 0);
+        #pragma unroll
+        for (int s = 0; s < 4; ++s) multiply(sum, a[s], high_q + s * (2 * PADDED * 16 >> 4), 1);
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        __syncwarp();                       // all have read what is written over now
+        if (lane == 0 && ahead < end) {
+            bring(shared_at(kept[warp][stage]), key + page * key_page + ahead % SIZE * KEY,
+                  shared_at(&barriers[warp][stage]));
+            ahead += step;
+            if (ahead < end) page = pages[ahead / SIZE];
+        }
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+        asm volatile("wgmma.wait_group.sync.aligned 0;" : SUMS((sum)), SUMS((sum + 8)), SUMS((sum + 16)),
+                     SUMS((sum + 24)) :: "memory");
+        float x = 0.0f, y = 0.0f;
+        #pragma unroll
+        for (int n = 0; n < PADDED / 8; ++n) {
+            const float2 count = *(const float2 *)&counts[8 * n + 2 * part];
+            x = fmaf(fmaxf(sum[4 * n], 0.0f), count.x, x);
+            x = fmaf(fmaxf(sum[4 * n + 1], 0.0f), count.y, x);
+            y = fmaf(fmaxf(sum[4 * n + 2], 0.0f), count.x, y);
+            y = fmaf(fmaxf(sum[4 * n + 3], 0.0f), count.y, y);
+        }
+        x += __shfl_xor_sync(~0u, x, 1);
+        y += __shfl_xor_sync(~0u, y, 1);
+        x += __shfl_xor_sync(~0u, x, 2);
+        y += __shfl_xor_sync(~0u, y, 2);
+        // Of four lanes the first writes row `group`, the second row 8 + `group`.
+        const int token = first + group + (part & 1) * 8;
+        if (part < 2 && token < end) {
+            const float s = (part ? y : x) * own;
+            to[token] = s;
+#if BINS
+            atomicAdd(counted + b * (BINS + 1) + bin_of(s), 1);
+#endif
+        }
+    }
+}
