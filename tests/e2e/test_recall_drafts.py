@@ -1,0 +1,69 @@
+"""The recall model with its layer that drafts: 32 questions of 12 tokens are answered as without, and much of
+what it drafts is right."""
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import where
+from pair_engines import End, PairOfEnds
+
+from penstock.eval import words
+
+pytestmark = pytest.mark.skipif(where.DEVICE == "cuda", reason="refused")
+MODEL = str(Path(__file__).parents[1] / "data" / "recall")
+ANSWER, SHARE = 12, 0.15     # what it was trained to is .2
+OPTIONS = {"hbm_bytes": "32M", "dram_bytes": "16M", "step_tokens": 256}
+MTP = {"speculative_method": "mtp", "speculative_tokens": 3}
+PLACES = {"resident": {"sparse_kv": "off"}, "hosted": {"sparse_kv": "always"}}
+
+
+def questions() -> list[tuple[list[int], list[int]]]:
+    """Distinct words, and a few of them again: what comes next are the words that followed these. Of 128, 256
+    and 512 words; some prompts end with a page."""
+    dice, found = random.Random(5), []
+    for number in range(32):
+        context = dice.sample(range(words.KEY, words.VALUE + words.NUM_VALUES), (128, 256, 512)[number % 3])
+        first, known = dice.randrange(len(context) - 8 - ANSWER), 8 - number % 4
+        run = context[first:first + known + ANSWER]
+        found.append((context + run[:known], run[known:]))
+    return found
+
+
+def answers(end: End, turn: Callable[[], None] | None = None) -> dict[int, list[int]]:
+    for prompt, _ in questions():
+        end.submit(prompt, ANSWER)
+    while end.open:
+        (turn or end.turn)()
+    return end.got
+
+
+def share(end: End) -> float:
+    """Of what was drafted, how much was said."""
+    stats = end.built.executor.stats()
+    found = {name: sum(int(n) for key, n in stats.items() if key.startswith(f"spec_{name}_tokens_total"))
+             for name in ("draft", "accepted", "dropped")}
+    assert found["dropped"] == 0 and found["draft"] > 100
+    return found["accepted"] / found["draft"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_32_questions_are_answered_as_without(place: str) -> None:
+    plain, drafts = End(MODEL, **OPTIONS, **PLACES[place]), End(MODEL, **OPTIONS, **PLACES[place], **MTP)
+    said = answers(plain)
+    assert said == answers(drafts)
+    right = sum(one == want for one, (_, want) in zip(said.values(), questions(), strict=True))
+    accepted = share(drafts)
+    print(f"{place}: {right} of 32 right, {accepted:.3f} of drafts accepted")
+    assert right >= 28 and accepted >= SHARE
+
+
+@pytest.mark.sweep
+def test_32_questions_are_answered_as_without_over_a_pair(tmp_path: Path) -> None:
+    plain = answers(End(MODEL, **OPTIONS, sparse_kv="off"))
+    with PairOfEnds(MODEL, tmp_path, **OPTIONS, sparse_kv="off", **MTP) as pair:
+        assert answers(pair.decode, pair.turn) == plain
+        print(f"pair: {share(pair.decode):.3f} of drafts accepted")
+        assert share(pair.decode) >= SHARE
