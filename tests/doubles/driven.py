@@ -57,8 +57,9 @@ def asked(top: Selection | None, params: SamplingParams, prompt: int, max_new: i
 
 @functools.cache
 def backends(ops: tuple[str, ...], backend: str | None = None) -> dict[str, registry.Choice]:
-    """For the device of these tests: what it chooses, or `backend` of each."""
-    return registry.choose(probe(where.DEVICE), dict.fromkeys(ops, backend) if backend else {}, ops)
+    """For the device of these tests: what it chooses, or `backend` of each that has it."""
+    named = {op: backend for op in ops if backend in registry.OPS[op].names} if backend else {}
+    return registry.choose(probe(where.DEVICE), named, ops)
 
 
 @contextlib.contextmanager
