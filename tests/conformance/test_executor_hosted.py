@@ -104,7 +104,7 @@ def test_what_is_told_of_misses_changes_sizes_and_no_token(seed):
     engine = Engine(hbm_pages=2 * kind().device + 42, hot_pages_max=3 * kind().hot_pages, step_tokens=150)
     play(engine, lie)
     hosted_work(engine)
-    assert len({*sizes(engine)}) > 2
+    assert min(sizes(engine)) < max(sizes(engine))
 
 
 @pytest.mark.usefixtures("told_each_step")
