@@ -104,7 +104,8 @@ def test_what_is_told_of_misses_changes_sizes_and_no_token(seed):
     engine = Engine(hbm_pages=2 * kind().device + 42, hot_pages_max=3 * kind().hot_pages, step_tokens=150)
     play(engine, lie)
     hosted_work(engine)
-    assert min(sizes(engine)) < max(sizes(engine))
+    # Latent rows find what they miss in one step or two.
+    assert len({*sizes(engine)}) > (1 if "index_topk" in kind().config else 2)
 
 
 @pytest.mark.usefixtures("told_each_step")

@@ -59,6 +59,7 @@ def asked(top: Selection | None, params: SamplingParams, prompt: int, max_new: i
 def backends(ops: tuple[str, ...], backend: str | None = None) -> dict[str, registry.Choice]:
     """For the device of these tests: what it chooses, or `backend` of each that has it."""
     named = {op: backend for op in ops if backend in registry.OPS[op].names} if backend else {}
+    assert named or not backend, f"no op has a back-end {backend}"
     return registry.choose(probe(where.DEVICE), named, ops)
 
 

@@ -209,7 +209,7 @@ def _way(kv: Pages, r: Request, g: int, place: Place, claim: Claim) -> Way:
 def _entry(kv: Pages, r: Request, g: int, i: int, node: Node | None, way: Way, claim: Claim, *,
            host: bool) -> Copy:
     """Page i of group g where it is wanted, or a new one that is filled from the other side. The device
-    may still be loading what is to be saved, see `_are_filled`."""
+    may still be loading what is to be saved, see `_early`."""
     t = r.tables[g]
     sides = (t.device, kv.device[g], way.loads), (t.host, kv.host[g], way.saves)
     column, space, fills = sides[host]

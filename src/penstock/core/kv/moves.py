@@ -199,7 +199,8 @@ class Moves:
     def detach(self, node: Node, space: TierGroup, copy: Copy) -> None:
         """A page is being read from storage, and somebody needs it who has it elsewhere. It is nobody's any
         more: it goes when the read has ended and those who fetched it have let go of it."""
-        assert self.tree.detach(node, space) is copy
+        gone = self.tree.detach(node, space)
+        assert gone is copy
         self.detached[copy] = space
 
     def free_detached(self, copy: Copy) -> None:

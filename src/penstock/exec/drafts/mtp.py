@@ -92,8 +92,8 @@ class MTP(Drafter):
         hidden_TD = self._model.made(hidden_TD)
         states = self._states.step(replace(lowered, ragged=lowered.ragged[-1:]))(LAYER, len(hidden_TD))
         before_TD = hidden_TD.roll(1, 0)
-        first_B = torch.tensor(states.starts[:-1], device=hidden_TD.device)
-        before_TD[first_B] = torch.where((states.from_B >= 0)[:, None], self._pool_PD[states.from_B], 0)
+        kept_BD = self._pool_PD[states.from_B]
+        before_TD[states.start_B[:-1]] = torch.where((states.from_B >= 0)[:, None], kept_BD, 0)
         self._layer(plan, lowered, before_TD)
         self._keep(hidden_TD, states)
         if states.again is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -45,6 +46,7 @@ class StatePools:
         self._last: StepStates | None = None        # of a step with drafts
 
     def __bool__(self) -> bool:
+        """Whether a layer keeps one."""
         return bool(self._layers)
 
     def step(self, lowered: Lowered) -> StepStates:
@@ -73,10 +75,12 @@ class StepStates:
         self._layers, self._ragged, self._runs = layers, ragged, runs
         self._places = {g: _places(of, runs) for g, of in ragged.items()}
         self._starts = (0, *(run.end for run in runs))
-        device = next((of.page_T.device for of in ragged.values()), torch.device("cpu"))
-        self._on_device = starts_of(self._starts, device)
         self._again: dict[LocalLayer, list[Again]] | None = (
             {layer: [] for layer in layers} if any(run.drafts for run in runs) else None)
+
+    @cached_property
+    def _on_device(self) -> tuple[Tensor, Tensor]:
+        return starts_of(self._starts, next(iter(self._ragged.values())).page_T.device)
 
     def __call__(self, layer: LocalLayer, tokens: int) -> States:
         """As `model.base.AttendsStates.state`."""
@@ -105,24 +109,32 @@ class StepStates:
 
 
 class DecodeStates:
-    """Of one step in which each row decodes a token: all that depends on a row is read on the device."""
+    """Of one step in which each row decodes a token: all that depends on a row is read on the device, once a
+    layer asks."""
 
     def __init__(self, layers: dict[LocalLayer, tuple[int, Tensor]], tables: Mapping[int, GroupTable],
                  row_B: Tensor, position_B: Tensor) -> None:
-        self._layers, self._starts = layers, (*range(len(row_B) + 1),)
-        self._each = torch.arange(len(row_B) + 1, device=row_B.device)
-        row_B, position_B = row_B.long(), position_B.long()
-        self._places: dict[int, tuple[Tensor, Tensor]] = {}
-        for g, table in tables.items():
+        self._layers, self._tables, self._row_B, self._position_B = layers, tables, row_B, position_B
+
+    @cached_property
+    def _each(self) -> Tensor:
+        return torch.arange(len(self._row_B) + 1, device=self._row_B.device)
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """As `_places` below, of each group."""
+        row_B, position_B, found = self._row_B.long(), self._position_B.long(), {}
+        for g, table in self._tables.items():
             from_B, to_B = (table.device_RM[row_B, at_B.clamp(min=0) // table.size].long()
                             for at_B in (position_B - 1, position_B))
-            self._places[g] = from_B.where(position_B > 0, -1), to_B.where(position_B >= 0, -1)
+            found[g] = from_B.where(position_B > 0, -1), to_B.where(position_B >= 0, -1)
+        return found
 
     def __call__(self, layer: LocalLayer, tokens: int) -> States:
         """As `model.base.AttendsStates.state`."""
-        assert tokens == len(self._starts) - 1, f"{tokens} tokens in a step of {len(self._starts) - 1} rows"
+        assert tokens == len(self._row_B), f"{tokens} tokens in a step of {len(self._row_B)} rows"
         group, pool_PE = self._layers[layer]
-        return States(pool_PE, self._starts, *self._places[group], self._each, self._each[:-1])
+        return States(pool_PE, (*range(tokens + 1),), *self._places[group], self._each, self._each[:-1])
 
 
 def _runs(ragged: Ragged) -> list[_Run]:

@@ -60,7 +60,7 @@ def make(dtype: torch.dtype, spec: ScanSpec, rows: tuple[tuple[int, bool, int], 
         step_N=torch.randn(spec.heads, generator=draw).to(device),
         skip_N=None if spec.delta else torch.randn(spec.heads, generator=draw).to(device))
     states = States.of(pool.to(device)[:, 1], tuple(starts), torch.tensor(from_, device=device),
-                    torch.tensor(to, device=device))
+                       torch.tensor(to, device=device))
     return x, step, write if spec.delta else None, weights, states, spec
 
 

@@ -51,7 +51,7 @@ def convolve(x, conv, bias, pool, start_B, row_T, from_B, y, x_token, page, CHAN
 
 @triton.jit
 def _leave_inputs(x, pool, to_T, first, end, held, c, own, x_token, page, CHANNELS: tl.constexpr,
-                 TAPS: tl.constexpr, ROUND: tl.constexpr):
+                  TAPS: tl.constexpr, ROUND: tl.constexpr):
     """The inputs of these channels that a state ends with, into each page that a token leaves. The last ones
     first: the page that the row comes from, which earlier ones ask, is the first that it leaves."""
     w = tl.arange(0, ROUND)[:, None]
