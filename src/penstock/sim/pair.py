@@ -6,13 +6,12 @@ judge; what clients see is judged at the decode engine.
 """
 from __future__ import annotations
 
-import hashlib
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
-from typing import Protocol
+from typing import Self
 
 from penstock.core.core import Core
 from penstock.core.lifecycle import Phase
@@ -37,7 +36,7 @@ from penstock.core.plan import (
 )
 from penstock.sim.clock import Clock
 from penstock.sim.scenario import Scenario, of_role
-from penstock.sim.shared import Shared
+from penstock.sim.shared import Engines, Shared
 from penstock.sim.view import Live
 from penstock.sim.workload import Expect
 from penstock.sim.world import AIMED, MakeCore, World
@@ -70,22 +69,6 @@ Kept = Grant | Cancel | End | Refused
 RARE = (*((Phase.PREFILL, "pause"),) * 4, (Phase.PAUSED, "drop"), (Phase.STAGING, "drop"),
         (Phase.LOADING, "drop"), (Phase.LOADING, "stop"), (Phase.RECEIVING, "stop"), (Phase.PREFILL, "stop"))
 RARE_PHASES = (Phase.FETCHING, Phase.PROMOTING, Phase.LOADING)        # of these, the first that an engine has
-
-
-class Run(Protocol):
-    """A World, a Pair, or engines that are Shared."""
-
-    sc: Scenario
-    clock: Clock
-    stats: Counter[str]
-
-    @property
-    def worlds(self) -> list[World]: ...
-
-    def play(self) -> object:
-        """Runs to the end; an AssertionError is a finding."""
-
-    def digest(self) -> str: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -153,24 +136,20 @@ class Wired:
         self.pair.write(self.world, move, values, connection, done)
 
 
-class Pair:
-    """Two worlds. `play()` runs to the end; an AssertionError is a finding."""
+class Pair(Engines):
+    """The two, `prefill` and `decode`."""
 
     def __init__(self, sc: Scenario, make: MakeCore = Core, *, blind: bool = False,
                  record: bool = False, ticks: int = 0) -> None:
-        self.sc, self.net, self.clock = sc, sc.net, Clock()
-        self.rng = Random(f"wire {sc.seed}")
-        self._rooms_rng = Random(f"held {sc.seed}")
+        super().__init__(sc, make, "wire", blind=blind, record=record, ticks=ticks)
+        self.net, self._rooms_rng = sc.net, Random(f"held {sc.seed}")
         self._claimed: set[RequestId] = set()         # of those that a router has sent
-        self.make, self.blind, self.record, self.ticks = make, blind, record, ticks
-        self.stats: Counter[str] = Counter()
         self.grants: dict[tuple[int, int, int], tuple[World, Move]] = {}
         self.kept_once: set[tuple[bool, int, type[Message]]] = set()
         self.fail_push = 0                            # the n-th push fails, whatever the rate; 0 is off
-        self.dead: list[World] = []
         self.line: Connection | None = None           # the newest
-        self.decode = self._world("decode", 1)
-        self.prefill = self._world("prefill", 1)
+        decode = self._world(of_role(sc, "decode"), 1)
+        self.engines = [self._world(of_role(sc, "prefill"), 1), decode]
         for e in self.decode.load.initial():
             self.decode.schedule(e)
         for world in (self.decode, self.prefill):
@@ -183,9 +162,13 @@ class Pair:
         for _ in range(self.net.deaths):
             self.clock.after(self.rng.random() * (sc.span + 30), self._die)
 
-    def _world(self, role: str, epoch: int) -> World:
-        return World(of_role(self.sc, role), self.make, blind=self.blind, record=self.record,
-                     ticks=self.ticks, link=self, epoch=epoch)
+    @property
+    def prefill(self) -> World:
+        return self.engines[0]
+
+    @property
+    def decode(self) -> World:
+        return self.engines[1]
 
     def _aim(self, world: World) -> None:
         """Events of each kind wait for the rarest phase that its engine has."""
@@ -195,11 +178,6 @@ class Pair:
             if self.rng.random() < 0.7:
                 world.aims[:0] = [(rarest, kind) for kind in self.rng.sample(AIMED, len(AIMED))]
             world.aims += [aim for aim in RARE if aim[0] in phases and self.rng.random() < 0.5]
-
-    @property
-    def worlds(self) -> list[World]:
-        """Every engine that there was, the living ones last."""
-        return [*self.dead, self.prefill, self.decode]
 
     # ---------------------------------------------------------------- the connection
     def _connect(self) -> None:
@@ -402,79 +380,40 @@ class Pair:
     def leave(self, rid: RequestId) -> None:
         self.decode.send(Aborted(rid))
 
+    # ---------------------------------------------------------------- death, and the end
     def _die(self) -> None:
-        self.die(self.rng.choice((self.prefill, self.decode)))
+        self.die(self.rng.choice(self.engines))
 
     def die(self, victim: World) -> None:
-        """One engine goes, with all that it knows, and comes back empty."""
+        """One engine goes, and comes back empty."""
         if victim.dead or not any(not e.finished for e in self.decode.load.made):
             return
         victim.dead = True
-        self.dead.append(victim)
         if self.line is not None:
             self.line.way(victim).close()
             self._close()
-        role = victim.sc.cfg.role
         victim.executor.wire = None                   # it begins no more writes
-        for event in victim.inbox:
-            self.forward(victim, event)
-        self.stats[f"{role} engine died"] += 1
-        for e in victim.load.made:
-            if e.finished is None and e.sent:
-                e.finished = Outcome.LOST             # the router tells its client
-        self.stats.update(victim.stats + victim.judge.stats + victim.executor.stats)
-        self.clock.after(self.rng.random() * 20, partial(self._revive, victim))
+        self.stats[f"{victim.sc.cfg.role} engine died"] += 1
+        self._lose(victim)
 
     def _revive(self, old: World) -> None:
-        role = old.sc.cfg.role
-        world = self._world(role, old.epoch + 1)
-        world.load, world.plans_max = old.load, old.plans_max
-        world.judge.made, world.aims = old.load.made, old.aims
-        world.executor.who.update(old.executor.who)
-        if role == "decode":
-            self.decode = world
-        else:
-            self.prefill = world
-        world.wake()
+        super()._revive(old)
         self._connect()
 
-    def forward(self, world: World, event: Event) -> None:
-        """What the router does with an event for an engine that has died."""
-        role = world.sc.cfg.role
-        now = self.decode if role == "decode" else self.prefill
-        if not now.dead:
-            if isinstance(event, Arrived):
-                now.send(event)
-        elif isinstance(event, Arrived) and role == "decode":
+    def _hold(self, world: World, event: Event) -> None:
+        if world.sc.cfg.role == "decode":
             self.clock.after(2.0, partial(self.forward, world, event))
 
-    # ---------------------------------------------------------------- the end
-    def play(self) -> Pair:
-        while True:
-            while self.clock.step():
-                pass
-            idle = [world for world in (self.decode, self.prefill) if world.view.live]
-            if not idle or not self.ticks:
-                break
-            self.ticks -= 1
-            for world in idle:
-                world.wake()
+    def play(self) -> Self:
+        super().play()
         assert all(e.sent for e in self.decode.load.made), "a request never came to the decode engine"
-        for world in (self.decode, self.prefill):
-            assert not world.dead
-            world.close()
-            self.stats.update(world.stats)
+        for world in self.engines:
             assert not world.view.leftovers(), f"leak: {world.view.leftovers()}"
         return self
 
-    def digest(self) -> str:
-        """Of everything that all engines decided, for a recorded run."""
-        text = "".join(world.digest() for world in self.worlds)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
 
 def start(sc: Scenario, make: MakeCore = Core, *, blind: bool = False, record: bool = False,
-          ticks: int = 0) -> Run:
+          ticks: int = 0) -> World | Engines:
     """What `sc` asks for, one engine or two, ready to `play`."""
     kind = Pair if sc.pair else Shared if sc.cfg.store_root and sc.named == 2 else World
     return kind(sc, make, blind=blind, record=record, ticks=ticks)

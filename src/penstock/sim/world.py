@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from random import Random
-from typing import Protocol
 
 from penstock.core.core import Core
 from penstock.core.lifecycle import Phase
@@ -68,10 +67,11 @@ AIMS = {"spill": Phase.RESIDENT, "promote": Phase.HOSTED}
 MakeCore = Callable[[CoreConfig], Core]
 
 
-class Link(Protocol):
-    """What a pair of worlds gives each of them."""
+class Link:
+    """What several worlds in one virtual time give each of them: nothing, unless it is overridden."""
 
-    clock: Clock
+    def __init__(self) -> None:
+        self.clock = Clock()
 
     def wire(self, world: World) -> Wire | None:
         """How the ranks of one engine reach the other."""
