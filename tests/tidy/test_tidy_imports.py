@@ -120,7 +120,7 @@ def test_files_need_each_other_in_one_direction() -> None:
 
 def test_calls_in_the_core_go_down_as_imports_do() -> None:
     """What is abstract is called below and written above. The two ends of a pair fill in what they have in
-    common; who watches, and a peer that is told of edges, enter themselves."""
+    common; who watches enters itself, and so does the seam to a peer."""
     wrong = [f"{path}:{node.lineno}" for module, path in MODULES.items()
              if layer_of(module) == "core" and module != "penstock.core.pair.protocol"
              for node in ast.walk(ast.parse(path.read_text()))

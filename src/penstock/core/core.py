@@ -56,8 +56,7 @@ class Core(CoreState):
         self.admission = Admission(self)
         self.residency = Residency(self, self.admission)
         self.pairs = pairings(self, Role(cfg.role))
-        if self.pairs:
-            self.tell_peer = lambda r, source: self.pairs[r.arrived.peer].entered(r, source)
+        self.watchers += self.pairs.values()
         self._seq = 0
 
     # ---------------------------------------------------------------- public
@@ -111,7 +110,7 @@ class Core(CoreState):
         return {
             "requests_running": len(self.running), "requests_waiting": len(self.waiting),
             "requests_paused": phases.count(Phase.PAUSED),
-            "requests_hosted": phases.count(Phase.HOSTED) + phases.count(Phase.PROMOTING),
+            "requests_hosted": len(self.hosted),
             **{f'requests_in_phase{{phase="{p.value}"}}': phases.count(p) for p in Phase
                if p is not Phase.DONE},
             "rows_free": kv.rows.free, "pages_to_store": kv.moves.num_to_store,
@@ -133,7 +132,7 @@ class Core(CoreState):
     def _apply(self, event: Event) -> None:
         if isinstance(event, FromPeer):
             if self.pairs:
-                self.pairs[event.peer].event(event)
+                self.pairs[event.peer].hear(event)
             return
         match event:
             case Retired(step, tokens):
@@ -286,7 +285,7 @@ class Core(CoreState):
                 promote.load_next(kv, r)
                 if not (r.loading or r.moves):
                     self.transition(r, Trigger.LANDED)
-        if self.cfg.sparse:
+        if self.hosted:
             self.residency.progress()
 
     def _start(self, r: Request) -> None:

@@ -114,6 +114,8 @@ P, T, L = Phase, Trigger, Lease
 ACTIVE = (P.LOADING, P.PREFILL, P.STAGING, P.RESIDENT, P.HOSTED, P.PROMOTING)
 # Phases whose rows decode.
 DECODING = (P.RESIDENT, P.HOSTED, P.PROMOTING)
+# Of these, those that read host pages.
+ON_HOST = (P.HOSTED, P.PROMOTING)
 # Active phases that may end without a result or an event that names their request.
 BUSY = (P.LOADING, P.PREFILL, P.STAGING, P.PROMOTING)
 # Phases whose requests have none.

@@ -5,7 +5,6 @@ is the only function that changes a phase; it derives what to acquire and releas
 """
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TypeAlias
 
 from penstock.core import lifecycle
@@ -17,6 +16,7 @@ from penstock.core.lifecycle import (
     BUSY,
     HOLDING,
     LINE,
+    ON_HOST,
     WAITING,
     IllegalTransition,
     Lease,
@@ -59,6 +59,7 @@ class CoreState:
         self.kv = KVCache(cfg)
         self.live: dict[RequestId, Request] = {}
         self.running: list[Request] = []       # phases with a row, in order of service
+        self.hosted: list[Request] = []        # of these, who decodes from host pages
         self.waiting: list[Request] = []       # phases without, in order of service
         self.runnable: list[Request] = []      # of those waiting, who waits for a row
         self.transient: list[Request] = []     # of those running, who may take an edge by itself
@@ -79,7 +80,6 @@ class CoreState:
         self.revoke_pending = False            # and whether since the last event
         self.out: list[Output] = []
         self.watchers: list[Watcher] = []      # add yourself
-        self.tell_peer: Callable[[Request, Phase], None] = _nobody     # who has left which phase
 
     # ---------------------------------------------------------------- transitions
     def transition(self, r: Request, trigger: Trigger, headroom: Headroom = NONE_LEFT) -> Trial:
@@ -117,7 +117,6 @@ class CoreState:
         r.begin()
         self.edges_taken += 1
         self.update_queues(r, source)
-        self.tell_peer(r, source)
         if target in (Phase.FETCHING, Phase.RECEIVING) or (target is Phase.DROPPED and not r.started):
             self.out.append(Entered(r.rid, target.value, r.visit))
         for watcher in self.watchers:
@@ -159,8 +158,8 @@ class CoreState:
 
     def update_queues(self, r: Request, source: Phase) -> None:
         """Keep the queues and the counters in step with a phase that has just changed."""
-        for queue, phases in ((self.running, ACTIVE), (self.waiting, WAITING), (self.transient, BUSY),
-                              (self.saving, HOLDING)):
+        for queue, phases in ((self.running, ACTIVE), (self.hosted, ON_HOST), (self.waiting, WAITING),
+                              (self.transient, BUSY), (self.saving, HOLDING)):
             if source in phases and r.phase not in phases:
                 queue.remove(r)
             elif r.phase in phases and source not in phases:
@@ -206,7 +205,3 @@ class CoreState:
             self.out.append(Used(keys))
         if self.cfg.store_reused:
             sealing.reuse(self.kv, r)
-
-
-def _nobody(r: Request, source: Phase) -> None:
-    """An engine that does all of a request itself tells nobody."""

@@ -1,4 +1,4 @@
-"""Who watches a core: told of events and edges as they happen. A watcher changes nothing."""
+"""Who watches a core: told of events and edges as they happen. A watcher takes no edge."""
 from __future__ import annotations
 
 from penstock.core.lifecycle import Phase, Trigger

@@ -100,7 +100,7 @@ def ack_for_what_goes_on(real: Real, side: PrefillSide, m: Cancel) -> None:
         side._drained(m.transfer, m.generation, Reason.CANCELLED)
 
 
-@wrong(Pairing, "event", more=SLOW_WRITES)
+@wrong(Pairing, "hear", more=SLOW_WRITES)
 def requests_outlive_their_connection(real: Real, pair: Pairing, event: object) -> None:
     """The prefill engine does not hear that its peer has gone."""
     if not (isinstance(event, PeerLeft) and isinstance(pair.side, PrefillSide)):

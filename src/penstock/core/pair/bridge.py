@@ -22,6 +22,7 @@ from penstock.core.pair.prefill_side import PrefillSide
 from penstock.core.plan import Claimed, MoveId, Outcome, PeerId, PeerJoined, PeerLeft, Received, Say, Tier
 from penstock.core.request import Request
 from penstock.core.state import CoreState
+from penstock.core.watch import Watcher
 
 FromPeer = Received | PeerJoined | PeerLeft | Claimed
 
@@ -34,7 +35,7 @@ def pairings(core: CoreState, role: Role) -> dict[PeerId, Pairing]:
     return found
 
 
-class Pairing:
+class Pairing(Watcher):
     """One engine's end of its pair with one peer. Transfers are named by the server, on both alike."""
 
     def __init__(self, core: CoreState, role: Role, peer: PeerId, all: Mapping[PeerId, Pairing]) -> None:
@@ -45,7 +46,7 @@ class Pairing:
         self.granted: dict[int, list[MoveId]] = {}          # transfer -> Moves that end with it
         self.pushing: dict[Request, None] = {}              # granted, and not all of it is pushed
 
-    def event(self, event: FromPeer) -> None:
+    def hear(self, event: FromPeer) -> None:
         match event:
             case Received(message):
                 self._apply(self.side.received(message))
@@ -107,9 +108,11 @@ class Pairing:
             else:
                 self._apply(self.side.cancel(transfer))
 
-    def entered(self, r: Request, source: Phase) -> None:
-        """`r` has changed its phase: what the other engine must hear of that."""
+    def taken(self, r: Request, source: Phase, trigger: Trigger) -> None:
+        """What the other engine must hear of that."""
         transfer, side = r.arrived.transfer, self.side
+        if r.arrived.peer != self.peer:
+            return
         if isinstance(side, DecodeSide):
             if r.phase is Phase.RECEIVING:
                 self._open(r)

@@ -180,11 +180,11 @@ def growing(core: CoreState) -> Headroom:
 def promote(core: CoreState) -> bool:
     """Bring back the hosted row that is worth it most, if any is, and all that run could then end on the
     device. Returns whether that failed because pages are still in use."""
-    if core.cfg.always_hosted or any(r.phase is Phase.PROMOTING for r in core.running):
+    if core.cfg.always_hosted or any(r.phase is Phase.PROMOTING for r in core.hosted):
         return False                           # one at a time
     total, best, price = _demand(core), None, 1.0
-    for r in core.running:
-        if r.phase is not Phase.HOSTED or r.promotion_undone_at >= core.kv.issued:
+    for r in core.hosted:
+        if r.promotion_undone_at >= core.kv.issued:
             continue
         _add(total, _at_end(core, r, Place.HOST), -1)
         _add(total, _at_end(core, r, Place.DEVICE))

@@ -72,7 +72,7 @@ def for_growth(core: CoreState, r: Request, tier: Tier, taken: list[Request]) ->
         return
     if core.prefills_only and _drop_sending(core, r):
         return
-    for victim in reversed(core.running):
+    for victim in reversed(core.hosted):
         if victim not in taken and victim.phase is Phase.PROMOTING:
             victim.promotion_undone_at = core.kv.issued
             core.transition(victim, Trigger.SPILL)    # it decodes without the pages that it was promised

@@ -25,14 +25,14 @@ class Residency:
         self._core, self._admission = core, admission
         self._stay: tuple[int, ...] = ()       # when nobody could be promoted
         self._is_short = False                 # somebody would then have been, but for pages in use
-        self._uses = 0                         # HotUse so far,
+        self._uses = 0                         # HotUse so far, while somebody was hosted,
         self._seen = 0                         # and when buffers last grew, but for who
         self._waits = False                    # waits for fences
         self._grown = 0                        # times that one did
 
     def hear(self, rows: Iterable[tuple[RequestId, int, int]]) -> None:
         """A HotUse. What is absurd in it is left out."""
-        self._uses += 1
+        self._uses += bool(self._core.hosted)
         for rid, selected, missed in rows:
             r = self._core.live.get(rid)
             if r is not None and 0 <= missed <= selected and selected:
@@ -68,7 +68,7 @@ class Residency:
         arena = kv.arenas[Tier.HBM]
         if self._admission.needs_pages() and any([pool.in_limbo > pool.away for pool in arena.pools]):
             return                             # the head of the line may be about to get these
-        for r in sorted(filter(_may_grow, core.running), key=lambda r: (-r.missed / r.num_hot, r.key)):
+        for r in sorted(filter(_may_grow, core.hosted), key=lambda r: (-r.missed / r.num_hot, r.key)):
             n = min(r.hot_units, r.hot_units_max - r.num_hot)
             want = self._reserve(n)
             kv.spare(want)
