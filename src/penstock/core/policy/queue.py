@@ -33,14 +33,6 @@ class Blocked(NamedTuple):
     early: list[Copy]                      # were still being filled
 
 
-class Vain(NamedTuple):
-    """Nobody could make way for the head of the queue."""
-
-    taken: int                             # edges by then
-    step: StepId
-    shortages: list[Shortage]                  # what those lacked who would have; empty: it was not enough
-
-
 class Admission:
     """The head of one engine's queue, and why it waits."""
 
@@ -48,7 +40,8 @@ class Admission:
         self.core = core
         self._blocked: Blocked | None = None   # the head of the queue, when it last did not fit
         self._skipped: Request | None = None   # the same, if it was not tried in this turn
-        self._vain: Vain | None = None         # when nobody could make way for it
+        # Edges and steps when nobody could make way for it, and what those lacked who would have.
+        self._vain = -1, StepId(0), list[Shortage]()
 
     def admit(self) -> None:
         """Give rows and pages to the waiting, in order; the first that does not fit blocks the rest,
@@ -126,9 +119,6 @@ class Admission:
                                 () if no_row else state, shortages, early)
         return False
 
-    def _short(self, shortage: Shortage) -> int:
-        return self.core.kv.arenas[shortage.tier].short(shortage.want, promised=True)
-
     def _make_way(self, r: Request) -> None:
         """`r` lacks device pages that nobody was promised: the youngest that runs goes on from the host, if
         all that may would leave it enough. The first of all stays, unless it is alone, and so does who has
@@ -137,32 +127,24 @@ class Admission:
         shortages = [s for s in self.shortages_of(r) if s.tier is Tier.HBM and core.cfg.sparse]
         if not shortages or reclaim.leaving(core) or any(q.phase is Phase.STAGING for q in core.running):
             return
-        short = min([self._short(shortage) for shortage in shortages])
-        if short <= 0 or self._in_vain():
+        short = min([kv.arenas[s.tier].short(s.want, promised=True) for s in shortages])
+        taken, step, lacked = self._vain       # looking again walks the ends of tables, and some whole
+        waits = kv.issued < step + LOOK_STEPS if not lacked else all(
+            [kv.arenas[s.tier].lacks(s.want) for s in lacked])
+        if short <= 0 or (waits and taken == core.edges_taken):
             return
         short -= sum(1 for _ in reclaim.landing(core, Tier.HBM))
         rows = [q for q in core.running[1:] or core.running
                 if reclaim.may_spill(core, q) and q.num_preemptions < reclaim.PREEMPTIONS_MAX - 1]
-        self._vain = Vain(core.edges_taken, kv.issued, [])
+        lacked = []
+        self._vain = core.edges_taken, kv.issued, lacked
         if short <= 0 or sum([reclaim.spillable(core, q, short) for q in rows]) < short:
             return
         for q in reversed(rows):
-            trial = reclaim.spills(core, q)
-            if trial:
-                self._vain = None
+            if trial := reclaim.spills(core, q):
                 return
             if isinstance(trial, Shortage):
-                self._vain.shortages.append(trial)
-
-    def _in_vain(self) -> bool:
-        """Whether looking again for rows that could make way is too early: it walks the ends of their
-        tables."""
-        v, kv = self._vain, self.core.kv
-        if v is None or v.taken != self.core.edges_taken:
-            return False
-        if v.shortages:
-            return all([kv.arenas[shortage.tier].lacks(shortage.want) for shortage in v.shortages])
-        return kv.issued < v.step + LOOK_STEPS
+                lacked.append(trial)
 
     def may_start(self, r: Request) -> bool:
         """Whether nothing that `r`, who is in line, waits for by itself keeps it from getting a row."""
