@@ -138,7 +138,7 @@ def test_rows_that_the_device_draws_for_are_drawn_again_with_the_same_uniforms(m
 
 def test_a_second_draw_with_another_uniform_is_seen(monkeypatch) -> None:
     def again(self, logits_BV, token_B, states, rows):
-        row_B = torch.tensor(rows, dtype=torch.int32)
+        row_B = torch.tensor(rows, dtype=torch.int32, device=token_B.device)
         self.draw(logits_BV, token_B, row_B, torch.zeros_like(row_B))
     monkeypatch.setattr(Draws, "again", again)
     assert flying(draws_itself, monkeypatch)[0] != alone()

@@ -38,7 +38,8 @@ def encode(x_H: Tensor, coded: int) -> Tensor:
     """x [.., H], f32|bf16 -> uint8 [.., W], dense. What is not finite stays that."""
     amount, blocks = x_H[..., :coded].float(), blocks_of(coded)
     block_bB = F.pad(amount, (0, blocks * BLOCK - coded)).reshape(*amount.shape[:-1], blocks, BLOCK)
-    scale_b1 = block_bB.abs().amax(-1, keepdim=True) / LARGEST
+    most_b1 = block_bB.abs().amax(-1, keepdim=True)
+    scale_b1 = most_b1 / torch.full_like(most_b1, LARGEST)      # by a number, CUDA multiplies by its inverse
     code_bB = (block_bB / scale_b1.where(scale_b1 != 0, 1.0)).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     parts = (code_bB.flatten(-2)[..., :coded], scale_b1.squeeze(-1), x_H[..., coded:].to(torch.bfloat16))
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1)
