@@ -151,12 +151,15 @@ def measure(model: Any, work: str, name: str, batches: tuple[int, ...], args: ar
     max_len = args.tokens + args.steps + 2 * rows + 128
     token = LAYERS * row_bytes
     every = rows * (max_len + 64)
-    fits = int(1.4 * every * (row_bytes + key_bytes) / row_bytes) + 4096
+    held = every * (row_bytes + key_bytes) / row_bytes
+    fits = int(1.4 * held) + 4096
     hbm = (int(cell.device / token) if cell.device else fits if not cell.hot else
            int((rows * (cell.hot + 2048) * token + every * LAYERS * key_bytes) / token) + 32768)
-    engine = Direct(model, rows=rows, max_len=max_len, hbm_tokens=hbm, dram_tokens=every if cell.hot else 0,
-                    buckets=batches, hot_tokens=cell.hot, hosted=bool(cell.hot) and cell.device is None,
-                    page_size=64, step_tokens=args.step_tokens, prefix_cache=True,
+    # The host has room for keys too: a prompt is not computed twice.
+    engine = Direct(model, rows=rows, max_len=max_len, hbm_tokens=hbm, buckets=batches,
+                    dram_tokens=int(1.1 * held) + 4096 if cell.hot else 0, hot_tokens=cell.hot,
+                    hosted=bool(cell.hot) and cell.device is None, page_size=64,
+                    step_tokens=args.step_tokens, prefix_cache=True,
                     kv=KVConfig(kv_cache_dtype=cell.rows, index_dtype=cell.keys))
     rng = random.Random(0)
     prompts = [[rng.randrange(10, 31000) for _ in range(args.tokens)] for _ in range(rows)]
