@@ -4,7 +4,7 @@
 
 Six layers of DeepSeek-V3.2's shape with 64 heads and a hidden size of 4,096, made here by a formula; random
 prompts of 32,768 tokens. W1b is W1 whose consecutive choices overlap as a trained model's do. Cells: all KV
-on the device; always hosted, with hot buffers of 4,096 tokens; the tight ones with 4.0 GB for KV on the
+on the device; always hosted, with hot buffers of 4,096 tokens, the tight ones with 4.0 GB for KV on the
 device. A cell's formats are of rows and of index keys. The file is written anew after each row, so that a
 run that is cut off tells what it had. `kernels`: by torch's profiler over some steps, by name: launches a
 step, and us a step from the end of the kernel in front to its own, since kernels begin early.
@@ -45,6 +45,7 @@ CONFIG = {
                      "original_max_position_embeddings": 4096, "type": "yarn"},
 }
 PROFILED = 8                                        # steps
+SPREAD = 8              # tokens more of each request, that the last comes before the first ends
 # A token's own part of its embedding, the rotated part of index queries.
 WORK = {"W1": (0.3, 1.0), "W1b": (0.1, 0.0)}
 # Bytes of a token and layer, by format.
@@ -148,7 +149,7 @@ def measure(model: Any, work: str, name: str, batches: tuple[int, ...], args: ar
     cell = CELLS[name]
     row_bytes, key_bytes = ROWS[cell.rows], KEYS[cell.keys]
     rows = batches[-1]
-    max_len = args.tokens + args.steps + 2 * rows + 128
+    max_len = args.tokens + args.steps + SPREAD * rows + 128
     token = LAYERS * row_bytes
     every = rows * (max_len + 64)
     held = every * (row_bytes + key_bytes) / row_bytes
@@ -158,8 +159,7 @@ def measure(model: Any, work: str, name: str, batches: tuple[int, ...], args: ar
     # The host has room for keys too: a prompt is not computed twice.
     engine = Direct(model, rows=rows, max_len=max_len, hbm_tokens=hbm, buckets=batches,
                     dram_tokens=int(1.1 * held) + 4096 if cell.hot else 0, hot_tokens=cell.hot,
-                    hosted=bool(cell.hot) and cell.device is None, page_size=64,
-                    step_tokens=args.step_tokens, prefix_cache=True,
+                    hosted=bool(cell.hot), page_size=64, step_tokens=args.step_tokens, prefix_cache=True,
                     kv=KVConfig(kv_cache_dtype=cell.rows, index_dtype=cell.keys))
     rng = random.Random(0)
     prompts = [[rng.randrange(10, 31000) for _ in range(args.tokens)] for _ in range(rows)]
@@ -178,7 +178,7 @@ def measure(model: Any, work: str, name: str, batches: tuple[int, ...], args: ar
             if seen in (profiled, profiled + PROFILED):  # noqa: B023
                 torch.cuda.synchronize()
                 (profiler.start if seen == profiled else profiler.stop)()  # noqa: B023
-        ran = engine.run(prompts[:batch], args.steps + 2 * batch, every_step=every_step)
+        ran = engine.run(prompts[:batch], args.steps + SPREAD * batch, every_step=every_step)
         wall = time.perf_counter() - began
         kernels = kernels_of(profiler, PROFILED) if seen >= profiled + PROFILED else {}
         told = {key: value - before.get(key, 0) for key, value in counts(engine).items()}
