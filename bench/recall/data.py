@@ -10,7 +10,6 @@ without; questions about them follow, each with its answer:
 """
 
 import random
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -69,13 +68,16 @@ def pairs(
     *,
     spread: bool,
     hops: int = 1,
+    n: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Questions of one kind ("recall", "chain", "sum") about pairs; `spread` over most of the context.
+    """Questions of one kind ("recall", "chain", "sum") about n pairs (None: as many as there is room for);
+    `spread` over most of the context (None: a random number of them).
 
     Reads gen and dice. Returns ids_BT and labels_BT, int64, on gen's device.
     """
     most = min(tokens // 4, MAX_PAIRS)
-    n = dice.randint(max(8, most // 8), most) if spread else most
+    if n is None:
+        n = dice.randint(max(8, most // 8), most) if spread else most
     n -= n % hops
     slots = (7 * tokens // 8) // 2 if spread else n
     everyone = _order(rows, words.NUM_KEYS, gen)
@@ -122,12 +124,26 @@ def copying(rows: int, tokens: int, gen: torch.Generator) -> tuple[Tensor, Tenso
     return ids, _labels(ids, answer)
 
 
-def batch(
-    rows: int, tokens: int, seed: int, number: int, device: str, kinds: Sequence[str]
-) -> tuple[Tensor, Tensor]:
-    """Batch `number`: a third copying, the rest questions, sums from 512 tokens on; or recall alone."""
+def asked(tokens: int) -> int:
+    """Pairs in a context of `penstock eval --task recall`."""
+    return min(MAX_PAIRS, tokens // 6)
+
+
+def recall_alone(level: int, longest: int, dice: random.Random) -> tuple[int, int, bool]:
+    """Tokens, pairs, and whether they are spread, of a batch for a model that has learnt to recall what fits
+    in fewer than `level` tokens: packed, where most is asked a token, or in contexts of up to `longest`."""
+    packed = min(level, 4 * MAX_PAIRS, longest)
+    most = min(level // 4, MAX_PAIRS)
+    if level < 256 or dice.random() < 0.5:
+        return packed, most, False
+    longer = [128 << i for i in range(10) if packed <= 128 << i <= longest]
+    return dice.choice(longer), max(dice.randint(most // 4, most) for _ in range(2)), True
+
+
+def batch(rows: int, tokens: int, seed: int, number: int, device: str) -> tuple[Tensor, Tensor]:
+    """Batch `number`: a third copying, the rest questions, sums from 512 tokens on."""
     gen, dice = generator(seed, number, device)
-    turn = number % 12 if len(kinds) > 1 else 1
+    turn = number % 12
     if turn % 3 == 0:
         return copying(rows, tokens, gen)
     if turn == 11 and tokens >= 512:

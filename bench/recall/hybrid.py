@@ -5,6 +5,10 @@ tokens. The one layer that attends is the first: what it sees has no neighbours 
 in the states of the others.
 """
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from net import MLP, How, Lookup, initialise, linear
@@ -89,31 +93,81 @@ class Inverse(torch.autograd.Function):
         return -(turned @ grad @ turned)
 
 
-def delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, write: Tensor) -> Tensor:
-    """The gated delta rule in chunks: q, k [B, N, T, S], v [B, N, T, V], decay (its logarithm) and write
-    [B, N, T], all float32; returns [B, N, T, V]. T is cut into chunks of CHUNK or is shorter."""
-    tokens = q.shape[2]
-    size = min(CHUNK, tokens)
-    q, k, v = (x.unflatten(2, (-1, size)) for x in (q, k, v))
-    decay, write = decay.unflatten(2, (-1, size)).cumsum(-1), write.unflatten(2, (-1, size))[..., None]
-    upper = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
-    between = (decay[..., :, None] - decay[..., None, :]).masked_fill(upper, float("-inf")).exp()
-    eye = torch.eye(size, device=q.device)
-    lower = ((k * write) @ k.transpose(-1, -2) * between).tril(-1) + eye
-    inverse = Inverse.apply(lower)
+def fused(work: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled where it runs on a GPU: there memory is what these wait for, and they are most of a step."""
+    compiled = torch.compile(work, dynamic=False)
+
+    @functools.wraps(work)
+    def call(first: Tensor, *rest: Tensor) -> Any:
+        return (compiled if first.is_cuda else work)(first, *rest)
+
+    return call
+
+
+@fused
+def prepared(
+    qkvz: Tensor, ba: Tensor, taps: Tensor, dt_bias: Tensor, A_log: Tensor, age: Tensor
+) -> tuple[Tensor, ...]:
+    """What `delta` reads, [chunks, N, ...] each, float32. Its shapes do not depend on the length of a row.
+
+    qkvz [tokens, N * (2 S + 2 V)] and ba [tokens, 2 N] of all rows, one behind the other;
+    taps [N * (2 S + V), 1, TAPS]; age [tokens]: how many tokens of its row each has before it.
+    """
+    mixed = qkvz.float().unflatten(-1, (N, -1))
+    q, k, v, _ = (part.flatten(1) for part in mixed.split([S, S, V, V], -1))
+    b, a = ba.float().unflatten(-1, (N, 2)).unbind(-1)
+    x = torch.cat([q, k, v], -1)
+    y = x * taps[:, 0, TAPS - 1]
+    for i in range(1, TAPS):
+        y = y + F.pad(x, (0, 0, i, 0))[: len(x)] * (age >= i)[:, None] * taps[:, 0, TAPS - 1 - i]
+    parts = F.silu(y).split([N * S, N * S, N * V], -1)
+    q, k, v = (part.view(-1, CHUNK, N, part.shape[-1] // N).transpose(1, 2) for part in parts)
+    q, k = (p * torch.rsqrt((p * p).sum(-1, keepdim=True) + 1e-6) for p in (q, k))
+    q = q * S**-0.5
+    decay = (-A_log.exp() * F.softplus(a + dt_bias)).view(-1, CHUNK, N).transpose(1, 2).cumsum(-1)
+    write = b.sigmoid().view(-1, CHUNK, N).transpose(1, 2)[..., None]
+    at = torch.arange(CHUNK, device=q.device)
+    between = decay[..., :, None] - decay[..., None, :]
+    between = between.masked_fill(at[:, None] < at, float("-inf")).exp()
+    lower = (k * write) @ k.transpose(-1, -2) * between
+    lower = torch.where(at[:, None] > at, lower, (at[:, None] == at).float())
     grown = decay.exp()[..., None]
-    values, asked = inverse @ (v * write), inverse @ (k * write * grown)
     inside = q @ k.transpose(-1, -2) * between
-    q = q * grown
-    k = k * (decay[..., -1:] - decay).exp()[..., None]
-    last = decay[..., -1].exp()[..., None, None]
-    state = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])
-    out = []
-    for c in range(q.shape[2]):
-        fresh = values[:, :, c] - asked[:, :, c] @ state
-        out.append(q[:, :, c] @ state + inside[:, :, c] @ fresh)
-        state = state * last[:, :, c] + k[:, :, c].transpose(-1, -2) @ fresh
-    return torch.stack(out, 2).flatten(2, 3)
+    left = (decay[..., -1:] - decay).exp()[..., None]
+    return q * grown, k * left, v * write, k * write * grown, lower, inside, decay[..., -1].exp()
+
+
+def before(turn: Tensor, add: Tensor) -> Tensor:
+    """The state that each chunk begins with, of a row's first with 0: S' = turn S + add, [B, C, N, S, S] and
+    [B, C, N, S, V], in as many rounds as C has bits."""
+    far = 1
+    while far < turn.shape[1]:
+        add = torch.cat([add[:, :far], add[:, far:] + turn[:, far:] @ add[:, :-far]], 1)
+        turn = torch.cat([turn[:, :far], turn[:, far:] @ turn[:, :-far]], 1)
+        far *= 2
+    return F.pad(add[:, :-1], (0, 0, 0, 0, 0, 0, 1, 0))
+
+
+def delta(
+    rows: int, q: Tensor, k: Tensor, v: Tensor, asked: Tensor, lower: Tensor, inside: Tensor, last: Tensor
+) -> Tensor:
+    """The gated delta rule over what `prepared` returns: [chunks, N, CHUNK, V]."""
+    inverse = Inverse.apply(lower)
+    values, asked = inverse @ v, inverse @ asked
+    turned = k.transpose(-1, -2)
+    eye = torch.eye(S, device=q.device)
+    turn, add = last[..., None, None] * eye - turned @ asked, turned @ values
+    state = before(*(x.unflatten(0, (rows, -1)) for x in (turn, add))).flatten(0, 1)
+    return q @ state + inside @ (values - asked @ state)
+
+
+@fused
+def gated(out: Tensor, qkvz: Tensor, weight: Tensor) -> Tensor:
+    """out [chunks, N, CHUNK, V] normalised, times the gate in qkvz: [tokens, N * V]."""
+    z = qkvz.float().unflatten(-1, (N, -1))[..., -V:]
+    out = out.transpose(1, 2).flatten(0, 1)
+    out = out * torch.rsqrt((out * out).mean(-1, keepdim=True) + 1e-6) * weight
+    return (out * F.silu(z)).flatten(1)
 
 
 class GatedDelta(nn.Module):
@@ -128,21 +182,14 @@ class GatedDelta(nn.Module):
         self.out_proj = linear(N * V, D)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        tokens = x_BTD.shape[1]
-        mixed = self.in_proj_qkvz(x_BTD).float().unflatten(-1, (N, -1))
-        q, k, v, z = (part.flatten(2) for part in mixed.split([S, S, V, V], -1))
-        b, a = self.in_proj_ba(x_BTD).float().unflatten(-1, (N, 2)).unbind(-1)
-        y = F.pad(torch.cat([q, k, v], -1), (0, 0, TAPS - 1, 0))
-        y = F.silu(sum(y[:, i : i + tokens] * self.conv1d.weight[:, 0, i] for i in range(TAPS)))
-        q, k, v = (
-            part.unflatten(-1, (N, -1)).transpose(1, 2) for part in y.split([N * S, N * S, N * V], -1)
-        )
-        q, k = (p * torch.rsqrt((p * p).sum(-1, keepdim=True) + 1e-6) for p in (q, k))
-        decay = -self.A_log.exp() * F.softplus(a + self.dt_bias)
+        """T: a multiple of CHUNK."""
+        rows, tokens = x_BTD.shape[:2]
+        qkvz, ba = (w(x_BTD).flatten(0, 1) for w in (self.in_proj_qkvz, self.in_proj_ba))
+        age = torch.arange(tokens, device=x_BTD.device).repeat(rows)
         with torch.autocast(x_BTD.device.type, enabled=False):
-            out = delta(q * S**-0.5, k, v, decay.transpose(1, 2), b.sigmoid().transpose(1, 2))
-        out = self.norm(out.transpose(1, 2)).flatten(2) * F.silu(z)
-        return self.out_proj(out)
+            out = delta(rows, *prepared(qkvz, ba, self.conv1d.weight, self.dt_bias, self.A_log, age))
+            out = gated(out, qkvz, self.norm.weight)
+        return self.out_proj(out).unflatten(0, (rows, tokens))
 
 
 class Attention(nn.Module):

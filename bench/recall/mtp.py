@@ -24,9 +24,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import data
 import net
 from net import LATENT, NOPE, ROPE, D, N
+from steps import Captured
 
 DEPTH = 3  # drafts one behind the other that are trained for
 TOPK = 256
+ENOUGH = 0.98  # of every length at every depth: no need to go on
 LENGTHS = (128, 256, 512, 1024, 2048)
 
 
@@ -103,24 +105,28 @@ class Trained:
         x = model["norm"](x)
         return token, x, self.model.lm_head(x).argmax(-1)
 
-    def losses(self, number: int, rows: int, tokens: int) -> tuple[Tensor, list[float]]:
-        """Over answers that are known, behind the first token of each: copies, and every third time hops. And
-        at each depth the share that is said as the model says it."""
+    def batch(self, number: int, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """Copies, and every third time hops."""
         gen, dice = data.generator(self.seed, number, self.device)
         if number % 3:
-            ids, labels = data.copying(rows, tokens, gen)
-        else:
-            hops = dice.choice((2, 3, 4))
-            ids, labels = data.pairs(rows, tokens, gen, dice, "chain", spread=False, hops=hops)
-        with torch.autocast(self.device, torch.bfloat16):
+            return data.copying(rows, tokens, gen)
+        hops = dice.choice((2, 3, 4))
+        return data.pairs(rows, tokens, gen, dice, "chain", spread=False, hops=hops)
+
+    def losses(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Over answers that are known, behind the first token of each. And at each depth the share that is
+        said as the model says it."""
+        tokens = ids.shape[1]
+        with torch.autocast(self.device, torch.bfloat16, cache_enabled=False):
             token, hidden, said = self.made(ids, tokens)
             outs = self.draft(token, hidden, net.angles(tokens - 1, ids.device))
-            known = labels != data.IGNORED
-            asked = known[:, 1:] & known[:, :-1]
-            logits = [F.linear(out[asked], self.model.lm_head.weight).float() for out in outs]
-        want = said[:, 1:][asked]
-        right = [float((one.argmax(-1) == want).float().mean()) for one in logits]
-        return sum(F.cross_entropy(one, want) for one in logits), right
+            logits = [F.linear(out, self.model.lm_head.weight).float() for out in outs]
+        known = labels != data.IGNORED
+        known = known[:, 1:] & known[:, :-1]
+        want = said[:, 1:].masked_fill(~known, data.IGNORED)
+        right = [(one.detach().argmax(-1) == want).sum() / known.sum() for one in logits]
+        flat, ask = want.flatten(), data.IGNORED
+        return sum(F.cross_entropy(one.flatten(0, 1), flat, ignore_index=ask) for one in logits), right
 
     def save(self, out: Path, log: list[dict]) -> None:
         found = {
@@ -131,6 +137,31 @@ class Trained:
         (out / "log.json").write_text(json.dumps(log))
 
 
+class Step:
+    """One training step of one length."""
+
+    def __init__(self, run: Trained, opt: torch.optim.Optimizer, rows: int, tokens: int, pool: object):
+        self.run, self.opt = run, opt
+        self.ids = torch.zeros(rows, tokens, dtype=torch.long, device=run.device)
+        self.labels = self.ids.clone()
+        self.step = Captured(self.work, opt, pool, eager=run.device != "cuda")
+
+    def work(self) -> tuple[Tensor]:
+        self.opt.zero_grad(set_to_none=True)
+        loss, right = self.run.losses(self.ids, self.labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.run.draft.parameters(), 1.0)
+        self.opt.step()
+        return (torch.stack(right),)
+
+    def __call__(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """The share that is right at each depth, [DEPTH]."""
+        self.ids.copy_(ids)
+        self.labels.copy_(labels)
+        (right,) = self.step()
+        return right
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder")
@@ -138,32 +169,46 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=140)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", help="a folder that this has written")
-    parser.add_argument("--batch-tokens", type=int, default=32768)
+    parser.add_argument("--batch-tokens", type=int, default=16384)
+    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")
     parser.add_argument("--longest", type=int, default=LENGTHS[-1])
     args = parser.parse_args()
     started, out = time.time(), Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    run, log, number, saved = Trained(args.folder, args.seed, args.resume), list[dict](), 0, started
-    opt = torch.optim.AdamW(run.draft.parameters(), lr=1e-3, betas=(0.9, 0.98), weight_decay=0.01)
+    run, log, number = Trained(args.folder, args.seed, args.resume), list[dict](), 0
+    saved = said = started
+    cuda = run.device == "cuda"
+    opt = torch.optim.AdamW(
+        run.draft.parameters(),
+        lr=torch.tensor(0.0, device=run.device),
+        betas=(0.9, 0.98),
+        weight_decay=0.01,
+        fused=cuda,
+        capturable=cuda,
+    )
+    pool, steps = torch.cuda.graph_pool_handle() if cuda else None, dict[int, Step]()
     lengths, short = [n for n in LENGTHS if n <= args.longest], args.resume is None
-    dice, mean = random.Random(args.seed), {n: [0.0] * DEPTH for n in LENGTHS}
+    dice = random.Random(args.seed)
+    mean = {n: torch.zeros(DEPTH, device=run.device) for n in LENGTHS}
     while (spent := (time.time() - started) / args.seconds) < 1:
-        for group in opt.param_groups:
-            group["lr"] = 1e-3 * min(1.0, (number + 1) / 100) * max(0.05, min(1.0, 2 * (1 - spent)))
-        # The shortest alone until copying has been learnt.
-        short = short and mean[lengths[0]][0] < 0.8 and spent < 0.5
+        rate = args.rate * min(1.0, (number + 1) / 100) * max(0.05, min(1.0, 2 * (1 - spent)))
+        opt.param_groups[0]["lr"].fill_(rate)
         tokens = lengths[0] if short else dice.choice(lengths)
-        loss, right = run.losses(number + (1 << 30) * bool(args.resume), args.batch_tokens // tokens, tokens)
-        opt.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(run.draft.parameters(), 1.0)
-        opt.step()
-        mean[tokens] = [0.9 * a + 0.1 * b for a, b in zip(mean[tokens], right, strict=True)]
+        if tokens not in steps:
+            steps[tokens] = Step(run, opt, args.batch_tokens // tokens, tokens, pool)
+        batch = run.batch(number + (1 << 30) * bool(args.resume), args.batch_tokens // tokens, tokens)
+        mean[tokens].mul_(0.9).add_(steps[tokens](*batch), alpha=0.1)
         number += 1
         if number % 100 == 0:
-            shares = {n: [round(m, 3) for m in many] for n, many in mean.items()}
+            # The shortest alone until copying has been learnt.
+            short = short and float(mean[lengths[0]][0]) < 0.8 and spent < 0.5
+        if time.time() - said > 10:
+            shares = {n: [round(m, 3) for m in many.tolist()] for n, many in mean.items()}
             log.append({"t": round(time.time() - started, 1), "step": number, "right": shares})
             print(json.dumps(log[-1]), flush=True)
+            said = time.time()
+            if all(min(many) >= ENOUGH for many in shares.values()):
+                break
         if time.time() - saved > 25:
             run.save(out, log)
             saved = time.time()

@@ -10,7 +10,9 @@ Writes into OUT
     config.json, tokenizer.json                        log.json          losses, accuracies, the stage
     results.md           accuracy by length and by tokens chosen, of the rounded weights
 
-With --hybrid the model of `hybrid.py`, which has no indexer and so one stage, and learns recall alone.
+With --hybrid the model of `hybrid.py`, which has no indexer and so one stage, and learns recall alone: more
+pairs as it recalls, and from 64 on in every other batch in contexts of up to 4,096 tokens with filler between
+them. It stops as soon as it recalls .99 of each.
 Resuming continues the stage that the log names; Adam's moments start anew.
 """
 
@@ -29,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import data
 import hybrid
 import net
+from steps import Captured
 
 from penstock.eval import words
 
@@ -67,6 +70,9 @@ class Run:
         torch.manual_seed(args.seed)
         self.net = hybrid if args.hybrid else net
         self.model = self.net.Recall().to(self.device)
+        if args.hybrid:
+            # Of states and what is within a chunk: all else is in bfloat16.
+            torch.set_float32_matmul_precision("high")
         self.kinds = ("recall",) if args.hybrid else ("recall", "chain", "copy")
         self.state = {
             "stage": "dense",
@@ -129,14 +135,16 @@ class Run:
         """Share of questions with every answer token right; of answer tokens for "copy" and "sum"."""
         self.model.eval()
         right = asked = 0
-        at_once = max(1, min(rows, 32768 // tokens))
+        # The hybrid's always of one size, as its batches are: what is compiled is of one shape.
+        at_once = max(1, self.args.batch_tokens // tokens if self.args.hybrid else min(rows, 32768 // tokens))
+        n = data.asked(tokens) if self.args.hybrid and spread else None
         for number in range(-(-rows // at_once)):
             gen, dice = data.generator(self.args.seed, HELD_OUT + number, self.device)
             if kind == "copy":
                 ids, labels = data.copying(at_once, tokens, gen)
             else:
                 hops = 2 if kind == "chain" else 1
-                ids, labels = data.pairs(at_once, tokens, gen, dice, kind, spread=spread, hops=hops)
+                ids, labels = data.pairs(at_once, tokens, gen, dice, kind, spread=spread, hops=hops, n=n)
             how = net.How(mode, tokens, topk, ids.device)
             with torch.autocast(self.device, torch.bfloat16):
                 ok = self.model(ids, how)[0].argmax(-1) == labels
@@ -170,35 +178,54 @@ class Run:
         opt = self.optimizer({"dense": [main], "warm": [index], "joint": [main, index]}[name], betas)
         params = opt.param_groups[0]["params"]
         self.state["stage"] = name
-        # The graphs of the last stage share their memory: they run one after the other.
-        self.pool = torch.cuda.graph_pool_handle() if self.graphs and name == "joint" else None
+        # Graphs of one stage share their memory: they run one after the other.
+        several = name == "joint" or self.args.hybrid
+        self.pool = torch.cuda.graph_pool_handle() if self.graphs and several else None
         steps: dict[tuple[int, int], Step] = {}
         whole, first, saved = max(1.0, self.stage_left(name)), self.state["steps"][name], time.time()
         while self.stage_left(name) > 0 and self.state["steps"][name] - first < self.args.steps:
             done = self.state["steps"][name] - first
             number = self.state["batch"]
-            tokens = self.state["tokens"]
+            tokens, made = self.lesson(rows_of, number)
             topk = TOPK[number % len(TOPK)] if name == "joint" else 0
             # A warm-up, then constant; over the last third of the last stage down to a tenth.
-            last = name == "joint" or self.args.hybrid
-            fall = min(1.0, 3 * self.stage_left(name) / whole) if last else 1.0
+            fall = min(1.0, 3 * self.stage_left(name) / whole) if several else 1.0
             self.set_rate(opt, lr * min(1.0, (done + 1) / 200) * max(0.1, fall))
             if (tokens, topk) not in steps:
-                if name == "dense":
+                if name == "dense" and not self.args.hybrid:
                     steps.clear()  # a shorter length never comes back
                     opt.zero_grad(set_to_none=True)
                 steps[tokens, topk] = Step(self, name, opt, params, rows_of[tokens], tokens, topk)
-            loss, kl = steps[tokens, topk](
-                *data.batch(rows_of[tokens], tokens, self.args.seed, number, self.device, self.kinds)
-            )
+            loss, kl = steps[tokens, topk](*made)
             self.state["batch"] += 1
             self.state["steps"][name] += 1
             if (done + 1) % every == 0:
-                self.check(name, tokens, float(loss), float(kl))
+                self.check(name, self.state["tokens"], float(loss), float(kl))
                 if time.time() - saved > 30:
                     self.save()
                     saved = time.time()
+                    if self.args.hybrid and self.enough():
+                        break
         steps.clear()
+
+    def lesson(self, rows_of: dict[int, int], number: int) -> tuple[int, tuple[Tensor, Tensor]]:
+        """Batch `number` and its length."""
+        seed, tokens = self.args.seed, self.state["tokens"]
+        if not self.args.hybrid:
+            return tokens, data.batch(rows_of[tokens], tokens, seed, number, self.device)
+        gen, dice = data.generator(seed, number, self.device)
+        tokens, n, spread = data.recall_alone(tokens, self.args.longest, dice)
+        return tokens, data.pairs(rows_of[tokens], tokens, gen, dice, "recall", spread=spread, n=n)
+
+    def enough(self) -> bool:
+        """Says how much is recalled of each length, and whether that is all that is asked for."""
+        lengths = [self.args.longest >> i for i in (2, 1, 0)]
+        found = {
+            t: [self.accuracy("recall", t, "dense", 0, spread=spread) for spread in (False, True)]
+            for t in lengths
+        }
+        self.say(recall=found, step=self.state["steps"]["dense"])
+        return all(min(shares) >= 0.99 for shares in found.values())
 
     @staticmethod
     def set_rate(opt: torch.optim.Optimizer, rate: float) -> None:
@@ -214,13 +241,13 @@ class Run:
         found = {k: self.accuracy(k, tokens, mode, topk, spread=False) for k in self.kinds}
         step = self.state["steps"][name]
         self.say(stage=name, step=step, tokens=tokens, loss=round(loss, 4), kl=round(kl, 4), **found)
-        learned = found["recall"] > 0.9 and found.get("chain", 1.0) > 0.75
+        learned = found["recall"] > (0.8 if self.args.hybrid else 0.9) and found.get("chain", 1.0) > 0.75
         if name == "dense" and learned and tokens < self.args.longest:
             self.state["tokens"] = 2 * tokens
 
 
 class Step:
-    """One training step of fixed shape: a CUDA graph where one can be captured, eager elsewhere."""
+    """One training step of fixed shape."""
 
     def __init__(
         self, run: Run, mode: str, opt: torch.optim.Optimizer, params: list, rows: int, tokens: int, topk: int
@@ -231,8 +258,7 @@ class Step:
         self.how = net.How(mode, tokens, topk, torch.device(run.device), sampled)
         self.ids = torch.zeros(rows, tokens, dtype=torch.long, device=run.device)
         self.labels = self.ids.clone()
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.calls = 0
+        self.step = Captured(self.work, opt, run.pool, eager=not run.graphs)
 
     def work(self) -> tuple[Tensor, Tensor]:
         self.opt.zero_grad(set_to_none=True)
@@ -246,38 +272,17 @@ class Step:
         self.opt.step()
         return loss.detach(), kl.detach()
 
-    def __call__(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         self.ids.copy_(ids)
         self.labels.copy_(labels)
         if self.how.rows_R is not None:
             rows = torch.randperm(self.tokens, device=self.run.device)[: len(self.how.rows_R)]
             self.how.rows_R.copy_(rows)
-        self.calls += 1
-        if self.graph is None and self.run.graphs and self.calls > 3:
-            self.capture()
-        if self.graph is not None:
-            self.graph.replay()
-            return self.result
-        if not self.run.graphs:
-            return self.work()
-        aside = torch.cuda.Stream()  # what is captured must have run before, beside the default stream
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            result = self.work()
-        torch.cuda.current_stream().wait_stream(aside)
-        return result
-
-    def capture(self) -> None:
-        graph = torch.cuda.CUDAGraph()
-        self.opt.zero_grad(set_to_none=True)
-        try:
-            with torch.cuda.graph(graph, pool=self.run.pool):
-                self.result = self.work()
-            self.graph = graph
-        except RuntimeError as error:
+        found = self.step()
+        if self.step.why and self.run.graphs:
             self.run.graphs = False
-            self.opt.zero_grad(set_to_none=True)
-            self.run.say(note="no CUDA graphs from here on", reason=str(error)[:300])
+            self.run.say(note="no CUDA graphs from here on", reason=self.step.why)
+        return found
 
 
 def results(run: Run) -> str:
