@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Literal
 
 from penstock.core.kv import claims, offload, prefetch, promote
 from penstock.core.kv.claims import Claim, mirror
 from penstock.core.kv.page_table import Column, enter_pinned, own, take_all, unpin
-from penstock.core.kv.pages import NO_ROW, NONE_LEFT, Early, Found, Headroom, Pages, Shortage, Trial
+from penstock.core.kv.pages import NO_ROW, NONE_LEFT, Early, Found, Headroom, Pages, Trial
 from penstock.core.kv.pool import Fence
 from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.lifecycle import Lease, Phase, Place
@@ -72,9 +71,7 @@ class KVCache(Pages):
                 self.unpin(r, self.device[g], copy)
             t.kept = {}
 
-    def grow(self, r: Request, upto: int) -> Literal[True] | Shortage:
-        """Pages for positions below `upto` in every group, or nothing."""
-        return claims.grow(self, r, upto)
+    grow = claims.grow       # what a row writes next
 
 
 # ---------------------------------------------------------------- the way in

@@ -108,10 +108,12 @@ def grow(kv: Pages, r: Request, upto: int) -> Literal[True] | Shortage:
     """Pages for positions below `upto`, in every group, or nothing."""
     host, promoting = r.place is _HOST, r.phase is Phase.PROMOTING
     hbm, dram, new_up, new_down = [0] * len(r.tables), [0] * len(r.tables), 0, 0
+    covered: list[int] = []                    # positions that each table will have pages for
     for g, t in enumerate(r.tables):
         on_host = host and t.hosted
-        n = -(-upto // t.unit) - len(t.host if on_host else t.device)
-        if n <= 0:
+        has, needs = len(t.host if on_host else t.device), -(-upto // t.unit)
+        covered.append(t.unit * max(has, needs))
+        if (n := needs - has) <= 0:
             continue
         if on_host:
             dram[g] = n
@@ -141,7 +143,7 @@ def grow(kv: Pages, r: Request, upto: int) -> Literal[True] | Shortage:
             # Of a prompt only the last page is mirrored: the others are full when it is over.
             for i in range(len(t.device) - (up if r.phase is Phase.RESIDENT else 1), len(t.device)):
                 mirror(kv, g, t, i)
-    r.capacity = kv.covered(r, r.place)
+    r.capacity = min(covered)
     return True
 
 

@@ -25,7 +25,7 @@ def seal(kv: Pages, r: Request) -> None:
         node = tree.child(parent, r.page_key(i, size))
         tree.ref(node)
         path.append(node)
-    lower = kv.cfg.dram_pages > 0
+    lower, stores = kv.cfg.dram_pages > 0, kv.cfg.disk_pages and kv.cfg.prefix_cache
     store: list[tuple[int, Node]] = []         # in this way: list[...]() takes twenty times as long
     for g, t in enumerate(r.tables):
         new: list[Node] = []
@@ -33,9 +33,6 @@ def seal(kv: Pages, r: Request) -> None:
         for i in range(first * size // unit, known * size // unit):
             node = path[(i + 1) * unit // size - 1]
             there, up = node.copies, t.device[i] if i < len(t.device) else None
-            if not lower:
-                _offer(kv, r, g, i, node, up, None)
-                continue
             down = t.host[i] if i < len(t.host) else None
             # What storage is still to bring has been computed here: a read that hangs keeps it from nobody.
             known_below = False
@@ -43,32 +40,29 @@ def seal(kv: Pages, r: Request) -> None:
                 mine = up or down
                 mine = None if mine is None or mine.partial else mine
                 known_below = kv.take_host_copy(node, g, mine) is not None
-            _offer(kv, r, g, i, node, up, down)
+            # The copies of a page that was just sealed serve others, where the tree has none.
+            if up is not None:
+                _share(tree, node, device, up)
+            if down is not None:
+                _share(tree, node, host, down)
+                if r.place is not _HOST and r.phase is not _STAGING:
+                    kv.drop_entry(r, g, t.host, i)        # it is the tree's now, or the tree has another
+                elif up is not None and not up.ready and r.phase is _PROMOTING:
+                    load(kv, r, g, [(i, node)])
+            if not lower:
+                continue
             if host not in there and node.ready(device):
                 new.append(node)
-            elif not known_below and node.ready(host):
+            elif stores and not known_below and node.ready(host):
                 store.append((g, node))            # written there at the source: no copy will end
         if new:
             write_through(kv, g, new, r)
         if t.reach:
             leave_behind(kv, r, g, t)
-    if store and kv.cfg.disk_pages and kv.cfg.prefix_cache:
+    if store:
         kv.moves.store(store)
     if lower and any(kv.late):
         _catch_up(kv)
-
-
-def _offer(kv: Pages, r: Request, g: int, i: int, node: Node,
-           up: Copy | None, down: Copy | None) -> None:
-    """The copies of a page that was just sealed serve others, where the tree has none."""
-    if up is not None:
-        _share(kv.tree, node, kv.device[g], up)
-    if down is not None:
-        _share(kv.tree, node, kv.host[g], down)
-        if r.place is not _HOST and r.phase is not _STAGING:
-            kv.drop_entry(r, g, r.tables[g].host, i)      # it is the tree's now, or the tree has another
-        elif up is not None and not up.ready and r.phase is _PROMOTING:
-            load(kv, r, g, [(i, node)])
 
 
 def _share(tree: Tree, node: Node, space: TierGroup, copy: Copy) -> None:
@@ -80,7 +74,6 @@ def _share(tree: Tree, node: Node, space: TierGroup, copy: Copy) -> None:
 def write_through(kv: Pages, g: int, nodes: list[Node], r: Request) -> None:
     """Copy sealed pages to the host, as far as there is room; reserved pages are used first. The rest is
     copied when the next pages are sealed, if there is room then."""
-    todo: list[Node] = []
     host, reserve = kv.host[g], r.reserve[g]
     pool, attach = host.pool, kv.tree.attach
     if (n := len(nodes) - len(reserve)) > 1:
@@ -88,10 +81,10 @@ def write_through(kv: Pages, g: int, nodes: list[Node], r: Request) -> None:
     for i, node in enumerate(nodes):
         if not (reserve or pool.free or kv.make_free(Tier.DRAM, kv.one_page(g))):
             kv.late[g] += nodes[i:]
+            nodes = nodes[:i]
             break
         attach(node, host, Copy(reserve.pop() if reserve else pool.acquire(1)[0], None, False))
-        todo.append(node)
-    kv.moves.save(todo, kv.device[g], host)
+    kv.moves.save(nodes, kv.device[g], host)
 
 
 def _catch_up(kv: Pages) -> None:
