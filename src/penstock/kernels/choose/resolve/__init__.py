@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from penstock.kernels.c import device
 from penstock.kernels.choose.resolve import native, reference
 from penstock.kernels.op import DEVICES, Implementation, Op
 from penstock.kernels.triton.lazy import lazy
@@ -46,7 +47,7 @@ class Resolve(Protocol):
 
 
 OP: Op[Resolve] = Op("resolve", (
-    lazy("cuda", "penstock.kernels.choose.resolve.triton_map:resolve"),
+    lazy("cuda", "penstock.kernels.choose.resolve.triton_map:resolve", device.probe),
     Implementation("native", native.resolve, native.probe),
     Implementation("reference", reference.resolve, reference.probe, DEVICES),
 ))

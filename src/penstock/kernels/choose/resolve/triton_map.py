@@ -1,5 +1,6 @@
 """Where chosen units are, in Triton: a program for each query and KV head looks them up and finds victims,
-one behind the other those of a row that has several.
+one behind the other those of a row that has several. With hot buffers that is a chain of counts over all
+slots, which a block in CUDA C++ (`map_units.cu`) goes through faster, where there can be one.
 
 Imported only where a CUDA device was asked for.
 
@@ -8,11 +9,14 @@ Imported only where a CUDA device was asked for.
 """
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.c.device import Launch, launcher
 from penstock.kernels.triton.depend import early, follow
 from penstock.kernels.triton.topn import cut_of, taken_of
 from penstock.kernels.types.hot import HotLayer
@@ -121,6 +125,17 @@ def resolve_units(chosen, row, turn, device, host, hot_slot, hot_unit, hot_stamp
 
 
 WARPS = 8
+_MAP = Path(__file__).with_name("map_units.cu")
+
+
+def _maps(chosen: int, slots: int, page_units: int, turns: bool) -> tuple[Launch | None, int]:
+    """What does it in C++, where it can, and with how many threads."""
+    threads = max(32, min(1024, triton.next_power_of_2(max(chosen, slots))))
+    if not slots or chosen > 1 << 12 or slots > 1 << 13:
+        return None, threads
+    return launcher(_MAP, "map_units", THREADS=threads, CHOSEN=max(threads, triton.next_power_of_2(chosen)),
+                    SLOTS=max(threads, triton.next_power_of_2(slots)), PAGE_UNITS=page_units,
+                    TURNS=int(turns)), threads
 
 
 def resolve(chosen_BKC: Tensor, row_B: Tensor, device_RP: Tensor, host_RP: Tensor, hot: HotLayer,
@@ -136,6 +151,14 @@ def resolve(chosen_BKC: Tensor, row_B: Tensor, device_RP: Tensor, host_RP: Tenso
     num_1 = chosen_BKC.new_empty(1)
     if hot_pages:
         clear_one[(1,)](num_1, num_warps=1, **early())
+    turns = hot_pages > 0 and turn_B is not None
+    launch, threads = _maps(chosen, slots, page_units, turns)
+    if launch is not None:
+        launch((heads, queries), threads, chosen_BKC, row_B, row_B if turn_B is None else turn_B, device_RP,
+               host_RP, hot.slot_RKM, hot.unit_RKS, hot.stamp_RKS, hot.page_RW, hot.count_RKE, now_1,
+               slot_BKC, miss_E3, num_1, device_RP.stride(0), host_RP.stride(0), chosen,
+               hot.slot_RKM.shape[2], slots, hot_pages)
+        return slot_BKC, miss_E3, num_1
     resolve_units[(heads, queries)](
         chosen_BKC, row_B, row_B if turn_B is None else turn_B, device_RP, host_RP, hot.slot_RKM,
         hot.unit_RKS, hot.stamp_RKS, hot.page_RW, hot.count_RKE, now_1, slot_BKC, victim_BKC, miss_E3,
@@ -143,6 +166,6 @@ def resolve(chosen_BKC: Tensor, row_B: Tensor, device_RP: Tensor, host_RP: Tenso
         PAGE_UNITS=page_units, CHOSEN_PAD=triton.next_power_of_2(chosen),
         SLOTS_PAD=triton.next_power_of_2(max(1, slots)),
         PAGES_PAD=triton.next_power_of_2(max(1, hot_pages)), HOT=hot_pages > 0,
-        TURNS=hot_pages > 0 and turn_B is not None,
+        TURNS=turns,
         num_warps=max(1, min(WARPS, triton.next_power_of_2(max(chosen, slots)) // 128)), **early())
     return slot_BKC, miss_E3, num_1
