@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import prompts_engine
 import pytest
+import ranks
 import torch
 import where
 from dense_attend import Dense
@@ -26,8 +27,9 @@ FAMILIES = ["mtp", "mtp_chosen", "mtp_state", "eagle"]
 
 
 @pytest.fixture(autouse=True)
-def one_rank(stages):
-    if where.DEVICE == "cuda" or stages > 1:
+def on_a_cpu(stages, request):
+    family = request.node.callspec.params.get("family")
+    if where.DEVICE == "cuda" or (stages > 1 and family == "mtp_state"):
         pytest.skip("refused")
 
 
@@ -58,7 +60,7 @@ def drafts(tokens: tuple[int, ...], n: int, family: str) -> list[int]:
 def drafting(family: str, **more) -> Engine:
     """Each of its proposals is compared."""
     engine = Engine(family=family, **{"draft_tokens": 3, **more})
-    mtp, engine.proposed = engine.rank._mtp, 0
+    mtp, engine.proposed = engine.ex._ranks[-1]._mtp, 0
     propose = mtp.propose
 
     def compared(asks):
@@ -82,7 +84,9 @@ def test_speculation_by_a_layer_of_the_model(num, family, overlap):
     engine = drafting(family, draft_tokens=num, overlap=overlap)
     play(engine)
     proposed, right, dropped = counts(engine)
-    assert 0 < right < proposed == engine.proposed and dropped == 0
+    assert 0 < right < proposed <= engine.proposed and dropped == 0
+    # What the last of several stages proposes is not always asked for.
+    assert ranks.NUM[0] > 1 or proposed == engine.proposed
 
 
 def test_speculation_by_a_layer_with_the_kernel_that_an_engine_chooses():
@@ -136,7 +140,7 @@ def test_speculation_by_a_layer_behind_a_prefix_hit(family, monkeypatch):
 
 def test_speculation_by_a_layer_whose_logits_are_not_finite_is_dropped():
     engine = Engine(family="mtp", draft_tokens=3)
-    weights = engine.rank._model._draft.norm_last
+    weights = engine.ex._ranks[-1]._model._draft.norm_last
     right, weights.value = weights.value, weights.value * float("nan")
     try:
         play(engine)

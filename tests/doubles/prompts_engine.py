@@ -4,6 +4,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, field, replace
 
+import ranks
 import torch
 import where
 from dense_attend import Dense
@@ -12,6 +13,7 @@ from driven import PAGE, InProcess
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.selection import indexer_selection
 from penstock.core.plan import Outcome
+from penstock.exec.drafts.drafter import OnLast
 from penstock.memory.lateness import Promptly
 from penstock.model.base import CacheShape, Stage
 from penstock.model.eagle3 import Eagle3, read_eagle
@@ -68,14 +70,22 @@ GREEDY = SamplingParams(temperature=0.0)
 @functools.cache
 def model(family="grouped", stage=None):
     config = {**CONFIGS, **MTP, "experts": EXPERTS, "eagle": CONFIG}[family]
+    drafts = family in MTP
+    if stage is not None:
+        made = where.model(config, torch.float32, 5, 10, replace(
+            stage, drafts=drafts and stage.heads, inputs=(drafts or family == "eagle") and stage.heads))
+        if drafts and stage.heads:                      # as the whole one was taught
+            made._draft = model(family)._draft
+        if family == "eagle":
+            draft = model(family)._draft
+            made.take_drafts(draft) if stage.heads else made.tap(draft.taps)
+        return made
     if family == "eagle":
-        assert stage is None, "what drafts is whole"
         made = where.model(config, torch.float32, 5, 10)
         made.take_drafts(_eagle(made))
         return made
-    if family not in MTP:
-        return where.model(config, torch.float32, 5, 10, stage)
-    assert stage is None, "what drafts is whole"
+    if not drafts:
+        return where.model(config, torch.float32, 5, 10)
     layers = config["num_hidden_layers"]
     made = where.model(config, torch.float32, 5, 10, Stage(0, layers, True, True, drafts=True))
     _teach(made)
@@ -182,8 +192,13 @@ class Engine(InProcess):
                    lateness=self.lateness, rows=self.rows, hbm_pages=self.hbm_pages,
                    dram_pages=self.dram_pages, step_tokens=self.step_tokens, wait_pages=self.wait_pages,
                    take_pages=self.take_pages, overlap=self.overlap, storage=self.storage,
-                   drafter=self.drafter, draft_tokens=self.draft_tokens,
+                   drafter=self.drafter or self._on_last(), draft_tokens=self.draft_tokens,
                    disk_pages=self.disk_pages, store_root=b"an engine" if self.disk_pages else b"")
+
+    def _on_last(self) -> OnLast | None:
+        """A layer drafts on the last of several stages."""
+        name = model(self.family).drafter
+        return OnLast(name) if name and self.draft_tokens and ranks.NUM[0] > 1 else None
 
     def add(self, rid: int, prompt: tuple[int, ...], max_new: int, params=GREEDY, **more) -> None:
         self.tell(rid, prompt, max_new, params, **more)

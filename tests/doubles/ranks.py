@@ -78,7 +78,8 @@ def front(model: Callable[[Stage | None], Model], attention: Prepare, shapes: Se
             kept += made
         parts = RankParts(model(None if one else stage), attention, stage_shapes(shapes, stage), selector,
                           mask="cuda" if where.DEVICE == "cuda" else "reference")
-        made_rank = Rank(parts, *pools, rows=cfg.rows, row_base=cfg.row_base, links=ends, **rank)
+        made_rank = Rank(parts, *pools, rows=cfg.rows, row_base=cfg.row_base, links=ends,
+                         draft_tokens=cfg.draft_tokens, **rank)
         ranks.append(where.captured(made_rank, cfg.draft_tokens))
     whole = caches.host_pools(cfg, shared(host_fd)) if cfg.dram_pages else []
     os.close(host_fd)

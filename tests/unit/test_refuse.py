@@ -91,7 +91,7 @@ CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
     ({"speculative_model": "x"}, {"speculative_model": "x", "speculative_method": "eagle3"}),
     ({"prompt_lookup_min": 3}, {"prompt_lookup_min": 3, "speculative_method": "ngram"}),
     ({"prompt_lookup_max": 5}, {"prompt_lookup_max": 5, "speculative_method": "ngram"}),
-    ({"speculative_method": "mtp", "pp": 2}, {"speculative_method": "ngram", "pp": 2}),
+    ({"speculative_method": "mtp", "device": "cuda"}, {"speculative_method": "mtp", "pp": 2, "tp": 2}),
     ({"speculative_method": "eagle3"}, {"speculative_method": "eagle3", "speculative_model": "x"}),
     ({"speculative_method": "ngram", "device": "cuda", "tp": 2},
      {"speculative_method": "ngram", "device": "cpu", "tp": 2}),

@@ -38,7 +38,7 @@ from penstock.exec.sparse.bounds import Selecting, Selector
 from penstock.exec.sparse.indexer import Indexed
 from penstock.exec.step.attend import ANY, Attending, Grouped, Latent, LatentOps, Reads
 from penstock.exec.step.eager import Eager, Steps
-from penstock.exec.step.links import Links
+from penstock.exec.step.links import Links, Sampled
 from penstock.exec.step.tables import RowTables
 from penstock.kernels.attention.paged_attention import Prepare
 from penstock.memory.dram import DramPool
@@ -128,11 +128,13 @@ class Rank:
     def __init__(self, parts: RankParts, hbm: Sequence[HbmPool], dram: Sequence[DramPool] = (), *, rows: int,
                  max_len: int, row_base: int = 0, seed: int = 0, lateness: Lateness | None = None,
                  links: Links | None = None, wake: Callable[[], None] | None = None,
-                 grammars: Grammars | None = None, drafter: Drafter | None = None) -> None:
+                 grammars: Grammars | None = None, drafter: Drafter | None = None,
+                 draft_tokens: int = 0) -> None:
         """Pools by cache group; `dram` is empty without a host tier. max_len: tokens of the longest
         request. links: to the other stages; None: the model is whole. wake: called in another thread when a
         copy has ended. grammars: of requests that have one; None: no request does. drafter: of rows whose
-        plans have drafts; None: none has, but of a model that drafts itself. It is one on every stage."""
+        plans have drafts; None: none has, but of a model that drafts itself. It is one on every stage.
+        draft_tokens: the most that it drafts, of several stages."""
         self._links = links or Links()
         model = parts.model
         self._model, self._hbm, self._dram = model, hbm, dram
@@ -142,7 +144,8 @@ class Rank:
         own = [group for group in self._groups if not group.drafts]
         self._attending = _attending(parts, own, self._tables, hbm[:len(own)], dram[:len(own)])
         self._mtp = (MTP(model, parts.attention, self._groups, self._tables, hbm)
-                     if len(own) < len(self._groups) else None)
+                     if model.drafting is not None else None)
+        self._draft_tokens = draft_tokens
         drafter = self._mtp or drafter
         self._tokens = tokens_of(self._links, model.vocab_size, rows, self._tables, seed, parts.draw,
                                  parts.mask, grammars)
@@ -151,7 +154,7 @@ class Rank:
         self._drafts: DraftGraphs | None = None
         if drafter is not None:
             # States are settled when a step ends: of several stages the last alone knows then what is right.
-            one = self._links == Links() or not any(group.snapshot for group in self._groups)
+            one = self._links == Links() or not any(group.snapshot for group in own)
             cpu = device.type == "cpu"
             self._widths = Widths(self._links, Narrowing(
                 drafter, self._tokens.history, model.vocab_size, WIDE[device.type] * one,
@@ -377,7 +380,10 @@ class Rank:
         self._learn(flight)
         plan, answers = flight.plan, flight.answers
         if answers.states and self._links.tell is not None:
-            self._links.tell.put(plan.step, tuple(answers.tokens))
+            with torch.inference_mode():
+                drafts = () if self._widths is None else self._widths.next(
+                    plan, answers.tokens, self._draft_tokens, self._mtp, self._tables.end)
+            self._links.tell.put(plan.step, Sampled(tuple(answers.tokens), drafts))
         self._executed = plan.step
         self._mover.add([m for m in plan.moves if m.id not in plan.waits])
         if self._widths is not None and self._groups[0].owned:

@@ -32,7 +32,8 @@ def everything(name: str) -> bool:
 class Stage:
     """What one rank has of a model: layers [first, end), at least one, and of those what its lane has. The
     first stage has the embedding (`embeds`), the last the final norm and the head (`heads`); a tied head
-    needs the embedding's tensor as well. `drafts`: a whole model has the layer that drafts, too."""
+    needs the embedding's tensor as well. `drafts`: the last has the layer that drafts, too; `inputs`: and the
+    embedding, for what drafts."""
 
     first: GlobalLayer
     end: GlobalLayer
@@ -40,6 +41,7 @@ class Stage:
     heads: bool
     lane: Lane = ONE
     drafts: bool = False
+    inputs: bool = False
 
 
 class Boundary(NamedTuple):
@@ -49,12 +51,14 @@ class Boundary(NamedTuple):
     norms h next adds to it (adding and norming are one operation); None before the first layer.
     `chosen_TS` is what `Attend.select` chose last, for a layer that shares it; None: nothing yet.
     `inputs` is what the rows that decode compute, see `exec.drafts.narrow`; None: what their plan says.
+    `tapped` is what stages so far have of the layers that `Model.tap` names, [T, D] each.
     """
 
     h_TD: Tensor
     delta_TD: Tensor | None
     chosen_TS: Tensor | None = None
     inputs: tuple[int, ...] | None = None
+    tapped: tuple[Tensor, ...] = ()
 
 
 class Lanes(Protocol):
@@ -234,7 +238,11 @@ class Model(Protocol):
         ...
 
     def take_drafts(self, drafts: Any) -> None:
-        """From now on this, a `mtp.Drafts`, drafts. Of a whole model, in one lane."""
+        """From now on this, a `mtp.Drafts`, drafts. Of a stage that has the head."""
+        ...
+
+    def tap(self, layers: tuple[int, ...]) -> None:
+        """What drafts on the last stage reads the residual stream before these, counted over the model."""
         ...
 
     def made(self, hidden_TD: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ A family says what differs in a `Spec`. Knows tensors and names, neither rows no
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -227,12 +227,12 @@ class Single:
         return Boundary(x.h_TD, out_TD, chosen_TS)
 
 
-def _draft_layer(slots: Slots, spec: Spec, stage: Stage) -> DraftLayer:
+def _draft_layer(slots: Slots, spec: Spec, stage: Stage, lanes: Lanes | None) -> DraftLayer:
     assert spec.mtp is not None, "a model without a layer that drafts"
     index, own = GlobalLayer(spec.num_layers), spec.drafting
     [kv] = own.attention.groups(replace(stage, first=GlobalLayer(0), end=GlobalLayer(1)), ())
     return DraftLayer(slots, spec.mtp, spec.hidden, spec.norm_eps, spec.norm_plus,
-                      Layer(slots, index, LocalLayer(0), own, None, spec.mtp.layer), kv,
+                      Layer(slots, index, LocalLayer(0), own, lanes, spec.mtp.layer), kv,
                       own.attention.shape(stage.lane))
 
 
@@ -257,7 +257,7 @@ class Transformer:
         self.vocab_size = spec.vocab_size
         self.max_position = spec.rope.max_position
         self._lanes, self._slots = lanes, (slots := Slots(dtype, linear, ops, experts, stage.lane, scan))
-        if stage.embeds or (stage.heads and spec.tied):
+        if stage.embeds or stage.inputs or (stage.heads and spec.tied):
             self._embed = slots.table(EMBED, (spec.vocab_size, spec.hidden))
         kind: type[Layer | Single] = Layer if spec.feeds is None else Single
         self._layers = [
@@ -271,9 +271,10 @@ class Transformer:
             self._head = slots.linear(["lm_head"], [stage.lane.evenly(spec.vocab_size)], spec.hidden, False)
         self._extra_head: Tensor | Packed | None = None
         self._draft: Drafts | None = None
-        self._tapped: list[Tensor] = []
+        self._taps: list[int] = []
+        self._tapped: dict[int, Tensor] = {}
         if stage.drafts:
-            self.take_drafts(_draft_layer(slots, spec, stage))
+            self.take_drafts(_draft_layer(slots, spec, stage, lanes))
 
     def _here(self, name: str) -> str:
         """What a name in a file is here."""
@@ -292,7 +293,8 @@ class Transformer:
         if name.startswith("mtp."):
             return self._slots.has(name)
         # Whoever needs a tied tensor reads both names: a file may have either.
-        return {EMBED: stage.embeds or (stage.heads and tied), f"{self.spec.norm_name}.weight": stage.heads,
+        return {EMBED: stage.embeds or stage.inputs or (stage.heads and tied),
+                f"{self.spec.norm_name}.weight": stage.heads,
                 HEAD: stage.heads or (stage.embeds and tied)}.get(name, True)
 
     def load(self, name: str, tensor: Tensor | Packed) -> None:
@@ -353,29 +355,38 @@ class Transformer:
 
     def layers(self, x: Boundary, positions_T: Tensor, attend: Attend) -> Boundary:
         cos_T1H, sin_T1H = near = far = self._rope.angles(positions_T, self.dtype)
-        taps = self._draft.taps if self._draft is not None else ()
+        first, tapped = self.stage.first, [*x.tapped]
+        taps = [index - first for index in self._taps if first <= index < self.stage.end]
         if (self._stack is not None and not taps and isinstance(attend, AttendsPaged)
                 and (paged := attend.paged()) is not None):
-            return Boundary(x.h_TD, self._stack(x.h_TD, x.delta_TD, cos_T1H, sin_T1H, paged))
+            x = Boundary(x.h_TD, self._stack(x.h_TD, x.delta_TD, cos_T1H, sin_T1H, paged))
+            return self._with_taps(x, tapped)
         if self._window_rope is not None:
             near = self._window_rope.angles(positions_T, self.dtype)
-        tapped = dict[int, Tensor]()
         for index, layer in enumerate(self._layers):
             if index in taps:
-                tapped[index] = x.h_TD.clone() if x.delta_TD is None else x.h_TD + x.delta_TD
+                tapped.append(x.h_TD.clone() if x.delta_TD is None else x.h_TD + x.delta_TD)
             x = layer(x, *(near if layer.windowed else far), attend)
-        self._tapped = [tapped[index] for index in taps]
-        return x
+        return self._with_taps(x, tapped)
+
+    def _with_taps(self, x: Boundary, tapped: Sequence[Tensor]) -> Boundary:
+        """For the next stage, or kept for what drafts here."""
+        if self.stage.heads:
+            self._tapped = dict(zip(self._taps, tapped, strict=True))
+        return x if self.stage.heads else x._replace(tapped=tuple(tapped))
+
+    def tap(self, layers: tuple[int, ...]) -> None:
+        self._taps = sorted({*layers})
 
     def take_drafts(self, drafts: Drafts) -> None:
-        """From now on `drafts` does. Of a whole model, in one lane."""
-        assert self._draft is None and self._lanes is None and self.stage.embeds and self.stage.heads
+        assert self._draft is None and self.stage.heads
         self._draft, self.drafting, self.drafter = drafts, drafts.attention, drafts.name
+        self.tap(drafts.taps)
         self.groups = (*self.groups, *drafts.groups)
 
     def made(self, hidden_TD: Tensor) -> Tensor:
         assert self._draft is not None, "nothing drafts"
-        return self._draft.made(hidden_TD, self._tapped)
+        return self._draft.made(hidden_TD, [self._tapped[index] for index in self._draft.taps])
 
     def guess(self, hidden_BD: Tensor) -> tuple[Tensor, Tensor]:
         assert self._draft is not None, "nothing drafts"

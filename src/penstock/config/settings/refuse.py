@@ -360,9 +360,8 @@ REFUSED: tuple[Refusal[Machine], ...] = (
                        ("speculative_model", ("eagle3",)), ("prompt_lookup_min", ("ngram",)),
                        ("prompt_lookup_max", ("ngram",)))),
     Refusal(lambda c, _: c.schedule.speculative_method in ("mtp", "eagle3")
-            and (c.device.num_ranks > 1 or c.device.device == "cuda"),
-            ("schedule.speculative_method", "device.device"), "the layer that drafts runs on a CPU and in "
-            "one rank yet: leave it out, or take --device cpu without --pp and --tp"),
+            and c.device.device == "cuda", ("schedule.speculative_method", "device.device"),
+            "the layer that drafts runs on a CPU yet: leave it out, or take --device cpu"),
     Refusal(lambda c, _: c.schedule.speculative_method == "eagle3" and c.schedule.speculative_model is None,
             ("schedule.speculative_method", "schedule.speculative_model"), "name the folder of what drafts"),
     Refusal(lambda c, _: c.schedule.speculative_method == "ngram" and c.device.device == "cuda"

@@ -99,10 +99,27 @@ class NGram(Drafter):
         return Lookup(rows, max_len, self._least, self._most, device)
 
 
+class OnLast(Drafter):
+    """Of a stage in front of the one with the layer that drafts, whose drafts come with its tokens
+    (`step.links.Sampled`)."""
+
+    def __init__(self, name: str) -> None:
+        """name: of the other."""
+        self.name = name
+
+    def propose(self, asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
+        return [()] * len(asks)
+
+    def forget(self, rid: RequestId) -> None:
+        return
+
+
 def drafter_of(config: Config) -> Drafter | None:
-    """None: a row says one token a step, or what a layer of the model drafts. A prefill end's rows do not
-    decode."""
+    """On a rank that has no layer that drafts. None: a row says one token a step. A prefill end's rows do not
+    decode, but a layer's KV grows there."""
     schedule = config.schedule
-    if schedule.speculative_method != "ngram" or config.pair.disaggregation_mode == "prefill":
+    if schedule.speculative_method in ("mtp", "eagle3"):
+        return OnLast(schedule.speculative_method) if config.device.pp > 1 else None
+    if schedule.speculative_method is None or config.pair.disaggregation_mode == "prefill":
         return None
     return NGram(schedule.prompt_lookup_min, schedule.prompt_lookup_max)

@@ -85,6 +85,32 @@ class Narrowing:
             inputs += (len(prompt) + len(outputs) + flying.get(rid, 0) - 1, len(drafts), *drafts)
         return tuple(inputs)
 
+    def next(self, plan: StepPlan, said: Sequence[Sequence[int]], drafts: int, layer: Drafter | None,
+             end: Callable[[Row], int]) -> tuple[tuple[int, ...], ...]:
+        """On the last of several stages, behind the step of `plan`: what may come next of each row that has
+        sampled. It is what `choose` would ask for here, if the next step had the rows of this one, but of the
+        layer no more than there are pages for. said: tokens of each; drafts: the most behind a prompt; layer:
+        of the model, that drafts; end: positions that a row has pages for."""
+        most = {rid: (row, drafts) for rid, row, samples in
+                zip(plan.rids, plan.rows, plan.samples, strict=True) if samples}
+        most |= {rid: (row, count - 1) for rid, row, count in decoding(plan)}
+        live = [rid for rid, tokens in zip(most, said, strict=True) if tokens and most[rid][1]]
+        room = max(0, self._wide - len(most))
+        share, found = -(-room // max(1, len(live))), dict[RequestId, tuple[int, ...]]()
+        asks: list[Ask] = []
+        for rid in live:
+            row, much = most[rid]
+            prompt, outputs = self._history(rid)
+            much = min(much, share, room)
+            found[rid] = tuple(self._forced(rid, much)) if much else ()
+            pages = min(much, end(row) - (len(prompt) + len(outputs) - 1))
+            if pages > 0 and not found[rid] and layer is not None:
+                asks.append(Ask(rid, row, prompt, outputs, pages))
+            room -= much
+        if layer is not None and asks:
+            found |= zip([ask.rid for ask in asks], map(tuple, layer.propose(asks)), strict=True)
+        return tuple(found.get(rid, ()) for rid in most)
+
     def _proposed(self, asks: Sequence[Ask]) -> list[Sequence[int]]:
         found: list[Sequence[int]] = []
         proposed = {ask.rid: self._forced(ask.rid, ask.most) for ask in asks}
@@ -205,6 +231,11 @@ class Widths:
         if self._outer is not None:
             self._outer.inputs = inputs
         return narrowed(plan, inputs)
+
+    def next(self, plan: StepPlan, said: Sequence[Sequence[int]], drafts: int, layer: Drafter | None,
+             end: Callable[[Row], int]) -> tuple[tuple[int, ...], ...]:
+        """As `Narrowing.next`."""
+        return self._narrowing.next(plan, said, drafts, layer, end)
 
     def forget(self, rid: RequestId) -> None:
         """It is bound anew, or has ended."""

@@ -167,8 +167,10 @@ class Caches:
 def _rectangle(stage: Stage, layout: PageLayout, shape: CacheShape) -> tuple[range, range]:
     """Layers and heads of whole pages that a part of the model has; layers of a group that it has none of are
     those between its neighbours', none."""
-    before = sum(layer < stage.first for layer in shape.layers)
     heads = stage.lane.kv_heads(layout.num_kv_heads)
+    if shape.drafts:
+        return range(len(shape.layers) * stage.heads), range(heads.first, heads.end)
+    before = sum(layer < stage.first for layer in shape.layers)
     return (range(before, sum(layer < stage.end for layer in shape.layers)), range(heads.first, heads.end))
 
 
@@ -177,8 +179,9 @@ def stage_shapes(shapes: Sequence[CacheShape], stage: Stage) -> tuple[CacheShape
     lane = stage.lane
     return tuple(replace(
         shape, num_kv_heads=lane.kv_heads(shape.num_kv_heads).size, owned=lane.owns(shape.num_kv_heads),
-        layers=tuple(LocalLayer(layer - stage.first) for layer in shape.layers
-                     if stage.first <= layer < stage.end)) for shape in shapes)
+        layers=shape.layers * stage.heads if shape.drafts else tuple(
+            LocalLayer(layer - stage.first) for layer in shape.layers
+            if stage.first <= layer < stage.end)) for shape in shapes)
 
 
 def caches_of(groups: Sequence[CacheShape], page_size: int, dtype: torch.dtype) -> Caches:

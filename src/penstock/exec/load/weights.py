@@ -30,7 +30,7 @@ from penstock.kernels.types.scaled import Scaled
 from penstock.model import registry as families
 from penstock.model.base import Checkpoint, Lanes, Model, Stage
 from penstock.model.eagle3 import Eagle3, read_eagle
-from penstock.model.transformer import Spec
+from penstock.model.parts import ONE
 from penstock.model.weights import mxfp4
 from penstock.model.weights.checkpoint import open_checkpoint
 from penstock.model.weights.codes import PACKED, Packed, codes_bytes
@@ -68,7 +68,7 @@ def outline(config: Config, log: Callable[[str], object]) -> Loaded:
     parts = of_config(config, families.read_spec_of(checkpoint.config).num_layers)
     mine = nodes_of(config)[config.nodes.rank]
     _check_weights_fit(config, files, checkpoint, dtype, [parts[i] for i in mine])
-    model = families.build(checkpoint.config, dtype=dtype, linear=pack)
+    model = _whole(config, checkpoint, dtype, pack, _eagle(config, checkpoint, dtype, pack, backends))
     return Loaded(model, backends, files.name, files.load_format, dtype, 0, 0, model,
                   digest_of(checkpoint.config))
 
@@ -133,15 +133,15 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object],
     checkpoint, pack, backends = _opened(config, files, log)
     dtype = dtype_of(config, files, checkpoint.config)
     together = experts.OP.use(backends["experts"].name) if "experts" in backends else None
-    drafts = config.schedule.speculative_method == "mtp"            # of a model of one stage
-    if drafts:
+    drafts, all_of_it = config.schedule.speculative_method == "mtp", stage is None
+    if drafts and stage is None:
         stage = families.drafting_stage(checkpoint.config)
     model = families.build(checkpoint.config, dtype=dtype, linear=pack,
                            ops=layer.OP.use(backends["layer"].name), stage=stage, experts=together,
                            lanes=lanes, scan=scan.OP.use(backends["scan"].name if "scan" in backends
                                                          else "reference"))
-    eagle = _eagle(config, families.read_spec_of(checkpoint.config), dtype, pack, backends)
-    whole = model if stage is None else families.build(checkpoint.config, dtype=dtype, linear=pack)
+    eagle = _eagle(config, checkpoint, dtype, pack, backends, stage, lanes)
+    whole = model if all_of_it else _whole(config, checkpoint, dtype, pack, eagle)
     digest = digest_of(checkpoint.config)
     need = weight_bytes(checkpoint, dtype, stage)
     _check_weights_fit(config, files, checkpoint, dtype, [stage])
@@ -170,23 +170,38 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object],
     _trim_heap()
     model.finish()
     loaded = model.num_bytes
-    if eagle is not None:
+    if eagle is not None and model.stage.heads:
         _fill(eagle, config)
         model.take_drafts(eagle)
         loaded += eagle.num_bytes
+    elif eagle is not None:
+        model.tap(eagle.taps)
     log(f"model: {name}, {show_size(loaded)} of weights as {kept} in {time.perf_counter() - started:.1f} s")
     return Loaded(model, backends, name, load_format, dtype, loaded, _peak_rss() - rss_before, whole, digest,
                   scaled)
 
 
-def _eagle(config: Config, spec: Spec, dtype: torch.dtype, pack: LinearFactory,
-           backends: Mapping[str, registry.Choice]) -> Eagle3 | None:
+def _whole(config: Config, checkpoint: Checkpoint, dtype: torch.dtype, pack: LinearFactory,
+           eagle: Eagle3 | None) -> Model:
+    """The shape of all stages, with what drafts."""
+    drafts = config.schedule.speculative_method == "mtp"
+    whole = families.build(checkpoint.config, dtype=dtype, linear=pack,
+                           stage=families.drafting_stage(checkpoint.config) if drafts else None)
+    if eagle is not None:
+        whole.take_drafts(eagle)
+    return whole
+
+
+def _eagle(config: Config, checkpoint: Checkpoint, dtype: torch.dtype, pack: LinearFactory,
+           backends: Mapping[str, registry.Choice], stage: Stage | None = None,
+           lanes: Lanes | None = None) -> Eagle3 | None:
     """What a folder has to draft for the model, without weights. Raises ConfigError: it is for another."""
     folder = config.schedule.speculative_model
     if folder is None:
         return None
+    spec = families.read_spec_of(checkpoint.config)
     return Eagle3(read_eagle(locate(folder).config, spec, folder), dtype, pack,
-                  layer.OP.use(backends["layer"].name))
+                  layer.OP.use(backends["layer"].name), ONE if stage is None else stage.lane, lanes)
 
 
 def _fill(eagle: Eagle3, config: Config) -> None:

@@ -178,7 +178,7 @@ class Process:
             *self._own.pools(core, self._device, host_memory=host, device_memory=device),
             rows=core.rows, max_len=core.max_len, seed=seed, links=self._links,
             wake=lambda: self._inbox.put(None), grammars=self._grammars,
-            drafter=drafter_of(self._config))
+            drafter=drafter_of(self._config), draft_tokens=core.draft_tokens)
         if capture:
             self._rank.capture(buckets_of(core.rows), 0.0)      # as many on each lane, however long they take
         self._count()

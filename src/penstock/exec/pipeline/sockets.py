@@ -24,8 +24,8 @@ from penstock.exec.pipeline.wire import Channel, encode
 from penstock.exec.step.links import Sampled
 from penstock.model.base import Boundary
 
-# Step; T; D of h; D of delta, 0: none; S, 0: none; how many inputs, and one more, 0: none.
-_HEAD = struct.Struct("<QIIIII")
+# Step; T; D of h; D of delta, 0: none; S, 0: none; how many inputs, and one more, 0: none; how many taps.
+_HEAD = struct.Struct("<QIIIIII")
 _SAMPLED = msgspec.msgpack.Decoder(tuple[StepId, Sampled])
 T = TypeVar("T")
 
@@ -35,13 +35,13 @@ class PutBoundary:
         self._channel = channel
 
     def put(self, step: StepId, what: Boundary) -> None:
-        h_TD, delta_TD, chosen_TS, inputs = what
+        h_TD, delta_TD, chosen_TS, inputs, tapped = what
         self._channel.send(_HEAD.pack(step, *h_TD.shape, 0 if delta_TD is None else delta_TD.shape[1],
                                       0 if chosen_TS is None else chosen_TS.shape[1],
-                                      0 if inputs is None else len(inputs) + 1))
+                                      0 if inputs is None else len(inputs) + 1, len(tapped)))
         if inputs:
             self._channel.send(struct.pack(f"<{len(inputs)}I", *inputs))
-        for part in (h_TD, delta_TD, chosen_TS):
+        for part in (h_TD, delta_TD, chosen_TS, *tapped):
             if part is not None:
                 self._channel.send(part.contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
 
@@ -87,15 +87,17 @@ def boundaries(channel: Channel, dtype: torch.dtype,
     def receive() -> tuple[StepId, Boundary] | None:
         if (head := channel.read(_HEAD.size)) is None:
             return None
-        step, rows, hidden, delta, chosen, num = _HEAD.unpack(head)
+        step, rows, hidden, delta, chosen, num, taps = _HEAD.unpack(head)
         told = channel.read(4 * (num - 1)) if num > 1 else b""
         h_TD = part(rows, hidden, dtype)
         delta_TD = part(rows, delta, dtype) if delta else None
         chosen_TS = part(rows, chosen, torch.int32) if chosen else None
-        if told is None or h_TD is None or (delta and delta_TD is None) or (chosen and chosen_TS is None):
+        tapped = tuple(x_TD for _ in range(taps) if (x_TD := part(rows, hidden, dtype)) is not None)
+        if (told is None or h_TD is None or (delta and delta_TD is None) or (chosen and chosen_TS is None)
+                or len(tapped) < taps):
             return None
         inputs = struct.unpack(f"<{num - 1}I", told) if num else None
-        return StepId(step), Boundary(h_TD, delta_TD, chosen_TS, inputs)
+        return StepId(step), Boundary(h_TD, delta_TD, chosen_TS, inputs, tapped)
     return receive
 
 

@@ -149,7 +149,8 @@ class Tokens:
         return True
 
     def forced(self, rid: RequestId, most: int) -> Sequence[int]:
-        """Of a stage that samples: as `Matcher.forced`, behind all steps in front."""
+        """What comes next whoever drafts, behind all steps in front: of a stage that samples as
+        `Matcher.forced`, of a first stage what the last has said."""
         return ()
 
     def feed(self, plan: StepPlan) -> None:
@@ -384,6 +385,9 @@ class FromLast(Tokens):
 
     def history(self, rid: RequestId) -> tuple[Sequence[int], Sequence[int]]:
         return self._prompts[rid], self._heard.outputs(rid)
+
+    def forced(self, rid: RequestId, most: int) -> Sequence[int]:
+        return self._heard.drafts(rid)[:most]
 
     def given(self, rid: RequestId, tokens: Sequence[int]) -> None:
         self._heard.given(rid, tokens)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from penstock.config.settings.tree import Config
 from penstock.core.plan import RequestId, StepId
@@ -17,7 +17,14 @@ from penstock.model.parts import Lane, even
 
 T_contra = TypeVar("T_contra", contravariant=True)
 T_co = TypeVar("T_co", covariant=True)
-Sampled: TypeAlias = tuple[tuple[int, ...], ...]       # as `rank.Stepped.tokens`
+
+
+class Sampled(NamedTuple):
+    """tokens: as `rank.Stepped.tokens`; drafts: of each of these requests what may come next, as far as the
+    last stage says, for the first to decide; (): of none."""
+
+    tokens: tuple[tuple[int, ...], ...]
+    drafts: tuple[tuple[int, ...], ...] = ()
 
 
 class Puts(Protocol[T_contra]):
@@ -60,7 +67,10 @@ def of_config(config: Config, num_layers: int) -> list[Stage]:
     assert min(layers) >= 1 and sum(layers) == num_layers, layers
     block = 32 if config.model.dtype == "gguf" else 16
     lanes = [Lane(i, device.tp, device.expert_ranges, block) for i in range(device.tp)]
-    return [replace(stage, lane=lane) for stage in split(layers) for lane in lanes]
+    method = config.schedule.speculative_method
+    return [replace(stage, lane=lane, drafts=method == "mtp" and stage.heads,
+                    inputs=method in ("mtp", "eagle3") and stage.heads)
+            for stage in split(layers) for lane in lanes]
 
 
 def nodes_of(config: Config) -> list[range]:
@@ -87,6 +97,7 @@ class Heard:
     def __init__(self, source: Takes[Sampled]) -> None:
         self._source = source
         self._outputs: dict[RequestId, list[int]] = {}
+        self._drafts: dict[RequestId, tuple[int, ...]] = {}        # that came with its newest
         self._newest: dict[RequestId, StepId] = {}                 # the last step that sampled it
         self._awaited: deque[tuple[StepId, tuple[RequestId, ...]]] = deque()
 
@@ -100,6 +111,7 @@ class Heard:
     def close(self, rid: RequestId) -> None:
         del self._outputs[rid]
         self._newest.pop(rid, None)
+        self._drafts.pop(rid, None)
 
     def expect(self, step: StepId, rids: tuple[RequestId, ...]) -> None:
         """`step` samples these, in this order; this stage has done its part of it."""
@@ -121,6 +133,11 @@ class Heard:
         self.last(rid)
         return self._outputs[rid]
 
+    def drafts(self, rid: RequestId) -> tuple[int, ...]:
+        """What may come next of it, as far as the last stage says."""
+        self.last(rid)
+        return self._drafts.get(rid, ())
+
     def settle(self) -> None:
         """Take all that has been sampled: nobody will ask for it any more."""
         if self._awaited:
@@ -129,14 +146,19 @@ class Heard:
     def _listen(self, until: StepId) -> None:
         while self._awaited and self._awaited[0][0] <= until:
             step, rids = self._awaited.popleft()
-            for rid, tokens in zip(rids, self._source.take(step), strict=True):
+            found = self._source.take(step)
+            drafts = found.drafts or ((),) * len(rids)
+            for rid, tokens, next_ones in zip(rids, found.tokens, drafts, strict=True):
                 if (outputs := self._outputs.get(rid)) is not None:        # else it has ended
                     outputs += tokens
+                    self._drafts[rid] = next_ones
 
     def rewind(self, rid: RequestId, emitted: int) -> int:
         """Forget output tokens from `emitted` on, sampled ahead and never retired; returns the newest."""
         self.last(rid)
         outputs = self._outputs[rid]
         assert emitted <= len(outputs), f"{emitted} tokens retired, {len(outputs)} heard of"
+        if emitted < len(outputs):
+            self._drafts.pop(rid, None)
         del outputs[emitted:]
         return outputs[-1] if outputs else 0

@@ -100,6 +100,10 @@ class GroupTable:
         first = row * table_RM.shape[1]
         self._edits.put(table_RM, zip([first + i for i in entries], values, strict=False))
 
+    def end(self, row: int) -> int:
+        """Positions that `row` has entries for."""
+        return (self._held[row] or 0) * self.size
+
     def is_resident(self, row: int) -> bool:
         """Whether each page of `row` has a device page."""
         return not self._absent[row]
@@ -178,6 +182,10 @@ class RowTables:
     def sampled(self, rows: Sequence[int], tokens_B: Tensor) -> None:
         """Remember the newest token of each row, given by table index. Stays on the device."""
         self.last_R[self._tensor(rows)] = tokens_B
+
+    def end(self, row: Row) -> int:
+        """Positions that it has pages for, in every group."""
+        return min(table.end(self.index(row)) for table in self.groups)
 
     def check(self, rows: Sequence[int], ends: Sequence[int]) -> None:
         """Asserts that each of these rows, by table index, is bound and has pages up to its end."""
