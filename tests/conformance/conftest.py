@@ -1,4 +1,4 @@
-"""Executors of one rank, and of two stages in one process, by the same tests."""
+"""Executors of one rank, and of stages in one process, by the same tests."""
 from __future__ import annotations
 
 import hosted

@@ -5,6 +5,7 @@ import hosted
 import on_a_device
 import pytest
 import torch
+import where
 from drafters import Dice
 from driven import PAGE
 from hosted import NEW, Engine, hosted_work, kind, play, resident
@@ -25,9 +26,9 @@ class Eager(DecodeGraphs):
     def run(self, rows, positions):
         kind = self._decodes.kind(rows)
         self.kinds.append(kind)
-        input_2B = torch.zeros(2, BUCKET, dtype=torch.int32)
+        input_2B = torch.zeros(2, BUCKET, dtype=torch.int32, device=where.DEVICE)
         input_2B[1] = -1
-        input_2B[:, :len(rows)] = torch.tensor([rows, positions])
+        input_2B[:, :len(rows)] = torch.tensor([rows, positions], device=where.DEVICE)
         logits_BV, answer_2B = decode_step(self._model, self._tables, self._decodes, kind, input_2B)
         return logits_BV[:len(rows)], answer_2B
 

@@ -25,6 +25,8 @@ from penstock.model import scan
 
 pytestmark = pytest.mark.usefixtures("stages")
 
+# Of models with three layers and more.
+THREE = pytest.mark.parametrize("stages", [1, 2, 3], ids=["whole", "stages", "three"], indirect=True)
 LONG = tuple((5 * i * i + 3 * i) % 61 for i in range(40))
 # Four layers of two kinds, states of three in as many groups.
 KINDS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
@@ -80,6 +82,7 @@ def test_a_prompt_whose_last_state_is_gone_goes_on_from_the_one_before(monkeypat
     assert tuple(engine.got[1]) == dense((*LONG[:34], 1, 2, 3), 6, "state")
 
 
+@THREE
 @pytest.mark.parametrize("kind", [Paused, Dropped])
 @pytest.mark.parametrize("lateness", [Latest, functools.partial(Shuffled, 2, torn=0.3)])
 def test_states_of_several_groups_of_layers(lateness, kind, monkeypatch):
@@ -92,6 +95,7 @@ def test_states_of_several_groups_of_layers(lateness, kind, monkeypatch):
     assert engine.core.stats()["pauses" if kind is Paused else "drops"] >= 3
 
 
+@THREE
 @pytest.mark.parametrize("kind", [Paused, Dropped])
 @pytest.mark.parametrize("config", [MAMBA, NEMOTRON], ids=lambda config: config["model_type"])
 def test_states_of_mamba(config, kind, monkeypatch):

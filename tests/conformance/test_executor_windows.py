@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import hosted
+import prompts_engine
 import pytest
 import torch
 from driven import PAGE
@@ -184,6 +185,19 @@ FAULTS = {
 @pytest.mark.parametrize("scene", [squeezed, found, cut_short], ids=lambda f: f.__name__)
 def test_pauses_and_hits_in_either_tier_change_no_token(scene, family, stages, monkeypatch):
     scene(nothing, monkeypatch, family)
+
+
+@pytest.mark.parametrize("stages", [3], ids=["three"], indirect=True)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_three_stages_pause_and_find_as_one_does(family, stages, monkeypatch):
+    """The one in the middle has the window alone."""
+    name = f"{family}, three layers"
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    monkeypatch.setitem(prompts_engine.CONFIGS, name, {
+        **prompts_engine.CONFIGS[family], "num_hidden_layers": 3, "layer_types": kinds})
+    monkeypatch.setitem(SMALL, name, SMALL[family])
+    for scene in (squeezed, found):
+        scene(nothing, monkeypatch, name)
 
 
 @pytest.mark.sweep

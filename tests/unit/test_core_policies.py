@@ -197,6 +197,27 @@ def test_what_the_host_has_of_a_row_on_its_way_there_is_not_evicted() -> None:
     assert all(copy is not None and copy.pins for copy in d.core.live[RequestId(1)].tables[0].host[:4])
 
 
+def test_pages_without_a_state_behind_them_are_evicted_first_and_a_state_goes_with_its_page() -> None:
+    d = Driver(hbm_pages=64, step_tokens=8, max_len=96, groups=(
+        CacheGroup(name="full", page_bytes=0), CacheGroup(name="state", page_bytes=100, snapshot=True,
+                                                          page_tokens=8)))
+    tree, (full, state) = d.core.kv.tree, d.core.kv.device
+    d.arrive(1, [*range(23)], max_new=1)
+    d.run()
+    d.arrive(2, [*range(100, 121)], max_new=1)
+    d.run()
+    ends = sorted([node for node in tree.nodes() if state in node.copies and not node.copies[state].inner],
+                  key=lambda node: node.last_used)
+    assert [(node.depth, node.serves) for node in ends] == [(4, True), (4, True)]
+    assert [node.depth for node in tree.nodes() if not node.serves] == [5, 5]
+    assert tree.evict(full, 2) == 2 and not [node for node in tree.nodes() if node.depth > 4]
+    assert tree.evict(full, 1) == 1 and [state in node.copies for node in ends] == [False, True]
+    assert [node.depth for node in tree.nodes() if not node.serves] == [3]        # the state before has 2
+    d.arrive(3, [*range(100, 130)], max_new=1)
+    d.run()
+    assert cached(d, 3) == (16, 0, 0)
+
+
 def test_states_that_lead_to_others_are_evicted_before_ends_and_forks() -> None:
     d = Driver(hbm_pages=64, step_tokens=8, max_len=96, groups=(
         CacheGroup(name="full", page_bytes=0), CacheGroup(name="state", page_bytes=100, snapshot=True,

@@ -104,6 +104,7 @@ def _tree(core: CoreState, pins: dict[Copy, int], refs: dict[Node, int], moves: 
             if node.refs:
                 assert node.refs == refs.pop(node, 0), REFS
             assert node.copies or node.refs or node.children, "an empty node stays"
+            assert node.serves == core.kv.tree.is_serving(node), "who can go on behind a page is forgotten"
             for space, copy in node.copies.items():
                 assert copy.node is node
                 assert copy.inner == (space.states and core.kv.tree.is_inner(node, space)), INNER

@@ -100,7 +100,7 @@ class KVConfig:
     page_size: Annotated[int, "tokens per page: 1 to 256", Alias("--block-size")] = 16
     state_interval: Annotated[int | None, "tokens from a state that is kept for later prompts to the next, "
                               "of models that have states, a multiple of --page-size (default: as many as "
-                              "have KV of a state's size, 512 at least)"] = None
+                              "have KV of a quarter of a state's size, 128 at least)"] = None
     hbm_bytes: Annotated[int | None, "device bytes for KV (default: measured once, at start)",
                          Bytes()] = None
     memory_fraction: Annotated[float | None, "without --hbm-bytes: on a GPU the share of its memory that "

@@ -245,13 +245,13 @@ class Pages:
                     pin(copy)
 
     def _evict(self, tier: Tier, want: Sequence[int], short: int) -> int:
-        """Evict a state that only leads to another, else cached pages of a group that is short of them, else
+        """Evict what serves nobody, else cached pages of a group that is short of them, else
         the oldest of any: as many as slabs, or of a single group pages, are short, and no more than that."""
         spaces = self._spaces[tier]
         if len(spaces) == 1:
             return self.tree.evict(spaces[0], short)
         for space in spaces:
-            if space.states and (oldest := self.tree.oldest(space)) and oldest[-1].copies[space].inner:
+            if (oldest := self.tree.oldest(space)) and oldest[0] < 0:
                 return self.tree.evict(space, 1)
         for space, n in zip(spaces, want, strict=True):
             missing, per = n - space.pool.free - space.pool.in_limbo, space.pool.per_slab

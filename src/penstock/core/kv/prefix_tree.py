@@ -3,8 +3,8 @@
 Running, paused and cached requests share the same nodes. A node stays while it has a copy, a child
 or a request that names it. A copy lives in a `TierGroup`: one tier of one cache group. Knows nothing of
 phases or plans; evicts what nobody pins or reads, least recently used first, deepest first, but before all
-else states that only lead to another. Pages that are only read have an order of their own behind that: by
-who reads them, the last to be served first.
+else states that only lead to another, and pages without a state behind them, which nobody goes on from. Pages
+that are only read have an order of their own behind that: by who reads them, the last to be served first.
 """
 from __future__ import annotations
 
@@ -80,6 +80,7 @@ class Node:
     last_used: int = 0             # the tree's clock when the last request left it, or IN_USE
     banished: bool = False         # damaged, or computed from what is: nobody finds it
     reused: bool = False           # a request has begun with it
+    serves: bool = True            # of models with states: there is one here or behind it
     digest: bytes = b""            # its key in storage, when somebody has asked for it
 
     def ready(self, space: TierGroup) -> bool:
@@ -93,14 +94,15 @@ class Node:
 
 
 # A page's place in an order of eviction, smallest first: an entry counts only as long as it says that place.
-# Of what nobody reads (last_used, -depth, 0), of inner states all that much earlier than of anything else; of
-# what is read its first reader's key, negated, and its depth.
+# Of what nobody reads (last_used, -depth, 0), of inner states and what serves nobody all that much earlier
+# than of anything else; of what is read its first reader's key, negated, and its depth.
 Entry: TypeAlias = tuple[int, int, int, int, Node]
 
 
 def _place(node: Node, copy: Copy) -> tuple[int, int, int]:
     if not copy.readers:
-        return node.last_used - 2 * IN_USE * copy.inner, -node.depth, 0
+        first = copy.inner or not (node.serves or node.refs)
+        return node.last_used - 2 * IN_USE * first, -node.depth, 0
     priority, seq = min([reader.key for reader in copy.readers])
     return -priority, -seq, node.depth
 
@@ -148,7 +150,8 @@ class Tree:
         """The node of a page that was just sealed under `parent`, new or known."""
         node = parent.children.get(key)
         if node is None:
-            node = parent.children[key] = Node(key, parent, parent.depth + 1, banished=parent.banished)
+            node = parent.children[key] = Node(key, parent, parent.depth + 1, banished=parent.banished,
+                                               serves=not self._states)
             if len(parent.children) == 2:
                 self._look_above(parent, self._states)
         return node
@@ -175,6 +178,7 @@ class Tree:
             return
         del parent.children[node.key]
         self._look_above(parent, self._states)
+        self._look_serving(parent)
         self._banished -= 1
         node.parent = self.root(self._banished)
         node.parent.children[node.key] = node
@@ -192,6 +196,7 @@ class Tree:
         if space.states:
             copy.inner = self.is_inner(node, space)
             self._look_above(node.parent, (space,))
+            self._look_serving(node)
 
     def detach(self, node: Node, space: TierGroup) -> Copy:
         """This copy is not the tree's any more. What is left of the node is to be looked at again."""
@@ -200,6 +205,8 @@ class Tree:
         if space.states and not copy.inner:      # else the state before it leads to the same one as it did
             self._look_above(node.parent, (space,))
         copy.inner = False
+        if space.states:
+            self._look_serving(node)
         return copy
 
     def ref(self, node: Node) -> None:
@@ -230,6 +237,19 @@ class Tree:
     def update_evictable(self, node: Node) -> None:
         """Look at a node again after anything about it changed: enter it into the eviction orders,
         or remove it if nothing is left of it."""
+        self._enter(node)
+        gone: Node | None = node
+        while gone is not None and not (gone.copies or gone.children or gone.refs):
+            if gone.parent is None:
+                self.roots.pop(gone.key[0], None)
+            elif gone.parent.children.get(gone.key) is gone:
+                del gone.parent.children[gone.key]
+                if len(gone.parent.children) == 1:
+                    self._look_above(gone.parent, self._states)
+            gone = gone.parent
+
+    def _enter(self, node: Node) -> None:
+        """Into the eviction orders, at its place by now."""
         for space, copy in node.copies.items():
             if copy.moves or copy.pins or not copy.ready:
                 continue                       # who made it so has said so, see `fix`
@@ -241,15 +261,6 @@ class Tree:
                 heapq.heapify(order)           # without repeats, and what is no longer the truth
             self._entry += 1
             heapq.heappush(order, (*_place(node, copy), self._entry, node))
-        gone: Node | None = node
-        while gone is not None and not (gone.copies or gone.children or gone.refs):
-            if gone.parent is None:
-                self.roots.pop(gone.key[0], None)
-            elif gone.parent.children.get(gone.key) is gone:
-                del gone.parent.children[gone.key]
-                if len(gone.parent.children) == 1:
-                    self._look_above(gone.parent, self._states)
-            gone = gone.parent
 
     def oldest(self, space: TierGroup, *, read: bool = False) -> Entry | None:
         """What `evict` would take next, or who needs more than there is of that: of what is read."""
@@ -272,6 +283,8 @@ class Tree:
         while len(gone) < n and (entry := self.oldest(space)) is not None:
             heapq.heappop(space.order)
             gone.append(self._take_out(entry[-1], space))
+            if self._states and not space.states:
+                self._forget_states(entry[-1])
         for used, copies in itertools.groupby(gone, lambda copy: copy.used):
             space.pool.release([copy.page for copy in copies], Fence(used))
         space.evicted += len(gone)
@@ -322,6 +335,27 @@ class Tree:
             if last is not None and last.copies[space].inner != (inner := self.is_inner(last, space)):
                 last.copies[space].inner = inner
                 self.update_evictable(last)
+
+    def is_serving(self, node: Node) -> bool:
+        """Whether somebody can go on from this page or behind it: of models with states where one is."""
+        return not self._states or any([space in node.copies for space in self._states]) or any(
+            [child.serves for child in node.children.values()])
+
+    def _look_serving(self, node: Node | None) -> None:
+        """A state came to this page or has gone: it and those before it may serve now, or no more."""
+        while node is not None and node.serves != (serves := self.is_serving(node)):
+            node.serves = serves
+            self._enter(node)
+            node = node.parent
+
+    def _forget_states(self, node: Node) -> None:
+        """This page is not in a tier any more: if it is in none, nobody gets to its state."""
+        if not all([space.states for space in node.copies]):
+            return                             # what it has elsewhere is loaded
+        for space in self._states:
+            if self.evictable(node, space):
+                self.forget(node, space)
+                space.evicted += 1
 
     # ---------------------------------------------------------------- for checks and metrics
     def nodes(self) -> Iterator[Node]:

@@ -18,7 +18,7 @@ from penstock.memory.slabs import Slabs
 from penstock.model.base import CacheShape, LocalLayer, Stage
 
 PAGES_MAX = 1 << 31         # of a context
-STATE_TOKENS = 512          # from a state to the next, at least, unless --state-interval says less
+STATE_TOKENS = 128          # from a state to the next, at least, unless --state-interval says less
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,10 +206,11 @@ def _layout(group: CacheShape, tokens: int, dtype: torch.dtype) -> PageLayout:
 
 
 def _interval(groups: Sequence[CacheShape], page_size: int, dtype: torch.dtype) -> int:
-    """Tokens from a state that stays to the next, where nobody says: as many as have KV of its size, in whole
-    pages, but STATE_TOKENS at least."""
+    """Tokens from a state that stays to the next, where nobody says: as many as have KV of a quarter of its
+    size, in whole pages, but STATE_TOKENS at least. Inner ones go before all else: more of them cost copies
+    to the host, and no memory that is short."""
     states = sum(_layout(group, 1, dtype).page_bytes for group in groups
                  if group.snapshot and not group.page_tokens)
     token = sum(_layout(group, group.unit, dtype).page_bytes // group.unit for group in groups
                 if not (group.snapshot or group.window))
-    return -(-max(STATE_TOKENS, states // max(1, token)) // page_size) * page_size
+    return -(-max(STATE_TOKENS, states // max(1, 4 * token)) // page_size) * page_size
