@@ -235,7 +235,7 @@ WASTE = {waste.name: waste for waste in (
           "pp_size=3,dram_pages=0,hbm_pages=400,rows=8,requests=8,span=0,prompt_max=4,new_max=50,again=0"),
     Waste("positions computed twice", 0.08, again,
           "hbm_pages=20,dram_pages=20,rows=6,requests=14,span=4,prompt_max=20,new_max=40,again=0,overlap=1"),
-    Waste("positions recomputed for want of a state", 0.3, restated,
+    Waste("positions recomputed for want of a state", 0.2, restated,
           "hbm_pages=96,dram_pages=0,rows=4,requests=12,span=100,prompt_max=32,new_max=12,again=0,turns=0.9,"
           "steps=100000,max_len=300"),
     Waste("transfers not served after a restart", 0.1, unserved,
