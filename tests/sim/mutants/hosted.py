@@ -217,13 +217,14 @@ def row_starts_on_host_pages_that_are_coming(real: Real, r: Request) -> list[Cop
     return [] if out is None else out
 
 
-@instead_of(sealing, "_offer")
-def promotion_without_the_page_that_was_open(real: Real, kv: KVCache, r: Request, g: int, i: int,
-                                             node: Node, up: Copy | None, down: Copy | None) -> None:
+@instead_of(sealing, "seal")
+def promotion_without_the_page_that_was_open(real: Real, kv: KVCache, r: Request) -> None:
     """The page that was open when a promotion began is never loaded."""
-    if r.phase is Phase.PROMOTING and up is not None and up.node is None:
-        up.ready = True
-    real(kv, r, g, i, node, up, down)
+    for t in r.tables if r.phase is Phase.PROMOTING else ():
+        for up in t.device[len(r.path) * kv.cfg.page_size // t.unit:r.retired // t.unit]:
+            if up is not None and up.node is None:
+                up.ready = True
+    real(kv, r)
 
 
 @instead_of(promote, "reload")
@@ -239,7 +240,7 @@ def promotion_loads_the_open_page_too_early(real: Real, kv: KVCache, r: Request,
     return ok
 
 
-@instead_of(claims, "grow")
+@instead_of(KVCache, "grow")
 def page_begun_during_a_promotion_is_on_the_host_only(real: Real, kv: KVCache, r: Request,
                                                       upto: int) -> Trial:
     """A row that is being promoted grows like any hosted row."""
