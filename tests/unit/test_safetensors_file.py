@@ -51,8 +51,9 @@ def test_tensors_equal_the_library(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_tensors_reach_a_device_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through halves that hold a part of a tensor, which are filled again while copies may still run."""
-    monkeypatch.setattr("penstock.model.weights.checkpoint._STAGED_BYTES", 4096)
+    """Through few and small pieces of memory, which are filled again while copies may still run."""
+    monkeypatch.setattr("penstock.model.weights.checkpoint._STAGED", 3)
+    monkeypatch.setattr("penstock.model.weights.checkpoint._PART_BYTES", 4096)
     wanted = {"scalar": torch.tensor(1.5), "many": torch.randn(300, 1001), "half": torch.randn(4096).half()}
     for name, tensor in open_checkpoint(locate(str(model(tmp_path, model=wanted)))).tensors(device="cuda"):
         assert tensor.device.type == "cuda" and tensor.cpu().equal(wanted[name]), name

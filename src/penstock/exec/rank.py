@@ -207,14 +207,15 @@ class Rank:
         """The first output tokens of `rid`, which another engine has sampled."""
         self._tokens.given(rid, tokens)
 
-    def capture(self, buckets: Sequence[int], seconds: float = START_S, *, width: int = 1) -> None:
+    def capture(self, buckets: Sequence[int], seconds: float = START_S, *, width: int = 1,
+                rehearses: bool = False) -> None:
         """On a CUDA device, of a whole model: capture decode steps of so many rows, with drafts of up to
         `width` positions each, and for so long steps with prompts. Without, every step is launched kernel by
-        kernel."""
+        kernel. rehearses: they are launched and not captured, and none can be replayed."""
         assert isinstance(self._tokens, Drawn) and self._ahead, "such a rank is not captured"
         self._steps[:-1], self._drafts = captured(
             self._model, self._tables, self._attending, self._tokens.draws, buckets, seconds, width,
-            WIDE["cuda"], self._makes)
+            WIDE["cuda"], self._makes, rehearses)
         if self._drafts is not None and self._widths is not None:
             self._widths.leave()
 

@@ -60,10 +60,12 @@ def recording(graph: torch.cuda.CUDAGraph, memory: Any) -> Iterator[None]:
 
 class Replays:
     """What captured steps have in common: `input`, int32, which they read of the host, where they leave their
-    logits, and their memory. The next step overwrites it.
+    logits, and their memory. The next step overwrites it. rehearses: `record` launches a step, and no more.
     """
 
-    def __init__(self, size: int, rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, size: int, rows: int, vocab_size: int, device: torch.device,
+                 rehearses: bool = False) -> None:
+        self._rehearses = rehearses
         self.input = torch.zeros(size, dtype=torch.int32, device=device)
         # Of whichever bucket ran last: some for each bucket would be gigabytes with hundreds of rows.
         self._logits_BV = torch.empty(rows, vocab_size, dtype=torch.float32, device=device)
@@ -89,9 +91,11 @@ class Replays:
             return self._logits_BV[:len(logits_BV)].copy_(logits_BV), answer_2B
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
-            run()                               # compiles what is not compiled yet
+            out = run()                         # compiles what is not compiled yet
         torch.cuda.current_stream().wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()
+        if self._rehearses:
+            return graph, *out
         with recording(graph, self._memory):
             out = run()
         return graph, *out

@@ -22,11 +22,11 @@ from penstock.model.base import Model
 
 @torch.inference_mode()
 def captured(model: Model, tables: RowTables, attending: Attending, draws: Draws, buckets: Sequence[int],
-             seconds: float, width: int = 1, wide: int = 0,
-             ahead: Ahead | None = None) -> tuple[list[Steps], DraftGraphs | None]:
+             seconds: float, width: int = 1, wide: int = 0, ahead: Ahead | None = None,
+             rehearses: bool = False) -> tuple[list[Steps], DraftGraphs | None]:
     """Of a whole model: decode steps of so many rows, and, captured for so long, steps with prompts where
     one call attends to them; and, with drafts that the device makes, those in which a row has up to `width`
-    positions, up to `wide` in all."""
+    positions, up to `wide` in all. rehearses: as `Rank.capture`."""
     if isinstance(attending, Latent):       # what it is given grows with the longest context of a step
         return [Uncaptured("latent")], None
     assert isinstance(attending, Grouped | Selecting | Indexed), "such a rank is not captured"
@@ -34,7 +34,7 @@ def captured(model: Model, tables: RowTables, attending: Attending, draws: Draws
     wider = widths(rows, width, wide) if ahead is not None else {}
     most = max(rows, *(n * positions for n, positions in wider.items()), 1)
     decodes = GroupedDecodes(attending, tables) if isinstance(attending, Grouped) else attending.decodes(most)
-    replays = Replays(sum(lengths((TOKENS[-1], rows))), most, model.vocab_size, device)
+    replays = Replays(sum(lengths((TOKENS[-1], rows))), most, model.vocab_size, device, rehearses)
     plain = DecodeGraphs(model, tables, decodes, draws, buckets, replays)
     plain.capture()
     drafts = None

@@ -1,15 +1,18 @@
 """The weights of a model, or of one stage of it."""
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import hashlib
 import json
 import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +43,7 @@ from penstock.model.weights.slots import LinearFactory
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "gguf": torch.float32}
 TRIM_BYTES = 64 << 20         # weights loaded between two trims of the heap
 PROGRESS_S = 10.0             # between two lines of the log that say how far it is
+TURN_S = 0.0005               # for which a thread keeps the interpreter while weights are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +127,50 @@ def _opened(config: Config, files: ModelFiles, log: Callable[[str], object]) \
     return checkpoint, packer(backends), backends
 
 
-def load(config: Config, stage: Stage | None, log: Callable[[str], object],
-         lanes: Lanes | None = None) -> Loaded:
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """A model that is going to be loaded: its shape, and what it is built of, before its weights are read."""
+
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    backends: dict[str, registry.Choice]
+    made: Callable[..., Model]          # of a stage
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.checkpoint.config
+
+    def bytes(self, stage: Stage | None) -> int:
+        return weight_bytes(self.checkpoint, self.dtype, stage)
+
+    def build(self, stage: Stage, device: str) -> Model:
+        """Of some layers, with random weights."""
+        model = self.made(stage=stage)
+        for name, tensor in families.dummy_tensors(self.config, 0, model.wants, device=device,
+                                                   scaled=self.checkpoint.scaled):
+            model.load(name, tensor)
+        model.finish()
+        return model
+
+
+@contextlib.contextmanager
+def _short_turns() -> Iterator[None]:
+    """Who reads a part of a weight asks for the interpreter a few times, and another thread that imports or
+    compiles gives it up once in 5 ms: with that 16 GB took 6 to 9 s, of which 5 were waiting for turns."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(TURN_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+@_short_turns()
+def load(config: Config, stage: Stage | None, log: Callable[[str], object], lanes: Lanes | None = None,
+         beside: Callable[[Sketch], object] | None = None) -> Loaded:
     """Stream the weights of a stage in, or all: one source tensor at a time, and freed ones go back to
-    the system. `log` is told how far it is every PROGRESS_S, as long as tensors come. Raises ConfigError."""
+    the system. `log` is told how far it is every PROGRESS_S, as long as tensors come. beside: begins what
+    goes on while they are read. Raises ConfigError."""
     started, rss_before, device = time.perf_counter(), _peak_rss(), config.device.device
     files = locate(config.model.model, load_format=config.model.load_format)
     name, load_format = files.name, files.load_format
@@ -136,10 +180,10 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object],
     drafts, all_of_it = config.schedule.speculative_method == "mtp", stage is None
     if drafts and stage is None:
         stage = families.drafting_stage(checkpoint.config)
-    model = families.build(checkpoint.config, dtype=dtype, linear=pack,
-                           ops=layer.OP.use(backends["layer"].name), stage=stage, experts=together,
-                           lanes=lanes, scan=scan.OP.use(backends["scan"].name if "scan" in backends
-                                                         else "reference"))
+    made = functools.partial(
+        families.build, checkpoint.config, dtype=dtype, linear=pack, ops=layer.OP.use(backends["layer"].name),
+        experts=together, scan=scan.OP.use(backends["scan"].name if "scan" in backends else "reference"))
+    model = made(stage=stage, lanes=lanes)
     eagle = _eagle(config, checkpoint, dtype, pack, backends, stage, lanes)
     whole = model if all_of_it else _whole(config, checkpoint, dtype, pack, eagle)
     digest = digest_of(checkpoint.config)
@@ -152,13 +196,15 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object],
     coded = load_format == "safetensors" and mxfp4.says(checkpoint.config)
     log(f"model: {name} has {show_size(need)} of weights to load" +
         f"; its experts, in MXFP4, become {show_dtype(dtype)}" * coded)
+    if beside is not None:
+        beside(Sketch(checkpoint, dtype, backends, made))
     loaded, trimmed, scaled, told = 0, 0, False, time.perf_counter()
     for tensor_name, tensor in tensors:
         loaded += tensor.num_bytes if isinstance(tensor, Packed) else tensor.numel() * dtype.itemsize
         scaled |= isinstance(tensor, Scaled)
         model.load(tensor_name, tensor)
         del tensor                        # or it would live while the next one is read
-        if loaded - trimmed > TRIM_BYTES:
+        if device == "cpu" and loaded - trimmed > TRIM_BYTES:
             trimmed = loaded
             _trim_heap()
         if (now := time.perf_counter()) - told >= PROGRESS_S:

@@ -4,6 +4,7 @@ Owns the order of start-up; the sizes of the pools are `sizing.py`.
 """
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from penstock.exec.pipeline.crew import Crew
 from penstock.exec.rank import Rank
 from penstock.exec.sampling.grammar import Grammars, Vocabulary, switched_off, whose
 from penstock.exec.start.prove import prove, prove_front, scratch
+from penstock.exec.start.rehearsal import Rehearsal
 from penstock.exec.start.store import open_storage, storage_info
 from penstock.exec.start.workspace import beyond, device_memory, largest_step, one_page
 from penstock.exec.step.links import nodes_of, of_config
@@ -203,7 +205,9 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
     # One thread: loading is many small operations, which two threads on busy cores slow down 4x. A GPU's
     # host has cores to spare, and what is loaded there is large.
     torch.set_num_threads(1 if device == "cpu" else min(threads, 8))
-    loaded = load(config, None, log)
+    rehearsal = Rehearsal(config, functools.partial(_longest, config), STEP_TOKENS, log)
+    loaded = load(config, None, log, beside=rehearsal.begin)
+    rehearsal.join()
     config = _with_step(config, loaded)
     torch.set_num_threads(threads)
     model, selection = loaded.model, selection_for(config, loaded.whole)

@@ -119,8 +119,7 @@ class _Flash:
             if self._import is None:
                 # Of its compiler to its own authors.
                 warnings.filterwarnings("ignore", category=UserWarning, module="cutlass")
-                self._import = _aside(
-                    lambda: import_module("flash_attn.cute.interface").flash_attn_varlen_func)
+                self._import = _aside(_imported)
             return self._import
 
     def function(self) -> Callable[..., Any]:
@@ -147,6 +146,18 @@ class _Flash:
             log.warning("%s is not used for prompts: %s", NAME, why)
             return False
         return True
+
+
+def _imported() -> Callable[..., Any]:
+    """One of its libraries marks functions for torch.compile, which would import all of that, and as long as
+    all else takes; nothing is compiled so here, and a mark does nothing else."""
+    marks: Any = torch.compiler.disable
+    torch.compiler.disable = lambda fn=None, *_, **__: fn or (lambda fn: fn)
+    try:
+        found: Callable[..., Any] = import_module("flash_attn.cute.interface").flash_attn_varlen_func
+        return found
+    finally:
+        torch.compiler.disable = marks
 
 
 def _aside(work: Callable[[], T]) -> Future[T]:
