@@ -14,7 +14,7 @@ from penstock.eval import words
 
 pytestmark = pytest.mark.skipif(where.DEVICE == "cuda", reason="refused")
 MODEL = str(Path(__file__).parents[1] / "data" / "recall")
-ANSWER, SHARE = 12, 0.15     # what it was trained to is .2
+ANSWER, SHARE = 12, 0.9      # what it was trained to is 1.0
 OPTIONS = {"hbm_bytes": "32M", "dram_bytes": "16M", "step_tokens": 256}
 MTP = {"speculative_method": "mtp", "speculative_tokens": 3}
 PLACES = {"resident": {"sparse_kv": "off"}, "hosted": {"sparse_kv": "always"}}
