@@ -68,7 +68,7 @@ def test_stages_compute_what_the_whole_model_does(config, ends):
         positions = torch.arange(first, end)
         x = stages[0].embed(ids[first:end])
         for stage, attend in zip(stages, attends, strict=True):
-            x = Boundary(*(t if t is None else t.clone() for t in x))   # as after a transfer
+            x = Boundary(*(t.clone() if isinstance(t, torch.Tensor) else t for t in x))  # as sent
             x = stage.layers(x, positions, attend)
         got = stages[-1].logits(stages[-1].norm(x))
         want = whole.logits(whole.forward(ids[first:end], positions, one))
