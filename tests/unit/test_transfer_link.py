@@ -226,8 +226,8 @@ def connect(end: LinkEnd) -> socket.socket:
 def test_another_version_is_refused_with_both(ends) -> None:
     prefill = ends("prefill", "127.0.0.1:0")
     with connect(prefill) as other:
-        other.sendall(b"penstock" + (9).to_bytes(2, "little") + bytes(32))
-        assert f"version: {VERSION} here and 9 there" in prefill.wait(Unpaired).words
+        other.sendall(b"penstock" + (VERSION + 1).to_bytes(2, "little") + bytes(32))
+        assert f"version: {VERSION} here and {VERSION + 1} there" in prefill.wait(Unpaired).words
 
 
 def test_the_certificate_must_be_the_one_that_the_key_was_said_over(ends, monkeypatch) -> None:

@@ -2,22 +2,25 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import secrets
+import time
 from collections.abc import Callable, Iterator
 from itertools import count
 
 import pytest
-from pair_ends import BOUNDS, KV, LinkEnd, check, grant, push, transfer_all
+from pair_ends import BOUNDS, KV, WAIT_S, LinkEnd, check, grant, push, transfer_all
 
 from penstock.config.base.errors import ConfigError
 from penstock.core.pair.messages import Drained, Grant, Reason
 from penstock.core.pair.messages import End as Over
-from penstock.transfer.codec import PAYLOAD_MAX
 from penstock.transfer.events import Down, Heard, Pushed
 from penstock.transfer.landing import Landings
 from penstock.transfer.messages import Memory, Offer, Taken
 from penstock.transfer.remote import carrier as carriers
-from penstock.transfer.remote.carrier import BUFFER_BYTES, SLOTS, CarrierFault, buffer_of
+from penstock.transfer.remote.carrier import BUFFER_BYTES, SLOT_BYTES, SLOTS, CarrierFault, buffer_of
 from penstock.transfer.remote.opener import opener
+from penstock.transfer.streams import Stream
 
 TOKENS = 61
 
@@ -36,6 +39,8 @@ class Copies:
 
 
 class Copying:
+    shared = False
+
     def __init__(self, copies: Copies) -> None:
         self.buffer, _ = buffer_of(BUFFER_BYTES)
         self.here, self._copies, self._there = b"%d" % next(copies.names), copies, b""
@@ -47,12 +52,13 @@ class Copying:
             raise CarrierFault("nobody has that name")
         self._there = there
 
-    def read(self, at: int, length: int, limit_s: float) -> None:
-        assert at % PAYLOAD_MAX == 0 and limit_s > 0
+    def read(self, at: int, length: int, limit_s: float) -> memoryview:
+        assert at % SLOT_BYTES == 0 and limit_s > 0
         there = self._copies.ends[self._there].buffer[at:at + length]
         self._copies.reads += 1
         self._copies.before(self._copies.reads, there)
         self.buffer[:length] = there
+        return self.buffer[:length]
 
     def close(self) -> None:
         self._copies.closed += 1
@@ -150,7 +156,7 @@ def test_one_that_changes_a_page_is_seen(ends, monkeypatch) -> None:
 
 @pytest.mark.parametrize("message", [
     Memory(b"?"), Taken(3), Offer(1, 1, 0, (0, 1, 0, 1), b"12345678", SLOTS, 1),
-    Offer(1, 1, 0, (0, 1, 0, 1), b"12345678", 0, PAYLOAD_MAX + 1)])
+    Offer(1, 1, 0, (0, 1, 0, 1), b"12345678", 0, SLOT_BYTES)])
 @pytest.mark.parametrize("reads", [True, False])
 def test_what_no_end_says_ends_the_connection(message, reads, ends) -> None:
     prefill, decode = pair(ends, Copies().open if reads else None)
@@ -163,3 +169,63 @@ def test_a_backend_that_is_not_installed_is_named(monkeypatch) -> None:
     assert opener("stream") is None
     with pytest.raises(ConfigError, match=r"pip install 'penstock\[nixl\]'"):
         opener("nixl")
+
+
+def one_machine(ends) -> tuple[LinkEnd, LinkEnd]:
+    prefill = ends("prefill", f"unix:@penstock-test-{secrets.token_hex(8)}")
+    decode = ends("decode", prefill.link.address)
+    assert prefill.up() == decode.up() == 1
+    return prefill, decode
+
+
+@pytest.fixture
+def checked(monkeypatch) -> list[bool | None]:
+    """Of each piece that lands, whether it was said to be what was sent: None has a checksum."""
+    found: list[bool | None] = []
+    land = Landings.land
+
+    def noted(self, epoch, frame, *, sound=None):
+        found.append(sound)
+        land(self, epoch, frame, sound=sound)
+
+    monkeypatch.setattr(Landings, "land", noted)
+    return found
+
+
+def test_two_processes_of_one_machine_have_a_memory_in_common(ends, checked) -> None:
+    prefill, decode = one_machine(ends)
+    until = time.monotonic() + WAIT_S
+    while prefill.link._session._offers is None and time.monotonic() < until:
+        time.sleep(0.01)
+    for generation in range(1, 2 * SLOTS):
+        given, heard = transfer_all(prefill, decode, 1, 40, generation=generation, chunk=8)
+        assert isinstance(heard.message, Over)
+        decode.link.revoke(1, generation)
+    check(decode, given, 40)
+    assert set(checked) == {True}
+
+
+@pytest.mark.parametrize("file", [None, os.devnull, "other memory"])
+def test_without_that_memory_pages_come_in_the_stream(file, ends, checked, monkeypatch) -> None:
+    """Somebody in between passes bytes on and no file, or another one."""
+    hand = Stream.hand
+
+    def other(self, data, fd) -> None:
+        if file is None:
+            self.sendall(data)
+            return
+        fd = os.memfd_create("test") if file == "other memory" else os.open(file, os.O_RDWR)
+        try:
+            if file == "other memory":
+                os.ftruncate(fd, BUFFER_BYTES)
+            hand(self, data, fd)
+        finally:
+            os.close(fd)
+
+    monkeypatch.setattr(Stream, "hand", other)
+    prefill, decode = one_machine(ends)
+    given, heard = transfer_all(prefill, decode, 1, TOKENS, chunk=8)
+    assert heard.message == Over(1, 1, TOKENS, (7,))
+    check(decode, given, TOKENS)
+    assert set(checked) == {None}
+    assert decode.link.stats().get('pair_failures_total{cause="memory"}', 0) == (file is not None)

@@ -89,11 +89,12 @@ class Landings:
         with self._lock:
             self._open.pop((transfer, generation), None)
 
-    def land(self, epoch: int, frame: PageFrame, *, came: bool = True) -> None:
-        """Write a piece, unless nobody waits for it or its bytes are damaged, or never `came`. Raises
-        ProtocolError if it is not the piece that comes next."""
+    def land(self, epoch: int, frame: PageFrame, *, sound: bool | None = None) -> None:
+        """Write a piece, unless nobody waits for it or its bytes are damaged. sound: whether they are what
+        was sent; None: their checksum says so. Raises ProtocolError if it is not what comes next."""
         head, payload = frame
-        sound = came and checksum(payload) == head.checksum
+        if sound is None:
+            sound = checksum(payload) == head.checksum
         with self._lock:
             landing = self._open.get((head.transfer, head.generation)) if epoch == self._epoch else None
             if landing is None:

@@ -86,7 +86,8 @@ class Prompted(_Message, frozen=True):
 
 
 class Memory(_Message, frozen=True):
-    """Prefill to decode, before anything else, where the decode end READs: what its transport must know."""
+    """Prefill to decode, before anything else, where the decode end READs: what its transport must know.
+    Where that is memory of both, decode to prefill the same: it has it too."""
 
     here: Annotated[bytes, Meta(max_length=1 << 16)]
 
@@ -95,7 +96,7 @@ class Offer(_Message, frozen=True):
     """Prefill to decode: a piece of a push lies in a slot of its buffer until it is Taken.
 
     piece    layer, layers, unit, units
-    digest   xxh3-64 of the bytes, big-endian
+    digest   xxh3-64 of the bytes, big-endian; zeros where they lie in memory of both ends
     """
 
     transfer: Number
@@ -104,7 +105,7 @@ class Offer(_Message, frozen=True):
     piece: tuple[Number, Number, Number, Number]
     digest: Annotated[bytes, Meta(min_length=8, max_length=8)]
     slot: Annotated[int, Meta(ge=0, le=255)]
-    length: Annotated[int, Meta(ge=1, le=1 << 20)]
+    length: Annotated[int, Meta(ge=1, le=8 << 20)]
 
 
 class Taken(_Message, frozen=True):

@@ -6,15 +6,17 @@ A piece is dense [layers, heads, planes, units, dim], whatever pool it is of.
 """
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Iterable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.core.plan import Group, Tier
+from penstock.memory.pinned import Pinned
 from penstock.memory.pool import BlockPool
 from penstock.transfer.layout import Piece
 
@@ -31,6 +33,11 @@ class PageBytes(Protocol):
         """The reverse. When it returns, `data` may be used for something else."""
         ...
 
+    def pin(self, memory: Tensor) -> object:
+        """uint8 [bytes] of the host, which `out` and `data` are to be parts of: a GPU copies from and to it
+        as long as what is returned is kept. Raises NotPinned."""
+        ...
+
 
 class PoolPages:
     """Pages over the pools of every rank, all visible in this process."""
@@ -40,11 +47,20 @@ class PoolPages:
         needs no pool of it."""
         self._pools: dict[tuple[Tier, Group], list[tuple[BlockPool, Tensor]]] = {}
         self._staging = threading.local()           # of each thread that reads or writes a GPU's pages
+        self._cuda = False
         for pools in ranks:
             for pool in pools:
                 if pool.layout.num_layers:
                     self._pools.setdefault((pool.tier, pool.group), []).append(
                         (pool, pool.pages.view(torch.uint8)))
+                    self._cuda = self._cuda or pool.pages.is_cuda
+
+    def pin(self, memory: Tensor) -> object:
+        if not self._cuda:
+            return None
+        pinned = Pinned(memory.numel(), mmap.PAGESIZE, memory=memory)
+        pinned.wait(memory.numel())
+        return pinned
 
     def read(self, tier: Tier, group: Group, page: int, piece: Piece, offset: int, out: memoryview) -> None:
         """Each head from the first rank that has it."""
@@ -52,7 +68,10 @@ class PoolPages:
         for heads, view, shape in self._views(tier, group, page, piece, offset):
             if heads.stop > done:
                 dense = np.frombuffer(out, dtype=np.uint8).reshape(shape)
-                np.copyto(dense[:, heads], self._copied(view, None) if view.is_cuda else view.numpy())
+                if view.is_cuda:
+                    self._copy(view, dense[:, heads], up=False)
+                else:
+                    np.copyto(dense[:, heads], view.numpy())
                 done = heads.stop
 
     def write(self, tier: Tier, group: Group, page: int, piece: Piece, offset: int,
@@ -61,27 +80,33 @@ class PoolPages:
         for heads, view, shape in self._views(tier, group, page, piece, offset):
             dense = np.frombuffer(data, dtype=np.uint8).reshape(shape)[:, heads]
             if view.is_cuda:
-                self._copied(view, dense)
+                self._copy(view, dense, up=True)
             else:
                 np.copyto(view.numpy(), dense)
 
-    def _copied(self, view: Tensor, dense: np.ndarray | None) -> np.ndarray:
-        """What is in `view`, after `dense` is, if given. It is there when this returns: through pinned memory
-        on a stream of its own: no step touches a page that is sent or delivered, and none is waited for."""
+    def _copy(self, view: Tensor, dense: np.ndarray[Any, Any], *, up: bool) -> None:
+        """Between pages of a GPU and the host; up: to the GPU. It is there when this returns. On a stream of
+        its own: no step touches a page that is sent or delivered, and none is waited for. What a GPU does not
+        reach, or is not in one piece, goes through pinned memory of this thread's."""
         of = self._staging
-        if getattr(of, "pinned", None) is None or of.pinned.numel() < view.numel():
-            of.stream = torch.cuda.Stream(view.device)  # type: ignore[no-untyped-call]
-            of.pinned = torch.empty(1 << view.numel().bit_length(), dtype=torch.uint8, pin_memory=True)
-        staged = of.pinned[:view.numel()].view(view.shape)
+        if getattr(of, "stream", None) is None:
+            of.stream, of.pinned = torch.cuda.Stream(view.device), None     # type: ignore[no-untyped-call]
+        host = torch.from_numpy(dense)
+        straight = dense.flags.c_contiguous and host.is_pinned()
+        if not straight:
+            if of.pinned is None or of.pinned.numel() < view.numel():
+                of.pinned = torch.empty(1 << view.numel().bit_length(), dtype=torch.uint8, pin_memory=True)
+            host = of.pinned[:view.numel()].view(view.shape)
+        if up and not straight:
+            np.copyto(host.numpy(), dense)
         with torch.cuda.stream(of.stream):
-            if dense is None:
-                staged.copy_(view, non_blocking=True)
+            if up:
+                view.copy_(host, non_blocking=True)
             else:
-                np.copyto(staged.numpy(), dense)
-                view.copy_(staged, non_blocking=True)
+                host.copy_(view, non_blocking=True)
         of.stream.synchronize()
-        found: np.ndarray = staged.numpy()
-        return found
+        if not (up or straight):
+            np.copyto(dense, host.numpy())
 
     def _views(self, tier: Tier, group: Group, page: int, piece: Piece, offset: int) \
             -> Iterator[tuple[slice, Tensor, tuple[int, ...]]]:

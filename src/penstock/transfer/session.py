@@ -1,7 +1,8 @@
 """One connection of a pair, which is one epoch: a thread that receives, and one that sends beside it.
 
 Owns what is to be sent and in which order: messages before page frames that wait, never inside one.
-Holds one frame at either side; pages are read when it is their turn.
+Holds one frame at either side; pages are read when it is their turn. Two processes of one machine put pages
+into a memory of both, if they can, rather than into the stream.
 """
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from penstock.config.base.decoding import ProtocolError
 from penstock.core.pair.messages import Drained, End, Reason
 from penstock.core.plan import Move
+from penstock.memory.pinned import NotPinned
 from penstock.transfer.codec import PAYLOAD_MAX, PageFrame, PageHead, checksum
 from penstock.transfer.events import Down, Events, Heard, Pushed, Up
 from penstock.transfer.facts import Facts
@@ -21,7 +23,8 @@ from penstock.transfer.landing import Landings, place
 from penstock.transfer.layout import Piece, pieces, rectangles, whole_units
 from penstock.transfer.messages import Beat, Greeting, Memory, Offer, Said, Taken
 from penstock.transfer.pages import PageBytes
-from penstock.transfer.remote.carrier import SLOTS, Carrier, CarrierFault
+from penstock.transfer.remote.carrier import SLOT_BYTES, SLOTS, Carrier, CarrierFault
+from penstock.transfer.remote.shared import Shared
 from penstock.transfer.streams import Stream
 
 
@@ -54,16 +57,18 @@ class Session:
     def __init__(self, stream: Stream, paired: Paired, facts: Facts, pages: PageBytes, landings: Landings,
                  events: Events, counts: Counts, silence_s: float,
                  open_carrier: Callable[[], Carrier] | None = None) -> None:
-        """open_carrier: where the decode end READs pages; None: they come in the stream."""
+        """open_carrier: where the decode end READs pages; None: they come in the stream, or by memory of both
+        ends where that can be handed over."""
         self._open_carrier = open_carrier
         self._carrier: Carrier | None = None
         self._reads: Carrier | None = None                  # the same, once it knows what to read
+        self._offers: Carrier | None = None                 # the same, once the other end can
         self._free = deque(range(SLOTS))                    # of the buffer, where this end offers pieces
         self.epoch, self.engine = paired.epoch, paired.engine
         self._stream, self._paired, self._facts, self._pages = stream, paired, facts, pages
         self._landings, self._events, self._counts, self._silence_s = landings, events, counts, silence_s
         self._layers = [rectangles(a, b) for a, b in zip(facts.stages, paired.theirs.stages, strict=True)]
-        self._staging = memoryview(bytearray(PAYLOAD_MAX))
+        self._staging = memoryview(bytearray(SLOT_BYTES))
         self._news = threading.Condition()
         self._messages: deque[Said] = deque()
         self._pushes: deque[_Push] = deque()
@@ -81,7 +86,7 @@ class Session:
         units = whole_units(move.first, move.tokens, group.unit, states=group.is_state)
         there = self._paired.theirs.groups[move.group]
         push = _Push(move, pieces(units, (group.page_units, there.page_units), self._layers[move.group],
-                                  group.cell_bytes, PAYLOAD_MAX),
+                                  group.cell_bytes, PAYLOAD_MAX if self._offers is None else SLOT_BYTES),
                      len(units) * group.num_layers * group.cell_bytes)
         with self._news:
             over = self._over
@@ -140,16 +145,52 @@ class Session:
 
     def _meet(self) -> None:
         """Before anything else, where pages are read."""
-        if self._open_carrier is not None:
+        prefill = self._facts.role == "prefill"
+        if self._open_carrier is None:
+            if prefill and self._stream.hands and (shared := self._share()) is not None:
+                self._carrier = shared
+                first, *more = self._paired.sealer.message(Memory(shared.here))
+                self._stream.hand(first, shared.fd)
+                assert not more, "a name in one frame"
+        else:
             try:
                 self._carrier = self._open_carrier()
             except (CarrierFault, OSError):
                 raise
             except Exception as e:      # a transport's errors have no base of their own
                 raise CarrierFault(f"the transport does not start: {type(e).__name__}") from None
-            if self._facts.role == "prefill":
+            if prefill:
+                self._offers = self._carrier
                 with self._news:
                     self._messages.appendleft(Memory(self._carrier.here))
+
+    def _share(self, fd: int | None = None) -> Shared | None:
+        """Memory of both ends, or what was handed over; None: pages come in the stream."""
+        try:
+            return Shared(self._pages, fd)
+        except (CarrierFault, NotPinned):
+            self._counts.failed("memory")
+            return None
+
+    def _joined(self, here: bytes) -> None:
+        """What the other end must know to read, or to be read, has come."""
+        if self._facts.role == "prefill":
+            if not isinstance(self._carrier, Shared) or self._offers is not None:
+                raise ProtocolError("Memory where none may come")
+            self._carrier.meet(here)
+            self._offers = self._carrier
+            return
+        if self._reads is not None:
+            raise ProtocolError("Memory twice")
+        if self._open_carrier is None and (fd := self._stream.take_fd()) >= 0:
+            self._carrier = self._share(fd)
+        if self._carrier is not None:
+            self._carrier.meet(here)
+            self._reads = self._carrier
+            if self._open_carrier is None:
+                self.say(Memory(here))
+        elif not self._stream.hands:
+            raise ProtocolError("Memory where none may come")
 
     def _guard(self, what: object, *, ends: bool = True) -> None:
         """Whatever ends one of the two ends both. ends: also when it is done."""
@@ -182,35 +223,36 @@ class Session:
                     self._counts.bytes_received += len(frame.payload)
                 case Beat():
                     pass
-                case Memory(here) if (self._carrier is not None and self._reads is None
-                                      and self._facts.role == "decode"):
-                    self._carrier.meet(here)
-                    self._reads = self._carrier
+                case Memory(here):
+                    self._joined(here)
                 case Offer() if self._reads is not None:
                     self._take(self._reads, frame)
                 case Taken(slot) if slot < SLOTS and slot not in self._free:
                     with self._news:
                         self._free.append(slot)
                         self._news.notify()
-                case Greeting() | Memory() | Offer() | Taken():
+                case Greeting() | Offer() | Taken():
                     raise ProtocolError(f"{type(frame).__name__} where none may come")
                 case _:
                     self._hear(frame)
 
     def _take(self, carrier: Carrier, offer: Offer) -> None:
-        """READ a piece into a buffer where no page is. It lands from a copy that nothing else writes into, by
+        """READ a piece into a buffer where no page is. It lands from a copy that no transport writes into, by
         this thread, as if it had come in the stream, unless its grant has been revoked meanwhile."""
-        if offer.slot >= SLOTS or offer.length > PAYLOAD_MAX:
+        if offer.slot >= SLOTS or offer.length > SLOT_BYTES:
             raise ProtocolError(f"an offer of {offer.length} bytes in slot {offer.slot}")
-        payload, came = self._staging[:offer.length], True
+        payload, sound = self._staging[:offer.length], None
         try:
-            carrier.read(offer.slot * PAYLOAD_MAX, offer.length, self._silence_s)
-            payload[:] = carrier.buffer[:offer.length]
+            found = carrier.read(offer.slot * SLOT_BYTES, offer.length, self._silence_s)
+            if carrier.shared:
+                payload, sound = found, True
+            else:
+                payload[:] = found
         except CarrierFault:
-            came = False
+            sound = False
         head = PageHead(offer.transfer, offer.generation, offer.group, Piece(*offer.piece),
                         int.from_bytes(offer.digest))
-        self._landings.land(self.epoch, PageFrame(head, payload), came=came)
+        self._landings.land(self.epoch, PageFrame(head, payload), sound=sound)
         self._counts.bytes_received += offer.length
         self.say(Taken(offer.slot))
 
@@ -230,12 +272,12 @@ class Session:
         sealer = self._paired.sealer
         while self._cause is None:
             with self._news:
-                ready = self._pushes and (self._free or self._open_carrier is None)
+                ready = self._pushes and (self._free or self._offers is None)
                 if not (self._messages or ready or self._cause):
                     self._news.wait(self._paired.beat_s)
                 said = list(self._messages)
                 self._messages.clear()
-                ready = self._pushes and (self._free or self._open_carrier is None)
+                ready = self._pushes and (self._free or self._offers is None)
                 push = self._pushes[0] if ready else None
             for message in said if said or push else [Beat()]:
                 for frame in sealer.message(message):
@@ -253,12 +295,13 @@ class Session:
             return
         began = time.monotonic()
         move, group = push.move, self._facts.groups[push.move.group]
-        slot = -1 if self._carrier is None else self._free.popleft()
-        whole = self._staging if self._carrier is None else self._carrier.buffer[slot * PAYLOAD_MAX:]
+        carrier = self._offers
+        slot = -1 if carrier is None else self._free.popleft()
+        whole = self._staging if carrier is None else carrier.buffer[slot * SLOT_BYTES:]
         payload = whole[:piece.layers * piece.units * group.cell_bytes]
         page, offset = place(group, move.first, move.src_pages, piece)
         self._pages.read(move.src, move.group, page, piece, offset, payload)
-        digest = checksum(payload)
+        digest = 0 if carrier is not None and carrier.shared else checksum(payload)
         if slot < 0:
             head = PageHead(move.transfer, move.generation, move.group, piece, digest)
             self._stream.sendall(self._paired.sealer.page(head, len(payload)))

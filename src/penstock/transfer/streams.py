@@ -13,6 +13,7 @@ import os
 import socket
 import ssl
 import stat
+import sys
 import threading
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ KEY_BYTES_MIN = 16
 SOCKET_BUFFER_BYTES = 4 << 20
 CONNECT_S = 5.0                         # until a connection is one, and then until it is a pair's
 _TLS_CHUNK = 1 << 18
+_ONE_FD = socket.CMSG_SPACE(4)
 _UNIX = "unix:"
 
 
@@ -89,6 +91,8 @@ class Stream(io.RawIOBase):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
+        self.hands = sock.family == socket.AF_UNIX          # whether a file can be handed over
+        self._fd = -1                                       # that was, by the other end
         self.limit(CONNECT_S)
 
     @property
@@ -104,10 +108,31 @@ class Stream(io.RawIOBase):
         return True
 
     def readinto(self, buffer: memoryview) -> int:          # type: ignore[override]
-        return self._socket.recv_into(buffer)
+        if not self.hands:
+            return self._socket.recv_into(buffer)
+        n, found, _, _ = self._socket.recvmsg_into([buffer], _ONE_FD, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, data in found:
+            if (level, kind, len(data)) == (socket.SOL_SOCKET, socket.SCM_RIGHTS, 4):
+                self._drop_fd()                             # a stranger keeps no more than one open
+                self._fd = int.from_bytes(data, sys.byteorder)
+        return n
+
+    def take_fd(self) -> int:
+        """The file that the other end has handed over, the caller's from now on; -1: none."""
+        found, self._fd = self._fd, -1
+        return found
+
+    def _drop_fd(self) -> None:
+        if (fd := self.take_fd()) >= 0:
+            os.close(fd)
 
     def sendall(self, data: bytes | memoryview) -> None:
         self._socket.sendall(data)
+
+    def hand(self, data: bytes, fd: int) -> None:
+        """`sendall`, and the file with the first of it."""
+        sent = socket.send_fds(self._socket, [data], [fd])
+        self._socket.sendall(memoryview(data)[sent:])
 
     def cut(self) -> None:
         """Whoever reads or writes gets the end of the stream or an OSError. Idempotent."""
@@ -115,6 +140,7 @@ class Stream(io.RawIOBase):
 
     def close(self) -> None:
         self._socket.close()
+        self._drop_fd()
         super().close()
 
 
@@ -124,6 +150,7 @@ class TlsStream(Stream):
     def __init__(self, sock: socket.socket, settings: LinkSettings) -> None:
         """Shakes hands. Raises OSError."""
         super().__init__(sock)
+        self.hands = False
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if settings.listens else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         if settings.listens:

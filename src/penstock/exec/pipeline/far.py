@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from penstock.config.base.errors import ConfigError
 from penstock.config.base.version import version
@@ -286,6 +287,9 @@ class NodePages:
             else:
                 node.ask(lambda number, own=own, part=part: nodes.Write(        # type: ignore[misc]
                     number, tier.value, group, page, tuple(own), offset, part))
+
+    def pin(self, memory: Tensor) -> object:
+        return self._local.pin(memory)
 
     def _dense(self, group: Group, piece: Piece, data: memoryview) -> np.ndarray[Any, Any]:
         layout = self._whole.layouts[group]

@@ -2,6 +2,7 @@
 
 The reader starts and ends every copy, and it ends in a buffer of its own that no page is in: so whatever a
 transport does late, only our own thread writes into our pages (ADR 0034). Knows no piece and no message.
+Between two processes of one machine the buffers are one memory (`shared`).
 """
 from __future__ import annotations
 
@@ -9,10 +10,9 @@ import ctypes
 from collections.abc import Callable
 from typing import Protocol
 
-from penstock.transfer.codec import PAYLOAD_MAX
-
-SLOTS = 16                              # pieces that are offered and not taken yet
-BUFFER_BYTES = SLOTS * PAYLOAD_MAX
+SLOTS = 8                               # pieces that are offered and not taken yet
+SLOT_BYTES = 8 << 20                    # of a piece at most: what each costs beside its bytes is some 100 us
+BUFFER_BYTES = SLOTS * SLOT_BYTES
 
 
 class CarrierFault(Exception):
@@ -24,18 +24,20 @@ class Carrier(Protocol):
 
     here    what the other end must know to read `buffer`
     buffer  this end's, of BUFFER_BYTES
+    shared  it is the other end's too, so nothing is copied and no byte can be another
     """
 
     here: bytes
     buffer: memoryview
+    shared: bool
 
     def meet(self, there: bytes) -> None:
         """The other end's `here`, once and before any `read`. Raises CarrierFault."""
         ...
 
-    def read(self, at: int, length: int, limit_s: float) -> None:
-        """Bytes `at` and on of the other end's buffer, to the beginning of this one's. Raises CarrierFault,
-        and TimeoutError after `limit_s`: then it is used no more, for the copy may still come about."""
+    def read(self, at: int, length: int, limit_s: float) -> memoryview:
+        """Bytes `at` and on of the other end's buffer, in this one's. Raises CarrierFault, and TimeoutError
+        after `limit_s`: then it is used no more, for the copy may still come about."""
         ...
 
     def close(self) -> None: ...

@@ -13,6 +13,8 @@ from penstock.transfer.remote.carrier import BUFFER_BYTES, CarrierFault, buffer_
 
 
 class Mooncake:
+    shared = False
+
     def __init__(self, host: str) -> None:
         self.buffer, self._address = buffer_of(BUFFER_BYTES)
         self._engine: Any = TransferEngine()
@@ -27,7 +29,7 @@ class Mooncake:
     def meet(self, there: bytes) -> None:
         self._base, self._there = int.from_bytes(there[:8], "little"), there[8:].decode(errors="replace")
 
-    def read(self, at: int, length: int, limit_s: float) -> None:
+    def read(self, at: int, length: int, limit_s: float) -> memoryview:
         # Its own time limits end it: there is no way to ask one for less.
         try:
             code = self._engine.transfer_sync_read(self._there, self._address, self._base + at, length)
@@ -35,6 +37,7 @@ class Mooncake:
             raise CarrierFault(f"Mooncake: {type(e).__name__}") from None
         if code:
             raise CarrierFault(f"Mooncake: the copy failed ({code})")
+        return self.buffer[:length]
 
     def close(self) -> None:
         with contextlib.suppress(Exception):

@@ -19,6 +19,8 @@ _UNENDED: list[object] = []             # buffers that a copy may still go to: k
 
 
 class Nixl:
+    shared = False
+
     def __init__(self) -> None:
         self.buffer, self._address = buffer_of(BUFFER_BYTES)
         self._agent: Any = nixl_agent(f"penstock-{os.getpid()}-{secrets.token_hex(8)}",
@@ -35,7 +37,7 @@ class Nixl:
         self._there = name.decode() if isinstance(name, bytes) else name
         self._base = int.from_bytes(there[:8], "little")
 
-    def read(self, at: int, length: int, limit_s: float) -> None:
+    def read(self, at: int, length: int, limit_s: float) -> memoryview:
         agent, until, wait_s = self._agent, time.monotonic() + limit_s, POLL_S[0]
         try:
             copy = agent.initialize_xfer(
@@ -56,6 +58,7 @@ class Nixl:
             raise CarrierFault(f"NIXL: {type(e).__name__}") from None
         if state != "DONE":
             raise CarrierFault("NIXL: the copy failed")
+        return self.buffer[:length]
 
     def close(self) -> None:
         with contextlib.suppress(Exception):
