@@ -74,6 +74,11 @@ def measure(cell: str, args: argparse.Namespace) -> dict[str, Any]:
             counted = {name: value - before.get(name, 0.0) for name, value in of_pair(server).items()
                        if value != before.get(name, 0.0)}
             ready = server.ready_s
+    tail, sent = (counted.get(f"prefill_pair_{name}_total", 0.0) for name in ("tail_bytes", "sent_bytes"))
+    if sent:
+        counted |= {"to_go": tail / sent,        # of its bytes, when a prompt's last chunk had ended
+                    "push_share": counted["prefill_pair_tail_seconds_total"] / sum(whole + again),
+                    "push_bytes_s": sent / counted["prefill_pair_send_seconds_total"]}
     row = {"cell": cell, "tokens": args.tokens, "layers": args.layers, "whole_s": spread(whole),
            "shared_prefix_s": spread(again), "hits": found, "counted": counted, "ready_s": ready}
     print(row, flush=True)

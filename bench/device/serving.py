@@ -29,12 +29,14 @@ from pathlib import Path
 from typing import IO, Any
 
 NEW = 32
-SELECTS = ("--sparse-top-k", "256", "--hbm-bytes", "256M")
-HOSTED = (*SELECTS, "--dram-bytes", "2G", "--sparse-kv", "always")
+# A host tier of a size of its own: by itself each server takes half of the memory that it finds free.
+SMALL = ("--hbm-bytes", "256M", "--dram-bytes", "2G")
+SELECTS = ("--sparse-top-k", "256", *SMALL)
+HOSTED = (*SELECTS, "--sparse-kv", "always")
 LAYOUTS = {"one": (), "pp 2": ("--pp", "2"), "pair": ("--prefill", "1", "--decode", "1")}
-PLACES = {"all of the KV": ("--hbm-bytes", "256M"), "256 tokens of it": (*SELECTS, "--sparse-kv", "off"),
+PLACES = {"all of the KV": SMALL, "256 tokens of it": (*SELECTS, "--sparse-kv", "off"),
           "256 tokens of it, hosted": HOSTED}
-NATIVE = {"256 tokens of it": ("--hbm-bytes", "256M"),          # of a model that chooses itself
+NATIVE = {"256 tokens of it": SMALL,                           # of a model that chooses itself
           "256 tokens of it, hosted": ("--hbm-bytes", "64M", "--dram-bytes", "256M", "--sparse-kv", "always",
                                        "--hot-buffer-tokens", "272")}
 

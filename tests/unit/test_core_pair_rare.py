@@ -2,6 +2,7 @@
 test_sim_states."""
 from __future__ import annotations
 
+import pytest
 from driver import Driver
 
 from penstock.core.kv import claims
@@ -106,3 +107,15 @@ def test_a_load_that_fails_when_the_row_that_waited_for_it_is_on_its_way_to_the_
     assert r.phase not in (Phase.STAGING, Phase.RESIDENT, Phase.HOSTED) and r.kv_epoch == 1
     d.run()
     assert d.finished()[2] is Outcome.LENGTH
+
+
+@pytest.mark.parametrize("last_tokens, chunks", [
+    (0, [40, 40, 20]), (8, [40, 30, 15, 8, 7]), (60, [40, 40, 20])])
+def test_chunks_become_short_towards_the_end_of_a_prompt(last_tokens: int, chunks: list[int]) -> None:
+    d = Driver(role="prefill", step_tokens=40, hbm_pages=64, last_tokens=last_tokens)
+    d.arrive(1, range(100), transfer=5)
+    found: list[int] = []
+    while d.plans:
+        found += d.plans[0].count
+        d.retire()
+    assert found == chunks

@@ -99,7 +99,7 @@ def _prompts(core: CoreState, decoding: list[ScheduledRow], budget: int) -> list
     chosen: list[ScheduledRow] = []
     for r in list(core.transient) if budget else ():
         if r.phase is Phase.PREFILL and budget and r.todo:
-            n = _chunk(core, r, min(budget, r.todo), decoding, chosen)
+            n = _chunk(core, r, min(budget, _wanted(core, r)), decoding, chosen)
             if n:
                 last = n == r.todo
                 samples = last and not (core.prefills_only and r.num_output)
@@ -107,6 +107,13 @@ def _prompts(core: CoreState, decoding: list[ScheduledRow], budget: int) -> list
                 chosen.append(ScheduledRow(r, r.row, r.kv_epoch, n, int(samples), last))
                 budget -= n
     return chosen
+
+
+def _wanted(core: CoreState, r: Request) -> int:
+    """Of what is left of a prompt. What is pushed to the other engine goes while the next chunk is computed,
+    so chunks become half as long each towards the end: little is left to send behind the last."""
+    last = core.cfg.last_tokens
+    return r.todo if not last or r.todo <= last else max(last, r.todo // 2)
 
 
 def _may_decode(r: Request) -> bool:

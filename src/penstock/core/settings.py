@@ -55,6 +55,8 @@ class CoreConfig:
     always_hosted: bool = False         # requests that select never take the device pages they could
     wait_pages: int = 0                 # a step may run before at most this many pages have landed
     step_tokens: int = 512              # token budget of one step
+    last_tokens: int = 0                # of the last chunk of a prefill engine's prompt at most: what is
+                                        # left to send when that ends; 0: as any other
     take_pages: int = 512               # of each group that an admission takes at once: the rest is promised
     load_pages: int = 64                # of each promotion that fly up at once, beside what rows miss
     max_len: int = 1 << 20              # prompt + output tokens of one request

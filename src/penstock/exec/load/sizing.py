@@ -23,6 +23,9 @@ from penstock.model.base import CacheShape, LocalLayer, Model
 # Left for activations, logits and the allocator when pools are sized: a step of 512 tokens of a
 # model of 1.5 B parameters needs about half of it.
 WORKSPACE_BYTES = 256 << 20
+# Of a prompt at a pair's prefill engine the last chunk on a GPU, whose bytes are left to send when it ends:
+# of 32k tokens 3 %. A CPU takes longer for a chunk than for sending it.
+LAST_TOKENS = 1024
 # A row of which at most so many bytes are still being loaded starts, and its step waits for them: a device's
 # layer by layer, on a CPU all others wait too, for a few milliseconds a row.
 WAIT_BYTES = {True: SPLIT_BYTES, False: 32 << 20}
@@ -143,6 +146,7 @@ def size_pools(config: Config, caches: Caches, max_position: int, free: int | Se
         page_size=kv.page_size, rows=config.schedule.max_num_seqs, hbm_pages=caches.num_pages(hbm),
         dram_pages=caches.host_pages(dram), step_tokens=config.schedule.num_step_tokens,
         max_len=max_position, overlap=config.schedule.overlap,
+        last_tokens=LAST_TOKENS if gpu is not None and config.pair.disaggregation_mode == "prefill" else 0,
         wait_pages=WAIT_BYTES[gpu is not None] // caches.page_bytes if dram else 0,
         disk_pages=STORED_PAGES // caches.slabs.slab_pages[0] * caches.slabs.slab_pages[0]
         if kv.kv_storage else 0,

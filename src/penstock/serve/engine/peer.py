@@ -85,11 +85,12 @@ class Peer:
         self._waits: dict[int, Wait] = {}              # by transfer
         self._rids: dict[int, int] = {}                 # prefill end: transfer -> ours
         self._lengths: dict[int, int] = {}              # prefill end: transfer -> tokens of the prompt
+        self._ended: dict[int, float] = {}              # prefill end: when the last chunk of a transfer had
         self._heard_at = 0.0                            # a message of the other engine's, not of its link
         self._newest = 0                                # transfer that was asked for on this connection
         self._count = dict.fromkeys((
             "asked", "delivered", "refused", "lost", "wait_seconds", "received_bytes", "tail_bytes",
-            "pushed_bytes", "push_seconds"), 0.0)
+            "tail_seconds", "pushed_bytes", "push_seconds"), 0.0)
 
     # ------------------------------------------------------------ from the link
     def collect(self) -> list[News]:
@@ -106,6 +107,7 @@ class Peer:
                     self.epoch, self.missing, self.changed = 0, cause, True
                     self._rids.clear()
                     self._lengths.clear()
+                    self._ended.clear()
                     news.append(PeerLeft(self.id))
                 case Unpaired(words) if self.epoch:
                     pass                            # somebody else's, beside the pair that there is
@@ -225,6 +227,7 @@ class Peer:
         self._waits.pop(transfer, None)
         if self._rids.get(transfer) == rid:
             del self._rids[transfer], self._lengths[transfer]
+            self._ended.pop(transfer, None)
 
     # ------------------------------------------------------------ from the core
     def take(self, moves: Sequence[Move]) -> None:
@@ -254,6 +257,7 @@ class Peer:
         self._due.extend(later)
         for transfer in ends:                           # its last chunk has ended, and is among them
             self._count["tail_bytes"] += self._link.unsent(transfer)
+            self._ended[transfer] = self._clock()
 
     @property
     def load(self) -> int:
@@ -267,6 +271,8 @@ class Peer:
         return f"the prefill engine does not compute this prompt ({why}): try again"
 
     def say(self, message: Message) -> None:
+        if isinstance(message, End) and (ended := self._ended.pop(message.transfer, None)) is not None:
+            self._count["tail_seconds"] += self._clock() - ended
         self._link.say(self.epoch, message)
 
     def say_first(self, end: End, logprobs: list[Logprobs], cached: tuple[int, int]) -> None:
@@ -285,6 +291,7 @@ class Peer:
                 "pair_delivered_total": c["delivered"], "pair_refused_total": c["refused"],
                 "pair_lost_total": c["lost"],
                 "pair_wait_seconds_total": c["wait_seconds"], "pair_tail_bytes_total": c["tail_bytes"],
+                "pair_tail_seconds_total": c["tail_seconds"],
                 "pair_pushed_bytes_total": c["pushed_bytes"], "pair_push_seconds_total": c["push_seconds"],
                 "pair_delivered_bytes_total": c["received_bytes"],
                 "pair_requests_waiting": float(len(self._waits))}
