@@ -89,22 +89,24 @@ class PoolPages:
         its own: no step touches a page that is sent or delivered, and none is waited for. What a GPU does not
         reach, or is not in one piece, goes through pinned memory of this thread's."""
         of = self._staging
-        if getattr(of, "stream", None) is None:
-            of.stream, of.pinned = torch.cuda.Stream(view.device), None     # type: ignore[no-untyped-call]
-        host = torch.from_numpy(dense)
-        straight = dense.flags.c_contiguous and host.is_pinned()
+        if getattr(of, "streams", None) is None:
+            of.streams, of.pinned = {}, None
+        if (stream := of.streams.get(view.device)) is None:
+            stream = of.streams[view.device] = torch.cuda.Stream(view.device)   # type: ignore[no-untyped-call]
+        straight = (dense.flags.c_contiguous and dense.flags.writeable
+                    and (host := torch.from_numpy(dense)).is_pinned())
         if not straight:
             if of.pinned is None or of.pinned.numel() < view.numel():
                 of.pinned = torch.empty(1 << view.numel().bit_length(), dtype=torch.uint8, pin_memory=True)
             host = of.pinned[:view.numel()].view(view.shape)
         if up and not straight:
             np.copyto(host.numpy(), dense)
-        with torch.cuda.stream(of.stream):
+        with torch.cuda.stream(stream):
             if up:
                 view.copy_(host, non_blocking=True)
             else:
                 host.copy_(view, non_blocking=True)
-        of.stream.synchronize()
+        stream.synchronize()
         if not (up or straight):
             np.copyto(dense, host.numpy())
 
