@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from penstock.core.plan import RequestId, StepId
-from penstock.exec.step.links import MOST_AWAITED, Heard
+from penstock.exec.step.links import MOST_AWAITED, Heard, Sampled
 
 
 class Source:
@@ -11,9 +11,9 @@ class Source:
     def __init__(self) -> None:
         self.taken: list[int] = []
 
-    def take(self, step: StepId) -> list[list[int]]:
+    def take(self, step: StepId) -> Sampled:
         self.taken.append(step)
-        return [[step]]
+        return Sampled(((step,),))
 
 
 def test_requests_of_one_token_leave_nothing_behind() -> None:
