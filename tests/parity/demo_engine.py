@@ -111,9 +111,9 @@ class Demo:
         packed_as = (config.model.dtype, *sorted(config.device.backends))
         real = build.load
 
-        def load(*args: object) -> build.Loaded:
+        def load(*args: object, **given: object) -> build.Loaded:
             if packed_as not in self._loaded:
-                self._loaded = {packed_as: real(*args)}
+                self._loaded = {packed_as: real(*args, **given)}
             return self._loaded[packed_as]
 
         build.load = load
