@@ -68,16 +68,11 @@ class Narrowing:
         of each request: they have no drafts."""
         rows = list(decoding(plan))
         histories = [self._history(rid) for rid, _, _ in rows]
-        room = self._room(plan, rows)
-        drafting = sum(count > 1 for _, _, count in rows) if room else 0
-        share = -(-room // drafting) if drafting else 0
-        assert not (drafting and flying), "drafts are asked for behind tokens that are not known"
-        asks: list[Ask] = []
-        for (rid, row, count), (prompt, outputs) in zip(rows, histories, strict=True):
-            most = min(count - 1, share, room, self._at_once(row) - 1) if drafting else 0
-            room -= most
-            if most:
-                asks.append(Ask(rid, row, prompt, outputs, most))
+        room, drafting = self._room(plan, rows), sum(count > 1 for _, _, count in rows)
+        assert not (room and drafting and flying), "drafts are asked for behind tokens that are not known"
+        given = _shares(room, drafting, [min(count, self._at_once(row)) - 1 for _, row, count in rows])
+        asks = [Ask(rid, row, *history, most) for (rid, row, _), history, most in
+                zip(rows, histories, given, strict=True) if most]
         found = dict(zip([ask.rid for ask in asks], self._proposed(asks), strict=True))
         inputs: list[int] = []
         for (rid, _, _), (prompt, outputs) in zip(rows, histories, strict=True):
@@ -95,18 +90,14 @@ class Narrowing:
                 zip(plan.rids, plan.rows, plan.samples, strict=True) if samples}
         most |= {rid: (row, count - 1) for rid, row, count in decoding(plan)}
         live = [rid for rid, tokens in zip(most, said, strict=True) if tokens and most[rid][1]]
-        room = max(0, self._wide - len(most))
-        share, found = -(-room // max(1, len(live))), dict[RequestId, tuple[int, ...]]()
-        asks: list[Ask] = []
-        for rid in live:
-            row, much = most[rid]
-            prompt, outputs = self._history(rid)
-            much = min(much, share, room)
+        given = _shares(max(0, self._wide - len(most)), len(live), [most[rid][1] for rid in live])
+        found, asks = dict[RequestId, tuple[int, ...]](), list[Ask]()
+        for rid, much in zip(live, given, strict=True):
+            row, (prompt, outputs) = most[rid][0], self._history(rid)
             found[rid] = tuple(self._forced(rid, much)) if much else ()
             pages = min(much, end(row) - (len(prompt) + len(outputs) - 1))
             if pages > 0 and not found[rid] and layer is not None:
                 asks.append(Ask(rid, row, prompt, outputs, pages))
-            room -= much
         if layer is not None and asks:
             found |= zip([ask.rid for ask in asks], map(tuple, layer.propose(asks)), strict=True)
         return tuple(found.get(rid, ()) for rid in most)
@@ -131,6 +122,15 @@ class Narrowing:
                    for n, count in sorted(self.lengths.items())}
         return {f"spec_{name}_tokens_total{{{of}}}": float(self.counts[name])
                 for name in ("draft", "accepted", "dropped")} | lengths
+
+
+def _shares(room: int, drafting: int, wanted: Sequence[int]) -> list[int]:
+    """Of so many positions of a step, for rows of which so many draft, what each gets of what it wants."""
+    share, given = -(-room // max(1, drafting)), list[int]()
+    for want in wanted:
+        given.append(min(want, share, room))
+        room -= given[-1]
+    return given
 
 
 def decoding(plan: StepPlan) -> Iterator[tuple[RequestId, Row, int]]:

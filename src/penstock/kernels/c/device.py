@@ -54,6 +54,7 @@ def compiled(source: Path, **defines: int) -> bytes:
     if error:
         raise Unusable(f"{source.name}: {error.name}")
     options = [b"--gpu-architecture=" + ARCH.encode(), b"--std=c++17", b"--fmad=true",
+               f"--include-path={Path(__file__).parents[1]}".encode(),
                *(f"-D{name}={value}".encode() for name, value in defines.items())]
     error, = nvrtc.nvrtcCompileProgram(program, len(options), options)
     if error:

@@ -5,7 +5,7 @@
 // Names that are not declared here are set when it is compiled: BINS, a multiple of 1,024; NEAR entries of the
 // list; ROUNDS of 1,024 tokens that a query has at most, a multiple of 32.
 
-typedef unsigned int word;
+#include "c/warps.cuh"
 
 #define WARPS 32
 #define EACH (BINS / WARPS / 32)
@@ -21,15 +21,6 @@ __device__ __forceinline__ int bin_of(float x) {
     const int bits = x == 0.0f ? 0 : __float_as_int(x);
     const int size = min(max((bits & 0x7fffffff) / (0x800000 / part) - (127 - 8) * part, 0), BINS / 2 - 1);
     return bits < 0 ? BINS / 2 + size : BINS / 2 - 1 - size;
-}
-
-__device__ __forceinline__ int sum_before(int x, int lane) {       // and with its own
-    #pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const int y = __shfl_up_sync(~0u, x, step);
-        if (lane >= step) x += y;
-    }
-    return x;
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)

@@ -6,21 +6,12 @@
 // SLOTS, multiples of it that no query and no hot buffer is larger than, the latter below 1 << 15; PAGE_UNITS;
 // TURNS, whether `turn` says anything.
 
-typedef unsigned int word;
+#include "c/warps.cuh"
 
 #define WARPS (THREADS / 32)
 #define OF_CHOSEN (CHOSEN / THREADS)
 #define OF_SLOTS (SLOTS / THREADS)
 #define FREE 0xffffffffu
-
-__device__ __forceinline__ int sum_before(int x, int lane) {       // and with its own
-    #pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const int y = __shfl_up_sync(~0u, x, step);
-        if (lane >= step) x += y;
-    }
-    return x;
-}
 
 // Of a number of each warp: the sum of those before it, and of all. `sums` may be used again behind the next barrier.
 __device__ __forceinline__ int warps_before(int mine, int *sums, int lane, int warp, int *all) {
