@@ -25,12 +25,12 @@ DEVICES = ("cpu", "cuda")                   # devices of what is written in torc
 @dataclass(frozen=True, slots=True)
 class Implementation(Generic[F]):
     """One way to run an op. `probe` says in a few words what it relies on, or raises Unusable; it is
-    asked on a platform of `devices` only, by `usable_on`. `code` is what runs it, or where that is, "module"
-    or "module:name"."""
+    asked on a platform of `devices` only, by `usable_on`. Words alone: it runs on all of these. `code` is
+    what runs it, or where that is, "module" or "module:name"."""
 
     name: str
     code: F | str
-    probe: Callable[[Platform], str]
+    probe: Callable[[Platform], str] | str
     devices: tuple[str, ...] = ("cpu",)
 
     @property
@@ -46,7 +46,7 @@ class Implementation(Generic[F]):
         """What it relies on there. Raises Unusable."""
         if platform.device not in self.devices:
             raise Unusable(f"runs on {' and '.join(self.devices)}, not on {platform.device}")
-        return self.probe(platform)
+        return self.probe if isinstance(self.probe, str) else self.probe(platform)
 
 
 @dataclass(frozen=True, slots=True)

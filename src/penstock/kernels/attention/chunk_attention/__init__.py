@@ -32,6 +32,6 @@ class ChunkAttention(Protocol):
 OP: Op[ChunkAttention] = Op("chunk_attention", (
     Implementation("cuda", cuda.chunk_attention, cuda.probe, ("cuda",)),
     Implementation("fused", fused.chunk_attention, fused.probe),
-    Implementation("matmul", matmul.chunk_attention, matmul.probe, DEVICES),
-    Implementation("reference", reference.chunk_attention, reference.probe, DEVICES),
+    Implementation("matmul", matmul.chunk_attention, "torch's matrix products", DEVICES),
+    Implementation("reference", reference.chunk_attention, "one query and head at a time", DEVICES),
 ))

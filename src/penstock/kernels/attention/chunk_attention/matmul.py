@@ -7,14 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.kernels.platform import Platform
-
 # Scores of so many queries at once: 512 x 600 keys x 9 heads of f32 are 11 MB, which caches keep.
 _QUERIES = 512
-
-
-def probe(_: Platform) -> str:
-    return "torch's matrix products"
 
 
 def chunk_attention(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, *, causal: bool,

@@ -4,12 +4,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.kernels.platform import Platform
-
-
-def probe(_: Platform) -> str:
-    return "one query and head at a time"
-
 
 def chunk_attention(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, *, causal: bool,
                     scale: float) -> tuple[Tensor, Tensor]:

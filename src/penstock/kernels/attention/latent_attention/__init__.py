@@ -38,5 +38,5 @@ class LatentAttention(Protocol):
 OP: Op[LatentAttention] = Op("latent_attention", (
     lazy("cuda", "penstock.kernels.attention.latent_attention.triton_latent:latent_attention"),
     Implementation("native", native.latent_attention, native.probe),
-    Implementation("reference", reference.latent_attention, reference.probe, DEVICES),
+    Implementation("reference", reference.latent_attention, "one query at a time", DEVICES),
 ))

@@ -4,12 +4,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.kernels.platform import Platform
 from penstock.kernels.types import fp8
-
-
-def probe(_: Platform) -> str:
-    return "one query at a time"
 
 
 def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_dim: int,

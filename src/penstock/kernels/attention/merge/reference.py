@@ -4,12 +4,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.kernels.platform import Platform
-
-
-def probe(_: Platform) -> str:
-    return "torch"
-
 
 def merge(out_ATNH: Tensor, lse_ATN: Tensor) -> tuple[Tensor, Tensor]:
     top_TN = lse_ATN.amax(0)

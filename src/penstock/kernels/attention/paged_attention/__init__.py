@@ -28,7 +28,7 @@ OP: Op[Prepare] = Op("paged_attention", (
     Implementation("cuda", cuda.prepare, cuda.probe, ("cuda",)),
     Implementation("native", native.prepare, native.probe),
     Implementation("sdpa", sdpa.prepare, sdpa.probe),
-    Implementation("reference", reference.prepare, reference.probe, DEVICES),
+    Implementation("reference", reference.prepare, "one query at a time in float32", DEVICES),
 ))
 
 

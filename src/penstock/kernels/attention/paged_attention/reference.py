@@ -11,12 +11,7 @@ from penstock.kernels.attention.paged_attention.spec import (
     pages_of,
     rows_of,
 )
-from penstock.kernels.platform import Platform
 from penstock.kernels.types.ragged import Ragged
-
-
-def probe(_: Platform) -> str:
-    return "one query at a time in float32"
 
 
 def prepare(layout: Ragged, spec: AttentionSpec) -> Prepared:

@@ -40,5 +40,5 @@ class SparseAttention(Protocol):
 OP: Op[SparseAttention] = Op("sparse_attention", (
     lazy("cuda", "penstock.kernels.attention.sparse_attention.triton_units:sparse_attention"),
     Implementation("native", native.sparse_attention, native.probe),
-    Implementation("reference", reference.sparse_attention, reference.probe, DEVICES),
+    Implementation("reference", reference.sparse_attention, "one query at a time in float32", DEVICES),
 ))

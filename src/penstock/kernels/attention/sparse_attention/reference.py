@@ -4,12 +4,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.kernels.platform import Platform
-
-
-def probe(_: Platform) -> str:
-    return "one query at a time in float32"
-
 
 def sparse_attention(q_BNH: Tensor, pool_PK2GH: Tensor, chosen_BKC: Tensor, slot_BKC: Tensor,
                      position_B: Tensor, *, unit: int, scale: float) -> tuple[Tensor, Tensor]:

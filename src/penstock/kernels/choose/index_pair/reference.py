@@ -3,12 +3,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from penstock.kernels.platform import Platform
 from penstock.kernels.types import fp8
-
-
-def probe(_: Platform) -> str:
-    return "torch's own operations"
 
 
 def index_pair(q_TIJ: Tensor, key_TJ: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,12 +4,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.kernels.platform import Platform
 from penstock.kernels.types import fp8
-
-
-def probe(_: Platform) -> str:
-    return "one query at a time"
 
 
 def scores(q_IJ: Tensor, weight_I: Tensor, key_PJ: Tensor) -> Tensor:

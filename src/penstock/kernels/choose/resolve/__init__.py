@@ -49,5 +49,5 @@ class Resolve(Protocol):
 OP: Op[Resolve] = Op("resolve", (
     lazy("cuda", "penstock.kernels.choose.resolve.triton_map:resolve", device.probe),
     Implementation("native", native.resolve, native.probe),
-    Implementation("reference", reference.resolve, reference.probe, DEVICES),
+    Implementation("reference", reference.resolve, "one unit at a time", DEVICES),
 ))

@@ -4,14 +4,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.kernels.platform import Platform
 from penstock.kernels.types.hot import DEVICE, EVICTIONS, HITS, MISSES, HotLayer
 
 _FREE = 0xffffffff
-
-
-def probe(_: Platform) -> str:
-    return "one unit at a time"
 
 
 def victims(hot: HotLayer, row: int, head: int, slots: int, now: int) -> list[int]:

@@ -49,5 +49,5 @@ class Select(Protocol):
 OP: Op[Select] = Op("select", (
     lazy("cuda", "penstock.kernels.choose.select.triton_bounds:select"),
     Implementation("native", native.select, native.probe),
-    Implementation("reference", reference.select, reference.probe, DEVICES),
+    Implementation("reference", reference.select, "one query and head at a time", DEVICES),
 ))

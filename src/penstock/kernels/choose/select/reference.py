@@ -5,12 +5,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.choose.select.spec import LEAST, MOST, SelectRule
-from penstock.kernels.platform import Platform
 from penstock.kernels.types import fp8
-
-
-def probe(_: Platform) -> str:
-    return "one query and head at a time"
 
 
 def least_and_most(q_gH: Tensor, bounds_U2H: Tensor) -> tuple[Tensor, Tensor]:

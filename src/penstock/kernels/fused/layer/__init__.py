@@ -86,7 +86,7 @@ class LayerOps(Protocol):
 OP: Op[LayerOps] = Op("layer", (
     Implementation("native", native.Native(), native.probe),
     lazy("triton", "penstock.kernels.fused.layer.triton_ops:OPS"),
-    Implementation("reference", reference.Reference(), reference.probe, DEVICES),
+    Implementation("reference", reference.Reference(), "torch", DEVICES),
 ))
 
 

@@ -5,11 +5,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.fused.layer.latent import ByParts
-from penstock.kernels.platform import Platform
-
-
-def probe(_: Platform) -> str:
-    return "torch"
 
 
 class Reference(ByParts):

@@ -25,7 +25,7 @@ OP: Op[Pack] = Op("linear", (
     Implementation("native", fastest.NATIVE, fastest.NATIVE.probe),
     Implementation("onednn", onednn.pack, onednn.probe),
     lazy("cuda", "penstock.kernels.gemm.linear.triton_rows:pack"),
-    Implementation("reference", reference.pack, reference.probe, DEVICES),
+    Implementation("reference", reference.pack, "F.linear", DEVICES),
 ))
 
 

@@ -6,12 +6,6 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.platform import Platform
-
-
-def probe(_: Platform) -> str:
-    return "F.linear"
-
 
 def pack(weight_OI: Tensor, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
     def linear(x_TI: Tensor) -> Tensor:

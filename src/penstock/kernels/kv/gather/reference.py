@@ -3,12 +3,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from penstock.kernels.platform import Platform
-
-
-def probe(_: Platform) -> str:
-    return "one unit at a time"
-
 
 def gather(host_PKCGH: Tensor, pool_PKCGH: Tensor, miss_E3: Tensor, num_1: Tensor, *,
            unit: int) -> None:

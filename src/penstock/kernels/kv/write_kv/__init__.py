@@ -45,5 +45,5 @@ class WriteKV(Protocol):
 OP: Op[WriteKV] = Op("write_kv", (
     lazy("cuda", "penstock.kernels.kv.write_kv.triton_places:write_kv"),
     Implementation("native", native.write_kv, native.probe),
-    Implementation("reference", reference.write_kv, reference.probe, DEVICES),
+    Implementation("reference", reference.write_kv, "one token at a time", DEVICES),
 ))

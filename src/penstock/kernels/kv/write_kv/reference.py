@@ -7,13 +7,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.kv.write_kv.spec import WriteAt
-from penstock.kernels.platform import Platform
 from penstock.kernels.types import fp8
 from penstock.kernels.types.hot import HotLayer
-
-
-def probe(_: Platform) -> str:
-    return "one token at a time"
 
 
 def write_kv(values: Sequence[Tensor], at: WriteAt, device_PKCGH: Tensor,

@@ -3,12 +3,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from penstock.kernels.platform import Platform
 from penstock.kernels.sample import filters, uniform
-
-
-def probe(_: Platform) -> str:
-    return "one row at a time"
 
 
 def draw(logits_BV: Tensor, token_B: Tensor, row_B: Tensor, position_B: Tensor, params_R4: Tensor,

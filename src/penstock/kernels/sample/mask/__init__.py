@@ -32,5 +32,5 @@ class Mask(Protocol):
 OP: Op[Mask] = Op("mask", (
     lazy("cuda", "penstock.kernels.sample.mask.triton_mask:mask"),
     Implementation("native", native.mask, native.probe),
-    Implementation("reference", reference.mask, reference.probe, DEVICES),
+    Implementation("reference", reference.mask, "bits become booleans", DEVICES),
 ))

@@ -4,12 +4,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.kernels.platform import Platform
-
-
-def probe(_: Platform) -> str:
-    return "bits become booleans"
-
 
 def mask(logits_BV: Tensor, words_MW: Tensor, at_M: Tensor) -> Tensor:
     vocab = logits_BV.shape[1]

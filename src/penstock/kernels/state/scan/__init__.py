@@ -40,5 +40,5 @@ class Scan(Protocol):
 OP: Op[Scan] = Op("scan", (
     lazy("cuda", "penstock.kernels.state.scan.triton_scan:scan"),
     Implementation("native", native.scan, native.probe),
-    Implementation("reference", reference.scan, reference.probe, DEVICES),
+    Implementation("reference", reference.scan, "one token at a time", DEVICES),
 ))

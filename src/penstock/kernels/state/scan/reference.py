@@ -7,15 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.platform import Platform
 from penstock.kernels.state.scan.spec import ScanSpec, ScanWeights
 from penstock.kernels.types.states import States
 
 EPS = 1e-6          # under the root of a key's length
-
-
-def probe(_: Platform) -> str:
-    return "one token at a time"
 
 
 def scan(x_TX: Tensor, step_TN: Tensor, write_TN: Tensor | None, weights: ScanWeights, states: States,
