@@ -41,7 +41,7 @@ class Toy:
     """One layer of attention over one-hot-like embeddings; enough to depend on its history."""
 
     groups = (CacheShape(name="full", layers=(0,), num_kv_heads=1, head_dim=4),)
-    attention = AttentionShape(num_heads=1, scale=0.5)
+    attention, drafting = AttentionShape(num_heads=1, scale=0.5), None
     vocab_size, max_position, stage = 31, 128, Stage(0, 1, True, True)
 
     def __init__(self) -> None:

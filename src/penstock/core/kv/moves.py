@@ -85,11 +85,22 @@ class Moves:
         """Fill the copies that `nodes` have in `dst` from those in `src`."""
         if nodes:
             pairs = [(n.copies[src], n.copies[dst]) for n in nodes]
-            at_store = Tier.DISK in (src.tier, dst.tier)
-            self._at_store += len(pairs) if at_store else 0
-            keys = tuple(map(self.tree.digest, nodes)) if at_store and self.cfg.store_root else ()
-            move = self._fly(FlyingMove(src, dst, pairs, nodes))
-            self._plan(move, len(nodes) * self._unit(src), self.retired, keys=keys)
+            self._plan_nodes(self._fly(FlyingMove(src, dst, pairs, nodes)))
+
+    def _plan_nodes(self, move: MoveId) -> None:
+        flight = self.flying[move]
+        at_store = Tier.DISK in (flight.src.tier, flight.dst.tier)
+        self._at_store += len(flight.pairs) if at_store else 0
+        keys = tuple(map(self.tree.digest, flight.nodes)) if at_store and self.cfg.store_root else ()
+        self._plan(move, len(flight.nodes) * self._unit(flight.src), self.retired, keys=keys)
+
+    def _join(self, move: MoveId, nodes: list[Node]) -> None:
+        """These pages go with a Move that is not planned yet. From now on nobody evicts what it reads."""
+        flight = self.flying[move]
+        pairs = [(n.copies[flight.src], n.copies[flight.dst]) for n in nodes]
+        self._board(move, pairs)
+        flight.pairs += pairs
+        flight.nodes += nodes
 
     def move_sealed(self, pairs: list[tuple[Copy, Copy]], src: TierGroup, dst: TierGroup,
                     r: Request | None) -> None:
@@ -108,16 +119,12 @@ class Moves:
         move = self._saves.get(src)
         if move is None:
             move = self._saves[src] = self._fly(FlyingMove(src, dst, []))
-        pairs = [(n.copies[src], n.copies[dst]) for n in nodes]
-        self._board(move, pairs)
-        flight = self.flying[move]
-        flight.pairs += pairs
-        flight.nodes += nodes
+        self._join(move, nodes)
 
     def take_planned(self) -> tuple[Move, ...]:
         """All that was planned since the last step, for a plan to carry."""
-        for src, move in self._saves.items():
-            self._plan(move, len(self.flying[move].nodes) * self._unit(src), self.retired)
+        for move in self._saves.values():
+            self._plan_nodes(move)
         self._saves.clear()
         moves, self.outbox = tuple(self.outbox), []
         return moves
@@ -257,19 +264,21 @@ class Moves:
         they may use twice as much of the host as makes writes wait."""
         if self.cfg.store_writes:
             self._to_store += [n for n in nodes if n[1].reused] if self.cfg.store_reused else nodes
-        todo: dict[int, list[Node]] = {}
+        todo: dict[int, MoveId] = {}
         num = 0
         while self._to_store and 2 * (self._at_store + num) < self.cfg.store_pages:
             g, node = self._to_store.popleft()
             space = self.disk[g]
             if (node.banished or not node.ready(self.host[g]) or space in node.copies
-                    or not self.slot(g)):
-                continue
+                    or not self.slot(g) or not node.ready(self.host[g])):
+                continue                       # for a slot its KV may have gone, and its state with that
             self.tree.attach(node, space, Copy(space.pool.acquire(1)[0], ready=False))
-            todo.setdefault(g, []).append(node)
+            if g not in todo:
+                todo[g] = self._fly(FlyingMove(self.host[g], space, []))
+            self._join(todo[g], [node])
             num += 1
-        for g, ready in todo.items():
-            self.move_nodes(ready, self.host[g], self.disk[g])
+        for move in todo.values():
+            self._plan_nodes(move)
 
     @property
     def num_to_store(self) -> int:
