@@ -20,6 +20,9 @@ from penstock.kernels.platform import Platform
 
 _SOURCE = Path(__file__).with_name("layer.c")
 _P, _N, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_ARGUMENTS = {
+    "norm": (_P, _P, _P, _P, _N, _N, ctypes.c_float), "rotate": (_P, _N, _P, _P, _N, _N, _N),
+    "norm_rotate": (_P, _N, _P, _P, _P, _P, _N, _N, _N, _N, ctypes.c_float), "gate": (_P, _N, _P, _N, _N)}
 
 
 def probe(platform: Platform) -> str:
@@ -45,51 +48,35 @@ def probe(platform: Platform) -> str:
 
 
 @functools.cache
-def _function(name: str, *argtypes: type) -> Callable[..., None]:
-    function = getattr(library(_SOURCE)[0], name)
-    function.argtypes = (*argtypes, _I, _I)                     # ..., is it bf16, threads
+def _function(name: str) -> Callable[..., None]:
+    function = getattr(library(_SOURCE)[0], f"penstock_{name}")
+    function.argtypes = (*_ARGUMENTS[name], _I, _I)             # ..., is it bf16, threads
     function.restype = None
     return function  # type: ignore[no-any-return]
 
 
-def _norm() -> Callable[..., None]:
-    return _function("penstock_norm", _P, _P, _P, _P, _N, _N, ctypes.c_float)
-
-
-def _rotate() -> Callable[..., None]:
-    return _function("penstock_rotate", _P, _N, _P, _P, _N, _N, _N)
-
-
-def _norm_rotate() -> Callable[..., None]:
-    return _function("penstock_norm_rotate", _P, _N, _P, _P, _P, _P, _N, _N, _N, _N, ctypes.c_float)
-
-
-def _gate() -> Callable[..., None]:
-    return _function("penstock_gate", _P, _N, _P, _N, _N)
-
-
 def functions() -> tuple[Callable[..., None], ...]:
     """norm, rotate, norm_rotate and gate of layer.c, for a kernel that calls them."""
-    return _norm(), _rotate(), _norm_rotate(), _gate()
+    return tuple(map(_function, _ARGUMENTS))
 
 
 class Native(ByParts):
     def norm(self, h_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
         x_TD = torch.empty_like(h_TD)
-        _norm()(
+        _function("norm")(
             h_TD.data_ptr(), None if delta_TD is None else delta_TD.data_ptr(),
             weight_D.data_ptr(), x_TD.data_ptr(), *h_TD.shape, eps,
             h_TD.dtype is torch.bfloat16, torch.get_num_threads())
         return x_TD
 
     def rotate(self, x_TMH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> None:
-        _rotate()(
+        _function("rotate")(
             x_TMH.data_ptr(), x_TMH.stride(0), cos_T1H.data_ptr(), sin_T1H.data_ptr(),
             *x_TMH.shape, x_TMH.dtype is torch.bfloat16, torch.get_num_threads())
 
     def norm_rotate(self, x_TMH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, q_weight_H: Tensor,
                     k_weight_H: Tensor, num_heads: int, eps: float) -> None:
-        _norm_rotate()(
+        _function("norm_rotate")(
             x_TMH.data_ptr(), x_TMH.stride(0), cos_T1H.data_ptr(), sin_T1H.data_ptr(),
             q_weight_H.data_ptr(), k_weight_H.data_ptr(), *x_TMH.shape, num_heads, eps,
             x_TMH.dtype is torch.bfloat16, torch.get_num_threads())
@@ -97,7 +84,7 @@ class Native(ByParts):
     def gate(self, gate_up_TJ: Tensor) -> Tensor:
         tokens, width = gate_up_TJ.shape[0], gate_up_TJ.shape[1] // 2
         out_TI = gate_up_TJ.new_empty(tokens, width)
-        _gate()(
+        _function("gate")(
             gate_up_TJ.data_ptr(), gate_up_TJ.stride(0), out_TI.data_ptr(), tokens, width,
             gate_up_TJ.dtype is torch.bfloat16, torch.get_num_threads())
         return out_TI
