@@ -12,12 +12,14 @@ import functools
 import hashlib
 import os
 import shutil
+import struct
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from penstock.kernels import platform
 from penstock.kernels.op import Unusable
@@ -56,7 +58,7 @@ def library(source: Path, cache: Path | None = None, isa: str = "native") -> tup
 
 @functools.cache
 def entry(source: Path, name: str, *argtypes: type, isa: str = "native") -> Callable[..., int]:
-    """A function of `source`, which a probe has built: (struct by reference, *argtypes, threads).
+    """A function of `source`, which a probe has built: (struct by reference or `packed`, *argtypes, threads).
 
     It returns 0, or a number that says which of its contract's conditions its inputs violate.
     """
@@ -64,6 +66,13 @@ def entry(source: Path, name: str, *argtypes: type, isa: str = "native") -> Call
     function.argtypes = (ctypes.c_void_p, *argtypes, ctypes.c_int)
     function.restype = ctypes.c_int
     return function  # type: ignore[no-any-return]
+
+
+def packed(tensors: Sequence[Tensor | None], numbers: Sequence[int], floats: Sequence[float] = ()) -> bytes:
+    """A struct in C of pointers to what tensors have, NULL for None, then int64s, then floats. Of tensors it
+    has the addresses only."""
+    return struct.pack(f"{len(tensors)}P{len(numbers)}q{len(floats)}f0q",
+                       *(0 if x is None else x.data_ptr() for x in tensors), *numbers, *floats)
 
 
 def address(function: Callable[..., object]) -> int:

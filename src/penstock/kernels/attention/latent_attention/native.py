@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention.latent_attention import reference
-from penstock.kernels.c.build import entry, library
+from penstock.kernels.c.build import entry, library, packed
 from penstock.kernels.op import WrongResult
 from penstock.kernels.platform import Platform
 from penstock.kernels.types import fp8
@@ -16,18 +16,6 @@ from penstock.kernels.types import fp8
 _LANES = 16                         # the widest in vectors.h
 _HEADS = 32                         # of a task at most: its sums stay in the second-level cache
 _SOURCE = Path(__file__).with_name("latent.c")
-
-
-class _Latent(ctypes.Structure):
-    """`Latent` of latent.c."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "pool", "out", "lse", "slot")),
-        *((name, ctypes.c_int64) for name in (
-            "page_stride", "row_stride", "queries", "heads", "heads_task", "chosen", "page_size",
-            "value_dim")),
-        ("scale", ctypes.c_float),
-    )
 
 
 def probe(platform: Platform) -> str:
@@ -58,10 +46,9 @@ def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_
     threads = torch.get_num_threads()
     # Few queries leave threads idle unless their heads are shared out.
     heads_task = min(_HEADS, heads if queries >= 2 * threads else max(4, -(-heads // threads)))
-    args = _Latent(
-        *(t.data_ptr() for t in (q_BNH, pool_PGH, out_BNR, lse_BN, slot_BS)),
+    args = packed((q_BNH, pool_PGH, out_BNR, lse_BN, slot_BS), (
         pool_PGH.stride(0), pool_PGH.stride(1), queries, heads, heads_task, slot_BS.shape[1],
-        pool_PGH.shape[1], value_dim, scale)
+        pool_PGH.shape[1], value_dim), (scale,))
     entry(_SOURCE, "penstock_latent", ctypes.c_int64, ctypes.c_int, ctypes.c_int)(
-        ctypes.byref(args), dim, q_BNH.dtype is torch.bfloat16, fp8.format_of(pool_PGH, q_BNH), threads)
+        args, dim, q_BNH.dtype is torch.bfloat16, fp8.format_of(pool_PGH, q_BNH), threads)
     return out_BNR, lse_BN

@@ -8,25 +8,12 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention.sparse_attention import reference
-from penstock.kernels.c.build import entry, library
+from penstock.kernels.c.build import entry, library, packed
 from penstock.kernels.op import WrongResult
 from penstock.kernels.platform import Platform
 
 _CHUNK, _LANES = 128, 16            # as in vectors.h, its widest
 _SOURCE = Path(__file__).with_name("sparse.c")
-
-
-class _Sparse(ctypes.Structure):
-    """`Sparse` of sparse.c."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in (
-            "q", "pool", "out", "lse", "partial", "chosen", "slot", "position")),
-        *((name, ctypes.c_int64) for name in (
-            "q_stride", "page_stride", "head_stride", "plane_stride", "queries", "kv_heads",
-            "group", "chosen_width", "chunks", "unit", "page_units")),
-        ("scale", ctypes.c_float),
-    )
 
 
 def probe(platform: Platform) -> str:
@@ -58,11 +45,9 @@ def sparse_attention(q_BNH: Tensor, pool_PK2GH: Tensor, chosen_BKC: Tensor, slot
     out_BNH = torch.empty(q_BNH.shape, dtype=q_BNH.dtype)
     lse_BN = torch.empty(queries, heads)
     partial = torch.empty(queries * heads * chunks * (dim + 2))
-    args = _Sparse(
-        *(t.data_ptr() for t in (
-            q_BNH, pool_PK2GH, out_BNH, lse_BN, partial, chosen_BKC, slot_BKC, position_B)),
+    args = packed((q_BNH, pool_PK2GH, out_BNH, lse_BN, partial, chosen_BKC, slot_BKC, position_B), (
         q_BNH.stride(0), *pool_PK2GH.stride()[:3], queries, kv_heads, heads // kv_heads, chosen,
-        chunks, unit, pool_PK2GH.shape[3] // unit, scale)
+        chunks, unit, pool_PK2GH.shape[3] // unit), (scale,))
     entry(_SOURCE, "penstock_sparse", ctypes.c_int64, ctypes.c_int)(
-        ctypes.byref(args), dim, q_BNH.dtype is torch.bfloat16, torch.get_num_threads())
+        args, dim, q_BNH.dtype is torch.bfloat16, torch.get_num_threads())
     return out_BNH, lse_BN

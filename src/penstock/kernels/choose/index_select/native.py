@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.kernels.c.build import entry, library
+from penstock.kernels.c.build import entry, library, packed
 from penstock.kernels.choose.index_select import reference
 from penstock.kernels.op import WrongResult
 from penstock.kernels.platform import Platform
@@ -15,17 +15,6 @@ from penstock.kernels.types import fp8
 
 _LANES = 16                         # the widest in vectors.h
 _SOURCE = Path(__file__).with_name("index.c")
-
-
-class _Index(ctypes.Structure):
-    """`Index` of index.c."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in (
-            "q", "key", "weight", "table", "row", "position", "score", "chosen")),
-        *((name, ctypes.c_int64) for name in (
-            "page_stride", "key_stride", "table_stride", "queries", "heads", "page_size", "width", "topk")),
-    )
 
 
 def probe(platform: Platform) -> str:
@@ -57,12 +46,10 @@ def index_select(q_BIJ: Tensor, weight_BI: Tensor, key_PGJ: Tensor, table_RP: Te
         return chosen_BS
     width = int(position_B.max()) + 1
     score = torch.empty(queries * width if width > topk else 0)
-    args = _Index(
-        *(t.data_ptr() for t in (
-            q_BIJ, key_PGJ, weight_BI, table_RP, row_B, position_B, score, chosen_BS)),
+    args = packed((q_BIJ, key_PGJ, weight_BI, table_RP, row_B, position_B, score, chosen_BS), (
         key_PGJ.stride(0), key_PGJ.stride(1), table_RP.stride(0), queries, heads, key_PGJ.shape[1], width,
-        topk)
+        topk))
     entry(_SOURCE, "penstock_index", ctypes.c_int64, ctypes.c_int, ctypes.c_int)(
-        ctypes.byref(args), dim, q_BIJ.dtype is torch.bfloat16, fp8.format_of(key_PGJ, q_BIJ),
+        args, dim, q_BIJ.dtype is torch.bfloat16, fp8.format_of(key_PGJ, q_BIJ),
         torch.get_num_threads())
     return chosen_BS

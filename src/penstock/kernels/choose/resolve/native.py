@@ -1,13 +1,12 @@
 """`resolve` in C (`resolve.c`): a row and KV head is one task."""
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.c.build import entry, library
+from penstock.kernels.c.build import entry, library, packed
 from penstock.kernels.op import WrongResult
 from penstock.kernels.platform import Platform
 from penstock.kernels.types.hot import HotLayer
@@ -16,19 +15,6 @@ _SOURCE = Path(__file__).with_name("resolve.c")
 _ERRORS = ("", "a row's hot units are too few for what it chose",
            "a chosen unit is neither on the device nor on the host",
            "a unit is hot in a page that the row does not have")
-
-
-class _Resolve(ctypes.Structure):
-    """`Resolve` of resolve.c."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in (
-            "chosen", "row", "device", "host", "hot_page", "now", "hot_slot", "hot_unit", "stamp",
-            "count", "slot", "miss", "num", "turn")),
-        *((name, ctypes.c_int64) for name in (
-            "queries", "kv_heads", "chosen_width", "pages", "hot_pages", "units", "slots",
-            "page_units")),
-    )
 
 
 def probe(platform: Platform) -> str:
@@ -52,12 +38,11 @@ def resolve(chosen_BKC: Tensor, row_B: Tensor, device_RP: Tensor, host_RP: Tenso
     slot_BKC = torch.empty_like(chosen_BKC)
     miss_E3 = torch.empty(chosen_BKC.numel(), 3, dtype=torch.int32)
     num_1 = torch.empty(1, dtype=torch.int32)
-    args = _Resolve(
-        *(t.data_ptr() for t in (
-            chosen_BKC, row_B, device_RP, host_RP, hot.page_RW, now_1, hot.slot_RKM, hot.unit_RKS,
-            hot.stamp_RKS, hot.count_RKE, slot_BKC, miss_E3, num_1)),
-        None if turn_B is None else turn_B.data_ptr(), *chosen_BKC.shape, device_RP.shape[1],
-        hot.page_RW.shape[1], hot.slot_RKM.shape[2], hot.unit_RKS.shape[2], page_units)
-    error = entry(_SOURCE, "penstock_resolve")(ctypes.byref(args), torch.get_num_threads())
+    args = packed((
+        chosen_BKC, row_B, device_RP, host_RP, hot.page_RW, now_1, hot.slot_RKM, hot.unit_RKS, hot.stamp_RKS,
+        hot.count_RKE, slot_BKC, miss_E3, num_1, turn_B), (
+        *chosen_BKC.shape, device_RP.shape[1], hot.page_RW.shape[1], hot.slot_RKM.shape[2],
+        hot.unit_RKS.shape[2], page_units))
+    error = entry(_SOURCE, "penstock_resolve")(args, torch.get_num_threads())
     assert not error, _ERRORS[error]
     return slot_BKC, miss_E3, num_1

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.kernels.c.build import entry, library
+from penstock.kernels.c.build import entry, library, packed
 from penstock.kernels.choose.select import reference
 from penstock.kernels.choose.select.spec import SelectRule
 from penstock.kernels.op import WrongResult
@@ -15,19 +15,6 @@ from penstock.kernels.platform import Platform
 from penstock.kernels.types import fp8
 
 _SOURCE = Path(__file__).with_name("select.c")
-
-
-class _Select(ctypes.Structure):
-    """`Select` of select.c."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in (
-            "q", "bounds", "table", "row", "position", "budget", "score", "chosen")),
-        *((name, ctypes.c_int64) for name in (
-            "q_stride", "page_stride", "head_stride", "plane_stride", "table_stride", "queries",
-            "kv_heads", "group", "page_units", "width", "chosen_width", "unit", "sink_units",
-            "window", "vector", "format")),
-    )
 
 
 def probe(platform: Platform) -> str:
@@ -58,12 +45,10 @@ def select(q_BNH: Tensor, bounds_PK2SH: Tensor, table_RP: Tensor, row_B: Tensor,
         return chosen_BKC
     width = int(position_B.max()) // rule.unit + 1
     score = torch.empty(queries * kv_heads * width)
-    args = _Select(
-        q_BNH.data_ptr(), bounds_PK2SH.data_ptr(), table_RP.data_ptr(), row_B.data_ptr(),
-        position_B.data_ptr(), budget_B.data_ptr(), score.data_ptr(), chosen_BKC.data_ptr(),
+    args = packed((q_BNH, bounds_PK2SH, table_RP, row_B, position_B, budget_B, score, chosen_BKC), (
         q_BNH.stride(0), *bounds_PK2SH.stride()[:3], table_RP.stride(0), queries, kv_heads,
         heads // kv_heads, page_units, width, chosen, rule.unit, rule.sink_units, rule.window,
-        bounds_PK2SH.shape[4], fp8.format_of(bounds_PK2SH, q_BNH))
+        bounds_PK2SH.shape[4], fp8.format_of(bounds_PK2SH, q_BNH)))
     entry(_SOURCE, "penstock_select", ctypes.c_int64, ctypes.c_int)(
-        ctypes.byref(args), dim, q_BNH.dtype is torch.bfloat16, torch.get_num_threads())
+        args, dim, q_BNH.dtype is torch.bfloat16, torch.get_num_threads())
     return chosen_BKC

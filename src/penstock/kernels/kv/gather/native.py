@@ -1,28 +1,16 @@
 """`gather` in C (`gather.c`): a memcpy a unit and plane."""
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.c.build import entry, library
+from penstock.kernels.c.build import entry, library, packed
 from penstock.kernels.op import WrongResult
 from penstock.kernels.platform import Platform
 
 _SOURCE = Path(__file__).with_name("gather.c")
-
-
-class _Gather(ctypes.Structure):
-    """`Gather` of gather.c."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("host", "pool", "miss", "num")),
-        *((name, ctypes.c_int64) for name in (
-            "host_page", "host_head", "host_plane", "pool_page", "pool_head", "pool_plane",
-            "planes", "host_units", "pool_units", "run")),
-    )
 
 
 def probe(platform: Platform) -> str:
@@ -40,9 +28,8 @@ def probe(platform: Platform) -> str:
 def gather(host_PKCGH: Tensor, pool_PKCGH: Tensor, miss_E3: Tensor, num_1: Tensor, *,
            unit: int) -> None:
     size, width = host_PKCGH.element_size(), host_PKCGH.shape[4]
-    args = _Gather(
-        host_PKCGH.data_ptr(), pool_PKCGH.data_ptr(), miss_E3.data_ptr(), num_1.data_ptr(),
+    args = packed((host_PKCGH, pool_PKCGH, miss_E3, num_1), (
         *(stride * size for pages in (host_PKCGH, pool_PKCGH) for stride in pages.stride()[:3]),
         host_PKCGH.shape[2], host_PKCGH.shape[3] // unit, pool_PKCGH.shape[3] // unit,
-        unit * width * size)
-    entry(_SOURCE, "penstock_gather")(ctypes.byref(args), torch.get_num_threads())
+        unit * width * size))
+    entry(_SOURCE, "penstock_gather")(args, torch.get_num_threads())

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.kernels.c.build import entry, library
+from penstock.kernels.c.build import entry, library, packed
 from penstock.kernels.kv.write_kv.spec import WriteAt
 from penstock.kernels.op import WrongResult
 from penstock.kernels.platform import Platform
@@ -17,23 +17,6 @@ from penstock.kernels.types.hot import HotLayer
 
 _PLANES = 4                             # as in write_kv.c
 _SOURCE = Path(__file__).with_name("write_kv.c")
-
-
-class _WriteKV(ctypes.Structure):
-    """`WriteKV` of write_kv.c."""
-
-    _fields_ = (
-        ("value", ctypes.c_void_p * _PLANES),
-        *((name, ctypes.c_void_p) for name in (
-            "device", "host", "bounds", "device_at", "host_at", "bounds_at", "row", "position",
-            "hot_slot", "hot_page")),
-        ("value_token", ctypes.c_int64 * _PLANES),
-        ("value_head", ctypes.c_int64 * _PLANES),
-        *((name, ctypes.c_int64) for name in (
-            "device_page", "device_head", "device_plane", "host_page", "host_head", "host_plane",
-            "bounds_page", "bounds_head", "bounds_plane", "tokens", "heads", "planes", "width",
-            "page_size", "summaries", "unit", "bounds_row", "format", "units", "hot_pages")),
-    )
 
 
 def probe(platform: Platform) -> str:
@@ -57,29 +40,24 @@ def _strides(pages: Tensor | None) -> list[int]:
     return [stride * pages.element_size() for stride in pages.stride()[:3]]
 
 
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
 def write_kv(values: Sequence[Tensor], at: WriteAt, device_PKCGH: Tensor,
              host_PKCGH: Tensor | None = None, hot: HotLayer | None = None,
              bounds_PK2SH: Tensor | None = None) -> None:
     planes, itemsize = len(values), device_PKCGH.element_size()
     tokens, heads, width = values[0].shape
     more = (0,) * (_PLANES - planes)
-    args = _WriteKV(
-        (ctypes.c_void_p * _PLANES)(*(x.data_ptr() for x in values)),
-        *map(_pointer, (device_PKCGH, host_PKCGH, bounds_PK2SH, at.device_T, at.host_T, at.bounds_T,
-                        at.row_T, at.position_T, *((None, None) if hot is None
-                                                   else (hot.slot_RKM, hot.page_RW)))),
-        (*(x.stride(0) * itemsize for x in values), *more),
-        (*(x.stride(1) * itemsize for x in values), *more),
+    args = packed((
+        *values, *(None,) * (_PLANES - planes), device_PKCGH, host_PKCGH, bounds_PK2SH, at.device_T,
+        at.host_T, at.bounds_T, at.row_T, at.position_T,
+        *((None, None) if hot is None else (hot.slot_RKM, hot.page_RW))), (
+        *(x.stride(0) * itemsize for x in values), *more,
+        *(x.stride(1) * itemsize for x in values), *more,
         *_strides(device_PKCGH), *_strides(host_PKCGH), *_strides(bounds_PK2SH),
         tokens, heads, planes, width, device_PKCGH.shape[3],
         *((1, at.unit, 0, 0) if bounds_PK2SH is None else
           (bounds_PK2SH.shape[3], at.unit, bounds_PK2SH.shape[4] * bounds_PK2SH.element_size(),
            fp8.format_of(bounds_PK2SH, device_PKCGH))),
-        *((0, 0) if hot is None else (hot.slot_RKM.shape[2], hot.page_RW.shape[1])))
+        *((0, 0) if hot is None else (hot.slot_RKM.shape[2], hot.page_RW.shape[1]))))
     error = entry(_SOURCE, "penstock_write_kv", ctypes.c_int64)(
-        ctypes.byref(args), itemsize, torch.get_num_threads())
+        args, itemsize, torch.get_num_threads())
     assert not error, "a unit is hot in a page that the row does not have"

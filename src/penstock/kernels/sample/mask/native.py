@@ -1,24 +1,16 @@
 """`mask` in C (`mask.c`)."""
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.c.build import entry, library
+from penstock.kernels.c.build import entry, library, packed
 from penstock.kernels.op import WrongResult
 from penstock.kernels.platform import Platform
 
 _SOURCE = Path(__file__).with_name("mask.c")
-
-
-class _Mask(ctypes.Structure):
-    """`Mask` of mask.c."""
-
-    _fields_ = (*((name, ctypes.c_void_p) for name in ("logits", "words", "at", "ok")),
-                *((name, ctypes.c_int64) for name in ("masks", "width", "vocab")))
 
 
 def probe(platform: Platform) -> str:
@@ -38,8 +30,7 @@ def mask(logits_BV: Tensor, words_MW: Tensor, at_M: Tensor) -> Tensor:
     assert words_MW.is_contiguous() and words_MW.dtype == torch.int32 and at_M.dtype == torch.int64
     masks, width = words_MW.shape
     ok_M = torch.empty(masks, dtype=torch.bool)
-    args = _Mask(logits_BV.data_ptr(), words_MW.data_ptr(), at_M.data_ptr(), ok_M.data_ptr(), masks, width,
-                 logits_BV.shape[1])
-    error = entry(_SOURCE, "penstock_mask")(ctypes.byref(args), torch.get_num_threads())
+    args = packed((logits_BV, words_MW, at_M, ok_M), (masks, width, logits_BV.shape[1]))
+    error = entry(_SOURCE, "penstock_mask")(args, torch.get_num_threads())
     assert not error
     return ok_M

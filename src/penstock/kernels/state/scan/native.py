@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.kernels.c.build import entry, library
+from penstock.kernels.c.build import entry, library, packed
 from penstock.kernels.op import WrongResult
 from penstock.kernels.platform import Platform
 from penstock.kernels.state.scan import reference
@@ -15,20 +15,6 @@ from penstock.kernels.state.scan.spec import ScanSpec, ScanWeights
 from penstock.kernels.types.states import States
 
 _SOURCE = Path(__file__).with_name("scan.c")
-
-
-class _Scan(ctypes.Structure):
-    """`Scan` of scan.c."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in (
-            "x", "step", "write", "out", "conv", "bias", "decay", "add", "skip", "pool", "starts", "from_",
-            "to", "y", "gate")),
-        *((name, ctypes.c_int64) for name in (
-            "x_stride", "step_stride", "write_stride", "page_stride", "rows", "tokens", "heads", "key_heads",
-            "key_dim", "value_dim", "taps")),
-        ("least", ctypes.c_float), ("most", ctypes.c_float),
-    )
 
 
 def probe(platform: Platform) -> str:
@@ -57,13 +43,12 @@ def scan(x_TX: Tensor, step_TN: Tensor, write_TN: Tensor | None, weights: ScanWe
     y, gate = torch.empty(tokens, spec.channels), torch.empty(tokens, spec.heads, 2)
     assert pool.dtype == torch.float32 and pool.stride(1) == x_TX.stride(1) == step_TN.stride(1) == 1
     assert (write_TN is not None) == spec.delta and states.to_T.dtype == states.from_B.dtype == torch.int64
-    args = _Scan(
-        *(None if tensor is None else tensor.data_ptr() for tensor in (
-            x_TX, step_TN, write_TN, out_TNV, weights.conv_WX, weights.bias_X, weights.decay_N,
-            weights.step_N, weights.skip_N, pool, states.start_B, states.from_B, states.to_T, y, gate)),
+    args = packed((
+        x_TX, step_TN, write_TN, out_TNV, weights.conv_WX, weights.bias_X, weights.decay_N, weights.step_N,
+        weights.skip_N, pool, states.start_B, states.from_B, states.to_T, y, gate), (
         x_TX.stride(0), step_TN.stride(0), 0 if write_TN is None else write_TN.stride(0), pool.stride(0),
-        len(states.starts) - 1, tokens, spec.heads, spec.key_heads, spec.key_dim, spec.value_dim, spec.taps,
-        spec.least, spec.most)
+        len(states.starts) - 1, tokens, spec.heads, spec.key_heads, spec.key_dim, spec.value_dim, spec.taps),
+        (spec.least, spec.most))
     entry(_SOURCE, "penstock_scan", ctypes.c_int)(
-        ctypes.byref(args), x_TX.dtype is torch.bfloat16, torch.get_num_threads())
+        args, x_TX.dtype is torch.bfloat16, torch.get_num_threads())
     return out_TNV
