@@ -24,9 +24,7 @@ from penstock.model.families.gpt_oss import gpt_oss
 from penstock.model.families.granite import granitemoehybrid
 from penstock.model.families.llama import llama, mistral
 from penstock.model.families.nemotron import nemotron_h
-from penstock.model.families.qwen2 import qwen2
-from penstock.model.families.qwen3 import qwen3
-from penstock.model.families.qwen3_moe import qwen3_moe
+from penstock.model.families.qwen import qwen2, qwen3, qwen3_moe
 from penstock.model.families.qwen3_next import qwen3_5_moe_text, qwen3_5_text, qwen3_next
 from penstock.model.parts import ONE, Cut
 from penstock.model.transformer import Spec, Transformer

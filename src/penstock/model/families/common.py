@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from penstock.config.base.errors import ConfigError
+from penstock.model.base import GlobalLayer
 from penstock.model.latent import LatentSpec
 from penstock.model.layers import AttentionSpec
 from penstock.model.moe import MoESpec
@@ -95,6 +96,19 @@ def read_spec(
         windows=windows,
         gelu=gelu,
     )
+
+
+def layers_of(fields: Fields) -> list[GlobalLayer]:
+    return [GlobalLayer(index) for index in range(fields.size("num_hidden_layers"))]
+
+
+def num_chosen(fields: Fields, num_experts: int, default: int) -> int:
+    """Experts that a token visits. Raises ConfigError where there are fewer."""
+    chosen = fields.size("num_experts_per_tok", default)
+    if chosen > num_experts:
+        raise ConfigError(f"config.json: num_experts_per_tok = {chosen} is more than the {num_experts} "
+                          "experts")
+    return chosen
 
 
 def from_layer(fields: Fields, first: int | None = None) -> tuple[Callable[[int], bool], int]:

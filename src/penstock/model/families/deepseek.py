@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.config.base.errors import ConfigError
 from penstock.model.base import GlobalLayer
-from penstock.model.families.common import read_spec
+from penstock.model.families.common import layers_of, read_spec
 from penstock.model.latent import IndexSpec, LatentSpec
 from penstock.model.moe import MoESpec
 from penstock.model.mtp import deepseek_names
@@ -20,15 +20,11 @@ def deepseek_v3(fields: Fields) -> Spec:
 
 
 def deepseek_v32(fields: Fields) -> Spec:
-    return _spec(fields, _index(fields, interleaved=False, indexed=_layers(fields)))
+    return _spec(fields, _index(fields, interleaved=False, indexed=layers_of(fields)))
 
 
 def glm_moe_dsa(fields: Fields) -> Spec:
     return _spec(fields, _index(fields, interleaved=True, indexed=_indexed(fields)))
-
-
-def _layers(fields: Fields) -> list[GlobalLayer]:
-    return [GlobalLayer(index) for index in range(fields.size("num_hidden_layers"))]
 
 
 def _index(fields: Fields, *, interleaved: bool, indexed: list[GlobalLayer]) -> IndexSpec:
@@ -117,14 +113,14 @@ def _sparse(fields: Fields) -> list[GlobalLayer]:
     types = fields.values.get("mlp_layer_types")
     if types is None:
         dense = fields.size("first_k_dense_replace", 3, least=0)
-        return [index for index in _layers(fields) if index >= dense]
+        return [index for index in layers_of(fields) if index >= dense]
     _check_types(fields, "mlp_layer_types", types, ("dense", "sparse"))
-    return [index for index in _layers(fields) if types[index] == "sparse"]
+    return [index for index in layers_of(fields) if types[index] == "sparse"]
 
 
 def _indexed(fields: Fields) -> list[GlobalLayer]:
     """Layers with an indexer of their own: by name, by pattern, or every `index_topk_freq`-th."""
-    layers = _layers(fields)
+    layers = layers_of(fields)
     name = "indexer_types" if fields.values.get("indexer_types") is not None else "index_topk_pattern"
     types = fields.values.get(name)
     if isinstance(types, str) and name == "index_topk_pattern":

@@ -3,10 +3,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.config.base.errors import ConfigError
 from penstock.kernels.gemm.experts import Clamped
-from penstock.model.base import GlobalLayer
-from penstock.model.families.common import read_attention, read_spec
+from penstock.model.families.common import layers_of, num_chosen, read_attention, read_spec
 from penstock.model.moe import MoESpec
 from penstock.model.transformer import Spec
 from penstock.model.weights.fields import Fields
@@ -29,12 +27,8 @@ def gpt_oss(fields: Fields) -> Spec:
 
 def _moe(fields: Fields) -> MoESpec:
     num_experts = fields.size("num_local_experts", fields.size("num_experts", 128))
-    num_chosen = fields.size("num_experts_per_tok", fields.size("experts_per_token", 4))
-    if num_chosen > num_experts:
-        raise ConfigError(f"config.json: num_experts_per_tok = {num_chosen} is more than the {num_experts} "
-                          "experts")
     return MoESpec(
-        num_experts=num_experts, num_chosen=num_chosen, width=fields.size("intermediate_size", 2880),
-        renormalize=True, layers=frozenset(map(GlobalLayer, range(fields.size("num_hidden_layers")))),
-        router="router", biased=True,
+        num_experts=num_experts, width=fields.size("intermediate_size", 2880), renormalize=True,
+        num_chosen=num_chosen(fields, num_experts, fields.size("experts_per_token", 4)),
+        layers=frozenset(layers_of(fields)), router="router", biased=True,
         clamped=Clamped(alpha=fields.number("swiglu_alpha", 1.702), limit=fields.number("swiglu_limit", 7.0)))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.config.base.errors import ConfigError
 from penstock.model.base import GlobalLayer
 from penstock.model.families.bamba import read_states
-from penstock.model.families.common import read_attention, read_spec
+from penstock.model.families.common import layers_of, num_chosen, read_attention, read_spec
 from penstock.model.moe import MoESpec
 from penstock.model.rope import without_turns
 from penstock.model.transformer import Spec
@@ -47,11 +46,7 @@ def _moe(fields: Fields) -> MoESpec | None:
     experts = fields.size("num_local_experts", 8, least=0)
     if not experts:
         return None
-    chosen = fields.size("num_experts_per_tok", 2)
-    if chosen > experts:
-        raise ConfigError(f"config.json: num_experts_per_tok = {chosen} is more than the {experts} experts")
     return MoESpec(
-        num_experts=experts, num_chosen=chosen, renormalize=True,
-        width=fields.size("intermediate_size", 11008),
-        layers=frozenset(map(GlobalLayer, range(fields.size("num_hidden_layers")))),
+        num_experts=experts, num_chosen=num_chosen(fields, experts, 2), renormalize=True,
+        width=fields.size("intermediate_size", 11008), layers=frozenset(layers_of(fields)),
         shared_width=fields.size("shared_intermediate_size", 1024), router="router", beside=True)

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from penstock.config.base.errors import ConfigError
 from penstock.kernels.state.scan import ScanSpec
 from penstock.model.base import GlobalLayer
-from penstock.model.families.common import read_attention, read_spec
+from penstock.model.families.common import layers_of, num_chosen, read_attention, read_spec
 from penstock.model.moe import MoESpec
 from penstock.model.mtp import QWEN
 from penstock.model.rope import rotated_dim
@@ -23,8 +23,7 @@ STATE, FULL = "linear_attention", "full_attention"
 def qwen3_next(fields: Fields) -> Spec:
     """A layer without experts is dense."""
     step, dense = fields.size("decoder_sparse_step", 1), fields.indices("mlp_only_layers")
-    layers = range(fields.size("num_hidden_layers"))
-    sparse = [i for i in layers if i not in dense and (i + 1) % step == 0]
+    sparse = [i for i in layers_of(fields) if i not in dense and (i + 1) % step == 0]
     chosen = fields.values.get("num_experts") == 0 or not sparse
     return _spec(fields, None if chosen else _moe(fields, sparse, 10, 512), kv_heads=2, fused=True)
 
@@ -34,8 +33,7 @@ def qwen3_5_text(fields: Fields) -> Spec:
 
 
 def qwen3_5_moe_text(fields: Fields) -> Spec:
-    every = [*range(fields.size("num_hidden_layers"))]
-    return _spec(fields, _moe(fields, every, 8, 256), kv_heads=2, fused=False)
+    return _spec(fields, _moe(fields, layers_of(fields), 8, 256), kv_heads=2, fused=False)
 
 
 def _spec(fields: Fields, moe: MoESpec | None, *, kv_heads: int, fused: bool) -> Spec:
@@ -97,12 +95,10 @@ def _by_head(scan: ScanSpec) -> tuple[int, ...]:
     return tuple(row for part in parts for row in part)
 
 
-def _moe(fields: Fields, layers: list[int], chosen: int, experts: int) -> MoESpec:
-    num_experts, num_chosen = fields.size("num_experts", experts), fields.size("num_experts_per_tok", chosen)
-    if num_chosen > num_experts:
-        raise ConfigError(f"config.json: num_experts_per_tok = {num_chosen} is more than the {num_experts} "
-                          "experts")
+def _moe(fields: Fields, layers: list[GlobalLayer], chosen: int, experts: int) -> MoESpec:
+    num_experts = fields.size("num_experts", experts)
     return MoESpec(
-        num_experts=num_experts, num_chosen=num_chosen, width=fields.size("moe_intermediate_size", 512),
-        renormalize=fields.flag("norm_topk_prob", True), layers=frozenset(map(GlobalLayer, layers)),
+        num_experts=num_experts, num_chosen=num_chosen(fields, num_experts, chosen),
+        width=fields.size("moe_intermediate_size", 512),
+        renormalize=fields.flag("norm_topk_prob", True), layers=frozenset(layers),
         shared_width=fields.size("shared_expert_intermediate_size", 512), shared_gated=True)

@@ -1,0 +1,44 @@
+"""Qwen2 and Qwen2.5: q, k and v always have a bias, the output projection never. Qwen3: every query and key
+head is normed before RoPE; its MLP is dense, or sparse in every layer that the config does not exempt."""
+from __future__ import annotations
+
+from penstock.model.families.common import from_layer, layers_of, num_chosen, read_attention, read_spec
+from penstock.model.layers import AttentionSpec
+from penstock.model.moe import MoESpec
+from penstock.model.transformer import Spec
+from penstock.model.weights.fields import Fields
+
+
+def qwen2(fields: Fields) -> Spec:
+    return _spec(fields, read_attention(fields, kv_heads=32, qkv_bias=True, out_bias=False))
+
+
+def qwen3(fields: Fields) -> Spec:
+    bias = fields.flag("attention_bias")
+    return _spec(fields, read_attention(fields, kv_heads=32, head_dim=128, qkv_bias=bias, out_bias=bias,
+                                        qk_norm=True))
+
+
+def qwen3_moe(fields: Fields) -> Spec:
+    bias = fields.flag("attention_bias")
+    attention = read_attention(fields, kv_heads=4, qkv_bias=bias, out_bias=bias, qk_norm=True)
+    return _spec(fields, attention, 0, _moe(fields))
+
+
+def _spec(fields: Fields, attention: AttentionSpec, first: int | None = None, moe: MoESpec | None = None,
+          ) -> Spec:
+    """first: layer with a window, None: as the config says."""
+    slides, window = from_layer(fields, first)
+    return read_spec(fields, attention, moe=moe, slides=slides, window_default=window)
+
+
+def _moe(fields: Fields) -> MoESpec:
+    # transformers 5 writes num_local_experts, older files have num_experts.
+    num_experts = fields.size("num_experts", fields.size("num_local_experts", 128))
+    if fields.size("num_local_experts", num_experts) != num_experts:
+        fields.refuse("num_local_experts", f"num_experts says {num_experts}")
+    step, dense = fields.size("decoder_sparse_step", 1), fields.indices("mlp_only_layers")
+    return MoESpec(
+        num_experts=num_experts, num_chosen=num_chosen(fields, num_experts, 8),
+        width=fields.size("moe_intermediate_size", 768), renormalize=fields.flag("norm_topk_prob"),
+        layers=frozenset(i for i in layers_of(fields) if i not in dense and (i + 1) % step == 0))
