@@ -81,4 +81,4 @@ def test_rows_that_draft_as_far_as_their_hot_buffers_hold_it(captured, budgets, 
 
 
 def test_the_largest_budget_is_what_a_graph_has_room_for():
-    assert Engine().rank._attending.decodes(1).most == kind().budget // kind().selection.unit
+    assert Engine().rank._attending._most == kind().budget // kind().selection.unit

@@ -15,7 +15,7 @@ from penstock.exec.graphs import capture
 from penstock.exec.graphs.drafts import DraftGraphs, widths
 from penstock.exec.sampling.on_device import Draws
 from penstock.exec.sampling.tokens import Drawn
-from penstock.exec.sparse import captured as selecting_graphs
+from penstock.exec.sparse import bounds, indexer
 from penstock.exec.step.attend import Grouped
 from penstock.kernels.types.ragged import Ragged
 
@@ -58,9 +58,10 @@ def plainly(monkeypatch: Any) -> None:
     """On a CPU: without Triton's kernels."""
     if where.DEVICE == "cuda":
         return
-    for module in (selecting_graphs, capture):
+    for module in (bounds, capture):
         monkeypatch.setattr(module, "PagedDecode", Plain)
-    monkeypatch.setattr(selecting_graphs, "_slots", slots)
+    for module in (bounds, indexer):
+        monkeypatch.setattr(module, "slots_of", slots)
 
 
 def as_a_device(engine: Any) -> Any:

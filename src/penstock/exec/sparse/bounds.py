@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from penstock.core.plan import Bind, StepPlan
-from penstock.exec.sparse.captured import SelectingDecodes
-from penstock.exec.sparse.layers import BoundsSelector, SparseLayers, unit_attention
+from penstock.exec.graphs.capture import PagedDecode
+from penstock.exec.sparse.layers import BoundsSelector, SparseLayers, SparseStep, slots_of, unit_attention
 from penstock.exec.sparse.prompts import GPU_WINDOW, Chunk, HostedPrompts
 from penstock.exec.sparse.rows import HotRows, Selects
 from penstock.exec.step.attend import OfHeads, spec_of
@@ -25,10 +25,12 @@ from penstock.exec.step.states import StatePools, StepStates
 from penstock.exec.step.tables import Lowered, RowTables
 from penstock.kernels.attention.paged_attention import Prepare, Prepared, write_kv
 from penstock.kernels.choose.select import SelectRule
+from penstock.kernels.kv.write_kv import WriteAt
 from penstock.kernels.types.ragged import Ragged
 from penstock.memory.pool import BlockPool
 from penstock.model.base import Attend, CacheShape, LocalLayer, Model
 
+SELECT, MIXED = "select", "mixed"       # kinds of captured steps
 # attend(layer of the group, q_TNH, k_TKH, v_TKH, sinks_N) -> out_TNH
 _Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
@@ -67,7 +69,7 @@ class Selecting(Selects):
         self._local = {layer: i for i, layer in enumerate(groups[0].layers)}
         attends = [*zip(groups, device, strict=True)][:sum(not group.snapshot for group in groups)]
         self._specs = [spec_of(model, *of) for of in attends]
-        self._states = StatePools(groups, device)
+        self.states = StatePools(groups, device)
         self._dense = {layer: (g, pool.pages[:, i, :, 0], pool.pages[:, i, :, 1])
                        for g, (group, pool) in enumerate(attends)
                        if g > 1 for i, layer in enumerate(group.layers)}
@@ -97,22 +99,18 @@ class Selecting(Selects):
         self._budget_R[self._tables.index(bind.row)] = budget // self._unit
 
     def settle(self, right: Mapping[int, int]) -> None:
-        self._states.settle(right)
+        self.states.settle(right)
 
     def decodes(self, most: int) -> SelectingDecodes:
         """Of steps of up to `most` tokens that rows decode behind their prompts."""
-        return SelectingDecodes(
-            layers=self._layers, selector=self._selector, hot=self.rows.hot, specs=self._specs,
-            tables=self._tables.groups, local=self._local, dense=self._dense, device=self._device,
-            selects=lambda r: self.rows[r].budget > 0, budget_R=self._budget_R, most=self._most,
-            unit=self._unit, states=self._states)
+        return SelectingDecodes(self)
 
     # ------------------------------------------------------------ a step
     def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
         """The attention of a step whose binds, grows, remaps and resizes are applied."""
         others = {g: self._prepare(lowered.ragged[g], self._specs[g]) for g, *_ in self._dense.values()}
         return _SelectingStep(self._local, self._selects(plan, lowered), self._dense, others, lowered,
-                              self._states.step(lowered))
+                              self.states.step(lowered))
 
     def _selects(self, plan: StepPlan, lowered: Lowered) -> _Attend:
         dense, windows, queries = self._split(plan)
@@ -170,6 +168,7 @@ class Selecting(Selects):
             at += count
         return dense, windows, queries
 
+
 class _SelectingStep(OfHeads):
     """`model.base.Attend` of one step."""
 
@@ -190,6 +189,69 @@ class _SelectingStep(OfHeads):
         ragged = self._ragged[group]
         write_kv(k_TKH, v_TKH, k_PKGH, v_PKGH, ragged.page_T, ragged.offset_T)
         return self._prepared[group](q_TNH, k_PKGH, v_PKGH, sinks_N)
+
+
+class SelectingDecodes:
+    """`exec.graphs.capture.Decodes` of a `Selecting`: steps in which every row selects are one kind; the
+    others also read all pages of the rows that do not."""
+
+    kinds = (SELECT, MIXED)
+
+    def __init__(self, selecting: Selecting) -> None:
+        self._of = selecting
+
+    def kind(self, rows: Sequence[int]) -> str:
+        return SELECT if all(self._of.rows[r].budget for r in rows) else MIXED
+
+    def attend(self, kind: str, row_B: Tensor, position_B: Tensor, turn_B: Tensor | None = None) -> Attend:
+        return _DecodeStep(self._of, kind, row_B, position_B, turn_B)
+
+
+class _DecodeStep(OfHeads):
+    """`model.base.Attend` of a captured step: its tokens T are the B rows."""
+
+    def __init__(self, of: Selecting, kind: str, row_B: Tensor, position_B: Tensor,
+                 turn_B: Tensor | None) -> None:
+        self._of, self._at = of, _write_at(of, row_B, position_B)
+        self._budget_B = of._budget_R[row_B.long()]
+        self._selects_B = self._budget_B > 0
+        select_B = position_B.where(self._selects_B, -1)
+        self._step = SparseStep(row_B, select_B, (slice(None),), of.rows.hot.tick(1), turn_B)
+
+        def whole(group: int, position_B: Tensor) -> PagedDecode:
+            table = of._tables.groups[group]
+            return PagedDecode(of._specs[group], table.device_RM, table.size, row_B, position_B)
+        self._whole = whole(0, position_B.where(~self._selects_B, -1)) if kind == MIXED else None
+        self._others = {g: whole(g, position_B) for g, *_ in of._dense.values()}
+        self.state = of.states.decode(of._tables.groups, row_B, position_B)
+
+    def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
+                 chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:
+        assert chosen_TS is None, "what is read of KV heads is chosen here"
+        of, k_TKH, v_TKH = self._of, kv_TCKH[:, 0], kv_TCKH[:, 1]
+        if (i := of._local.get(layer)) is None:
+            group, k_PKGH, v_PKGH = of._dense[layer]
+            self._others[group].write_kv(k_TKH, v_TKH, k_PKGH, v_PKGH)
+            return self._others[group](q_TNH, k_PKGH, v_PKGH, sinks_N)
+        of._layers.write_kv(i, (k_TKH, v_TKH), self._at)
+        chosen_BKC = of._selector.choose(i, q_TNH, self._step, self._budget_B, of._most)
+        out_TNH = of._layers.attend(i, q_TNH, chosen_BKC, self._step, sinks_N)
+        if self._whole is None:
+            return out_TNH
+        pool_PK2GH = of._device[i]
+        all_TNH = self._whole(q_TNH, pool_PK2GH[:, :, 0], pool_PK2GH[:, :, 1], sinks_N)
+        return torch.where(self._selects_B[:, None, None], out_TNH, all_TNH)
+
+
+def _write_at(of: Selecting, row_B: Tensor, position_B: Tensor) -> WriteAt:
+    """-1 throughout for padding."""
+    kv, bounds, unit = of._kv, of._bounds, of._unit
+    return WriteAt(
+        device_T=slots_of(kv.device_RM, kv.size, row_B, position_B),
+        host_T=slots_of(kv.host_RM, kv.size, row_B, position_B),
+        bounds_T=slots_of(bounds.device_RM, kv.size // unit, row_B,
+                          torch.where(position_B < 0, -1, position_B // unit)),
+        row_T=row_B.where(position_B >= 0, -1), position_T=position_B, unit=unit)
 
 
 def _where(chunks: Sequence[Chunk], device: torch.device) -> Tensor:

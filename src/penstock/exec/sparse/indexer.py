@@ -19,8 +19,7 @@ from torch import Tensor
 
 from penstock.core.plan import Bind, StepPlan
 from penstock.exec.sparse.bounds import Selector
-from penstock.exec.sparse.captured import IndexedDecodes
-from penstock.exec.sparse.layers import SparseLayers, SparseStep, compared, row_attention
+from penstock.exec.sparse.layers import SparseLayers, SparseStep, row_attention, slots_of
 from penstock.exec.sparse.rows import HotRows, Selects
 from penstock.exec.step.attend import LatentOps, check_pools
 from penstock.exec.step.tables import Lowered, RowTables
@@ -86,11 +85,7 @@ class Indexed(Selects):
 
     def decodes(self, most: int) -> IndexedDecodes:
         """Of steps of up to `most` tokens that rows decode."""
-        return IndexedDecodes(layers=self._layers, hot=self.rows.hot, tables=self._tables.groups,
-                              local=self._local, keys=self._keys, pair=self._pair,
-                              select=self._select, topk=self._shape.topk, dtype=self._whole_P11GH.dtype,
-                              latent_dim=self._shape.latent_dim,
-                              nowhere_T=torch.full_like(self._tables.last_R[:1], -1).repeat(most))
+        return IndexedDecodes(self, self._tables, most)
 
     def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
         """The attention of a step whose binds, grows, remaps and resizes are applied."""
@@ -110,7 +105,14 @@ class Indexed(Selects):
             at += count
         step = self._layers.step(rows, positions, [*map(self.rows.at_once, rows)]) if rows else None
         token_B = torch.tensor(tokens, device=lowered.row_T.device) if chunks else slice(None)
-        return _IndexedStep(self, lowered, step, token_B, chunks)
+        write_at, row_T = self.rows.write_at(lowered), lowered.row_T.int()
+        position_T, ragged = lowered.positions_T.int(), lowered.ragged[-1]
+        nowhere_T = torch.full_like(ragged.page_T, -1)
+        keys_at = WriteAt(ragged.page_T * ragged.page_size + ragged.offset_T, nowhere_T, nowhere_T,
+                          nowhere_T.int(), position_T, 1)
+        # Only pages that the step sees: scores are as wide as the table.
+        table_RM = ragged.pages_RM[:, :-(-max(ragged.context) // ragged.page_size)]
+        return _IndexedStep(self, step, token_B, chunks, write_at, keys_at, row_T, position_T, table_RM)
 
     def _chunk(self, r: int, at: slice, start: int, end: int) -> _Chunk:
         table = self._tables.groups[0]
@@ -153,34 +155,68 @@ class Indexed(Selects):
     def choose(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor, row_T: Tensor,
                position_T: Tensor, table_RM: Tensor, at: WriteAt) -> Tensor:
         keys_P11GJ = self._keys[layer]
-        q_TIJ, kept_TJ = compared(self._pair, q_TIJ, key_TJ, keys_P11GJ.dtype)
+        if keys_P11GJ.dtype == torch.uint8:         # both are mixed
+            q_TIJ, kept_TJ = self._pair(q_TIJ, key_TJ)
+        else:
+            kept_TJ = fp8.kept(key_TJ, keys_P11GJ.dtype, key_TJ.shape[1])
         self._layers.put((kept_TJ[:, None],), at, keys_P11GJ)
         return self._select(q_TIJ, weight_TI, keys_P11GJ[:, 0, 0], table_RM, row_T, position_T,
                                 topk=self._shape.topk)
 
 
+@dataclass(frozen=True, slots=True)
 class _IndexedStep:
-    """`model.base.Attend` of one step."""
+    """`model.base.Attend` of one step.
 
-    def __init__(self, indexed: Indexed, lowered: Lowered, step: SparseStep | None, token_B: Tensor | slice,
-                 chunks: Sequence[_Chunk]) -> None:
-        self._indexed, self._chunks = indexed, chunks
-        self._step, self._token_B = step, token_B
-        self._at, self._row_T = indexed.rows.write_at(lowered), lowered.row_T.int()
-        self._position_T = lowered.positions_T.int()
-        ragged = lowered.ragged[-1]
-        # Only pages that the step sees: scores are as wide as the table.
-        self._table_RM = ragged.pages_RM[:, :-(-max(ragged.context) // ragged.page_size)]
-        nowhere_T = torch.full_like(ragged.page_T, -1)
-        self._keys_at = WriteAt(ragged.page_T * ragged.page_size + ragged.offset_T, nowhere_T, nowhere_T,
-                                nowhere_T.int(), self._position_T, 1)
+    step, token_B, chunks     tokens that read row by row, which they are, and the others
+    at, keys_at               where rows and keys are written
+    row_T, position_T, table_RM    as `index_select` takes them
+    """
+
+    indexed: Indexed
+    step: SparseStep | None
+    token_B: Tensor | slice
+    chunks: Sequence[_Chunk]
+    at: WriteAt
+    keys_at: WriteAt
+    row_T: Tensor
+    position_T: Tensor
+    table_RM: Tensor
 
     def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
                  chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:
         assert chosen_TS is not None and sinks_N is None, "nothing has been chosen for this layer"
-        return self._indexed.attend(layer, q_TNH, kv_TCKH[:, 0], chosen_TS, self._step, self._token_B,
-                                    self._chunks, self._at)
+        return self.indexed.attend(layer, q_TNH, kv_TCKH[:, 0], chosen_TS, self.step, self.token_B,
+                                   self.chunks, self.at)
 
     def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
-        return self._indexed.choose(layer, q_TIJ, weight_TI, key_TJ, self._row_T, self._position_T,
-                                    self._table_RM, self._keys_at)
+        return self.indexed.choose(layer, q_TIJ, weight_TI, key_TJ, self.row_T, self.position_T,
+                                   self.table_RM, self.keys_at)
+
+
+class IndexedDecodes:
+    """`exec.graphs.capture.Decodes` of an `Indexed`: all rows are alike."""
+
+    kinds = ("chosen",)
+
+    def __init__(self, indexed: Indexed, tables: RowTables, most: int) -> None:
+        """most: tokens of a step."""
+        self._indexed, self._tables = indexed, tables.groups
+        self._nowhere_T = torch.full_like(tables.last_R[:1], -1).repeat(most)
+
+    def kind(self, rows: Sequence[int]) -> str:
+        return "chosen"
+
+    def attend(self, kind: str, row_B: Tensor, position_B: Tensor, turn_B: Tensor | None = None) -> Attend:
+        rows, keys, nowhere_B = self._tables[0], self._tables[-1], self._nowhere_T[:len(row_B)]
+        assert len(nowhere_B) == len(row_B), f"a step of {len(row_B)} tokens"
+        row_T = row_B.where(position_B >= 0, -1)
+        at = WriteAt(
+            slots_of(rows.device_RM, rows.size, row_B, position_B),
+            nowhere_B if rows.host_RM is None else slots_of(rows.host_RM, rows.size, row_B, position_B),
+            nowhere_B, row_T, position_B, 1)
+        keys_at = WriteAt(slots_of(keys.device_RM, keys.size, row_B, position_B), nowhere_B, nowhere_B, row_T,
+                          position_B, 1)
+        step = SparseStep(row_B, position_B, (slice(None),), self._indexed.rows.hot.tick(1), turn_B)
+        return _IndexedStep(self._indexed, step, slice(None), (), at, keys_at, row_B, position_B,
+                            keys.device_RM)

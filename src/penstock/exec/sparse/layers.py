@@ -22,11 +22,9 @@ from penstock.kernels.attention.latent_attention import LatentAttention
 from penstock.kernels.attention.paged_attention.spec import beside_sinks
 from penstock.kernels.choose import resolve
 from penstock.kernels.choose import select as selection
-from penstock.kernels.choose.index_pair import IndexPair
 from penstock.kernels.choose.select import SelectRule
 from penstock.kernels.kv import gather, write_kv
 from penstock.kernels.kv.write_kv import WriteAt
-from penstock.kernels.types import fp8
 from penstock.memory.hot import HotBuffers
 
 # attend(q_BNH, pool [P, K, planes, G, H], chosen_BKC, slot_BKC, position_B, sinks_N) -> out_BNH: over units
@@ -161,11 +159,13 @@ def row_attention(run: LatentAttention, *, value_dim: int, scale: float) -> Unit
     return attend
 
 
-def compared(pair: IndexPair, q_TIJ: Tensor, key_TJ: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Queries of an indexer, and keys as pages of this dtype have them; both are mixed where it is fp8."""
-    if dtype == torch.uint8:
-        return pair(q_TIJ, key_TJ)
-    return q_TIJ, fp8.kept(key_TJ, dtype, key_TJ.shape[1])
+def slots_of(table_RM: Tensor | None, size: int, row_B: Tensor, at_B: Tensor) -> Tensor:
+    """int64: where entry `at` of each row is in a pool whose pages have `size` of them; -1: nowhere, or
+    padding, of which `at` is negative."""
+    from penstock.kernels.kv.write_kv import triton_places  # needs Triton
+    if table_RM is None:
+        return torch.full(at_B.shape, -1, dtype=torch.int64, device=at_B.device)
+    return triton_places.find(table_RM, size, row_B, at_B)
 
 
 def _rounds(rows: Sequence[int], at_once: Sequence[int]) -> tuple[list[list[int]], list[int]]:
