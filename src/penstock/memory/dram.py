@@ -26,21 +26,19 @@ def mapped(fd: int, nbytes: int) -> Tensor:
 class DramPool(BlockPool):
     """Pages in the host's memory."""
 
-    tier = Tier.DRAM
+    tier, allocate = Tier.DRAM, staticmethod(allocate)
 
     def __init__(self, layout: PageLayout, num_pages: int, *, base: int = 0,
                  group: Group = ONE_GROUP, memory: Tensor | None = None,
                  page_stride: int | None = None, pinned: Pinned | None = None,
                  part: Part | None = None) -> None:
-        """`memory` and `page_stride` of a slab of whole pages; without them it allocates what it needs.
-        pinned: whose memory that is, for a CUDA device."""
-        stride = layout.page_bytes if page_stride is None else page_stride
-        if memory is None:
-            memory = allocate(num_pages * stride)
-        elif part is not None:
+        """`memory` and `page_stride` of a slab of whole pages. pinned: whose memory that is, for a CUDA
+        device."""
+        if memory is not None and part is not None:
             memory = memory[part.at:]
-        super().__init__(layout, num_pages, memory, stride, base, group, part, spread=page_stride is not None)
-        self._pinned, self._stride = pinned, stride
+        super().__init__(layout, num_pages, base=base, group=group, memory=memory, page_stride=page_stride,
+                         part=part, spread=page_stride is not None)
+        self._pinned, self._stride = pinned, page_stride or layout.page_bytes
 
     def index(self, page: int) -> int:
         """As any pool's; waits until a device can reach the page."""

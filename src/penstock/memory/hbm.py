@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.core.plan import Group, Tier
-from penstock.memory.pool import ONE_GROUP, BlockPool, PageLayout, Part
+from penstock.core.plan import Tier
+from penstock.memory.pool import BlockPool
 
 
 def allocate(nbytes: int, device: torch.device | str = "cpu") -> Tensor:
@@ -17,14 +17,4 @@ def allocate(nbytes: int, device: torch.device | str = "cpu") -> Tensor:
 class HbmPool(BlockPool):
     """Pages that attention reads: for layer l of the group, k is `pages[:, l, :, 0]` [P, K, U, H]."""
 
-    tier = Tier.HBM
-
-    def __init__(self, layout: PageLayout, num_pages: int, *, base: int = 0,
-                 group: Group = ONE_GROUP, device: torch.device | str = "cpu",
-                 memory: Tensor | None = None, page_stride: int | None = None,
-                 part: Part | None = None) -> None:
-        """`memory` and `page_stride` of a slab; without them it allocates what it needs."""
-        stride = layout.page_bytes if page_stride is None else page_stride
-        if memory is None:
-            memory = allocate(num_pages * stride, device)
-        super().__init__(layout, num_pages, memory, stride, base, group, part)
+    tier, allocate = Tier.HBM, staticmethod(allocate)

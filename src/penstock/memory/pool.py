@@ -6,6 +6,7 @@ Owns the bytes of a page and the id check. Knows nothing of requests, rows or st
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -106,18 +107,22 @@ class BlockPool:
     """Pages in one memory: `pages` is [P, L, K, C, U, H] over it, each page one block, or some layers and
     heads of one.
 
-    memory        uint8 [bytes], at least (P - 1) * page_stride + page_bytes of it
-    page_stride   bytes from one page to the next; more than a page where several groups share the
+    memory        uint8 [bytes], at least (P - 1) * page_stride + page_bytes of it; None: its own
+    page_stride   bytes from one page to the next, None: a page; more where several groups share the
                   memory (`memory.slabs`)
     part          which layers and heads these are; None: whole pages
     spread        they lie in whole pages, the first of them where `memory` begins
     """
 
     tier: Tier
+    allocate: Callable[[int], Tensor]       # uint8, so many bytes of this tier
 
-    def __init__(self, layout: PageLayout, num_pages: int, memory: Tensor, page_stride: int,
-                 base: int, group: Group, part: Part | None = None, *, spread: bool = False) -> None:
+    def __init__(self, layout: PageLayout, num_pages: int, *, base: int = 0, group: Group = ONE_GROUP,
+                 memory: Tensor | None = None, page_stride: int | None = None, part: Part | None = None,
+                 spread: bool = False) -> None:
         assert num_pages >= 1, f"a {self.tier.name} pool of {num_pages} pages"
+        page_stride = layout.page_bytes if page_stride is None else page_stride
+        memory = self.allocate(num_pages * page_stride) if memory is None else memory
         assert page_stride >= layout.page_bytes, (
             f"pages of {layout.page_bytes} bytes every {page_stride}")
         self.layout, self.num_pages, self.base, self.group = layout, num_pages, base, group

@@ -234,16 +234,28 @@ class Storage:
             self._end(Moved(flight.move.id, good == len(flight.ok), good if good < len(flight.ok) else 0))
 
     def _read(self) -> None:
+        self._work(self._reads, self._read_part, "read_seconds")
+
+    def _write(self) -> None:
+        self._work(self._writes, self._write_part, "write_seconds")
+
+    def _work(self, jobs: SimpleQueue[_Job], part_of: Callable[[_Flight, range], None], seconds: str) -> None:
         while True:
-            flight, part = self._reads.get()
+            flight, part = jobs.get()
             began = time.monotonic()
             try:
                 if not self._is_paused():
-                    self._read_part(flight, part)
+                    part_of(flight, part)
             except OSError as e:
-                self._failed(e)
+                if jobs is self._writes and e.errno in FULL:
+                    with self._lock:
+                        self._full_until = self._clock() + FULL_S
+                    self._sweeps.set()
+                    log.warning("storage: %s; nothing is written for %g s", e.strerror or e, FULL_S)
+                else:
+                    self._failed(e)
             with self._lock:
-                self._count["read_seconds"] += time.monotonic() - began  # type: ignore[assignment]
+                self._count[seconds] += time.monotonic() - began  # type: ignore[assignment]
             self._ended_part(flight)
 
     def _read_part(self, flight: _Flight, part: range) -> None:
@@ -267,30 +279,12 @@ class Storage:
             if not flight.ok[i]:
                 return
 
-    def _write(self) -> None:
-        while True:
-            flight, part = self._writes.get()
-            began = time.monotonic()
-            try:
-                self._write_part(flight, part)
-            except OSError as e:
-                if e.errno in FULL:
-                    with self._lock:
-                        self._full_until = self._clock() + FULL_S
-                    self._sweeps.set()
-                    log.warning("storage: %s; nothing is written for %g s", e.strerror or e, FULL_S)
-                else:
-                    self._failed(e)
-            with self._lock:
-                self._count["write_seconds"] += time.monotonic() - began  # type: ignore[assignment]
-            self._ended_part(flight)
-
     def _write_part(self, flight: _Flight, part: range) -> None:
         """Raises OSError: what is behind the page that failed is not written."""
         move, pool = flight.move, self._pools[flight.move.group]
         size = pool.layout.page_bytes
         these = [i for i in part if not self._is_denied(move.keys[i])]
-        if not these or self._is_paused():
+        if not these:
             return
         if self._rate is not None:
             time.sleep(max(0.0, self._write_at - time.monotonic()))
