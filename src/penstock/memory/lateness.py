@@ -14,11 +14,9 @@ class Lateness(Protocol):
     def pick(self, ready: Sequence[Move], *, idle: bool) -> list[Move]:
         """The moves to run now, in order. `ready` have their fence passed, in plan order; with
         `idle` nothing else is left to do, and at least one must be picked."""
-        ...
 
     def tears(self, move: Move) -> bool:
         """Whether this copy stops half way and reports a failure."""
-        ...
 
 
 class Promptly:

@@ -92,15 +92,12 @@ class Pool(Protocol):
     @property
     def writes(self) -> bool:
         """See `Part`."""
-        ...
 
     def index(self, page: int) -> int:
         """Position of `page` in this pool. Asserts that the id belongs to it."""
-        ...
 
     def page(self, page: int) -> Tensor:
         """[L, K, C, U, H]: one page as a view, dense behind K."""
-        ...
 
 
 class BlockPool:

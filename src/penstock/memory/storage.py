@@ -70,15 +70,12 @@ class HostPages(Protocol):
 
     def bytes_of(self, page: int) -> memoryview:
         """What it has. Raises OSError where another machine that has some of it is gone."""
-        ...
 
     def room(self, page: int) -> memoryview:
         """Where its bytes go, then `placed`."""
-        ...
 
     def placed(self, page: int, room: memoryview) -> None:
         """Raises as `bytes_of`."""
-        ...
 
 
 class Storage:

@@ -67,11 +67,9 @@ class Lanes(Protocol):
 
     def add(self, x_TD: Tensor) -> None:
         """x_TD, dense, becomes the sum over the lanes."""
-        ...
 
     def join(self, x_BV: Tensor, num: int) -> Tensor:
         """[B, num]: what the lanes have of `Lane.evenly(num)` columns, side by side."""
-        ...
 
 
 class Attend(Protocol):
@@ -90,7 +88,6 @@ class Attend(Protocol):
                     value
         Returns     out_TNH; with a latent row, whose first dims are its value, those of them
         """
-        ...
 
     def select(
         self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor
@@ -102,7 +99,6 @@ class Attend(Protocol):
         weight_TI   float32
         Returns     chosen_TS int32, ascending, -1 pads at the end; of equal scores the lower position
         """
-        ...
 
 
 @runtime_checkable
@@ -112,7 +108,6 @@ class AttendsPaged(Protocol):
 
     def paged(self) -> Paged | None:
         """None: each layer must call."""
-        ...
 
 
 @runtime_checkable
@@ -121,7 +116,6 @@ class AttendsStates(Protocol):
 
     def state(self, layer: LocalLayer, tokens: int) -> States:
         """Where those of the layer are in this step, which has so many tokens."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,71 +186,56 @@ class Model(Protocol):
     @property
     def num_bytes(self) -> int:
         """Of the weights that were loaded: what is kept of them."""
-        ...
 
     def wants(self, name: str) -> bool:
         """Whether `load` has a use for the tensor of this name: not for what is another stage's.
         True for a name that no stage knows, which `load` refuses."""
-        ...
 
     def load(self, name: str, tensor: Tensor | Packed) -> None:
         """Take one checkpoint tensor by its Hugging Face name; drops the source when it returns.
 
         Raises ConfigError on an unknown name or a wrong shape.
         """
-        ...
 
     def finish(self) -> None:
         """Pack what is left. Raises ConfigError that lists the tensors which never came."""
-        ...
 
     def forward(self, ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """hidden_TD of a whole model after the final norm: `norm` of `layers` of `embed`.
         ids and positions int64."""
-        ...
 
     def embed(self, ids_T: Tensor) -> Boundary:
         """In front of the first layer. Only of a stage that embeds."""
-        ...
 
     def layers(self, x: Boundary, positions_T: Tensor, attend: Attend) -> Boundary:
         """Behind the last layer of this stage, for the next stage or for `norm`. Exact: any split
         into stages computes what one stage does, bit for bit."""
-        ...
 
     def queries(self, q_BNH: Tensor) -> Tensor:
         """All queries to this lane's one KV head, of which it has some: of a model whose attention is
         `shared`, called by all lanes with as many rows."""
-        ...
 
     def norm(self, x: Boundary) -> Tensor:
         """hidden_TD after the final norm. Only of a stage that has the head."""
-        ...
 
     def logits(self, hidden_BD: Tensor) -> Tensor:
         """logits_BV, float32. Only of a stage that has the head."""
-        ...
 
     def take_drafts(self, drafts: Any) -> None:
         """From now on this, a `mtp.Drafts`, drafts. Of a stage that has the head."""
-        ...
 
     def tap(self, layers: tuple[int, ...]) -> None:
         """What drafts on the last stage reads the residual stream before these, counted over the model."""
-        ...
 
     def made(self, hidden_TD: Tensor) -> Tensor:
         """What `draft` takes of the tokens that `forward` or `layers` had last. hidden_TD: behind the final
         norm. This and the next two only of a stage that drafts."""
-        ...
 
     def draft(self, ids_T: Tensor, hidden_TD: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """As `mtp.DraftLayer`, of these tokens."""
-        ...
 
     def guess(self, hidden_BD: Tensor) -> tuple[Tensor, Tensor]:
         """Of what `draft` gave: the logit of the likeliest token, and its id. [B] each."""
-        ...
 
 
 class Checkpoint(Protocol):
@@ -271,8 +250,6 @@ class Checkpoint(Protocol):
         """Every wanted weight once, Hugging Face name and layout, one at a time (bounded memory), in the
         memory of `device`; codes only on a CPU. Of the others nothing is read but the header. Packed only
         where that was asked for."""
-        ...
 
     def scaled(self, name: str) -> Blocks | None:
         """Of the weight of this name, if it stays in fp8: which elements share a scale."""
-        ...

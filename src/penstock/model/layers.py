@@ -80,7 +80,6 @@ class Mixes(Protocol):
         self, x_TD: Tensor, chosen_TS: Tensor | None, cos_T1H: Tensor, sin_T1H: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor | None]:
         """out_TD, and what `Attend.select` has chosen for the layers behind."""
-        ...
 
 
 class Mixer(Protocol):

@@ -107,16 +107,13 @@ class Decodes(Protocol):
     @property
     def kinds(self) -> tuple[str, ...]:
         """Of steps, each captured by itself."""
-        ...
 
     def kind(self, rows: Sequence[int]) -> str:
         """Of a step with these rows of the tables."""
-        ...
 
     def attend(self, kind: str, row_B: Tensor, position_B: Tensor, turn_B: Tensor | None = None) -> Attend:
         """Of queries, int32, one of a row, or with `turn_B` several, as `kernels.choose.resolve` takes them;
         a position of -1 is padding: no context, and nothing is written for it."""
-        ...
 
 
 class DecodeGraphs(Steps):

@@ -67,7 +67,6 @@ class Redraw(Protocol):
     def __call__(self, logits_BV: Tensor, token_B: Tensor, states: Sequence[Sampling],
                  rows: Sequence[int]) -> None:
         """Overwrite the tokens of rows that have a temperature, with the uniforms of `len(outputs)`."""
-        ...
 
 
 class Sampler:

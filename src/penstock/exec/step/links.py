@@ -30,13 +30,11 @@ class Sampled(NamedTuple):
 class Puts(Protocol[T_contra]):
     def put(self, step: StepId, what: T_contra) -> None:
         """Hand over what `step` made. Never waits for whoever takes it."""
-        ...
 
 
 class Takes(Protocol[T_co]):
     def take(self, step: StepId) -> T_co:
         """What `step` made; waits until it is there. Asserts that it is the oldest not taken yet."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

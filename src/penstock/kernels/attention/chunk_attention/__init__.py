@@ -26,7 +26,6 @@ class ChunkAttention(Protocol):
         Exact        the merge over any split of a context is attention over all of it, up to rounding.
         Source       online softmax, arXiv:1805.02867.
         """
-        ...
 
 
 OP: Op[ChunkAttention] = Op("chunk_attention", (

@@ -32,7 +32,6 @@ class LatentAttention(Protocol):
         Exact      does not depend on the numbers of the slots beyond what lies there, in f32 nor on the batch
         Source     DeepSeek-V2, arXiv:2405.04434 section 2.1.2
         """
-        ...
 
 
 OP: Op[LatentAttention] = Op("latent_attention", (

@@ -24,7 +24,6 @@ class Merge(Protocol):
                    on. A query without any key has 0 and -inf. Parts are added in their order.
         Source     online softmax, arXiv:1805.02867; merged states as in FlashInfer, arXiv:2501.01005.
         """
-        ...
 
 
 # A few passes over queries and heads beside reading the windows themselves: torch is enough.

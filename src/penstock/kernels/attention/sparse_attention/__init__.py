@@ -34,7 +34,6 @@ class SparseAttention(Protocol):
                      are added in the order of their positions. With every unit chosen it is
                      `paged_attention` of the same query (bitwise between the native ones).
         """
-        ...
 
 
 OP: Op[SparseAttention] = Op("sparse_attention", (

@@ -23,7 +23,6 @@ class IndexPair(Protocol):
         key_TJ   dtype of q, dense in J
         Returns  q_TIJ, and kept_TW uint8 of `types.fp8`, all of a key coded
         """
-        ...
 
 
 OP: Op[IndexPair] = Op("index_pair", (

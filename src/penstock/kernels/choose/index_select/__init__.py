@@ -38,7 +38,6 @@ class IndexSelect(Protocol):
         Reads        only keys of visible positions. Writes nothing.
         Source       DeepSeek-V3.2-Exp technical report, section 1: lightning indexer
         """
-        ...
 
 
 OP: Op[IndexSelect] = Op("index_select", (

@@ -43,7 +43,6 @@ class Resolve(Protocol):
                      `chosen`, go into them in the order of slots. The same on every device.
         Counts       hot.count_RKE += device, hits, misses, evictions.
         """
-        ...
 
 
 OP: Op[Resolve] = Op("resolve", (

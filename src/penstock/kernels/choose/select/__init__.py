@@ -43,7 +43,6 @@ class Select(Protocol):
         Source         Quest, arXiv:2406.10774, where the most is the score; sinks and window as in
                        arXiv:2309.17453.
         """
-        ...
 
 
 OP: Op[Select] = Op("select", (

@@ -29,14 +29,12 @@ class LayerOps(Protocol):
 
         h, delta   dense
         """
-        ...
 
     def rotate(self, x_TMH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> None:
         """x = x * cos + roll(x, H / 2) * sin in place: RoPE when sin's first half is negated.
 
         x_TMH   dense in M and H, any stride in T    cos, sin   dense    H   even
         """
-        ...
 
     def norm_rotate(self, x_TMH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, q_weight_H: Tensor,
                     k_weight_H: Tensor, num_heads: int, eps: float) -> None:
@@ -45,7 +43,6 @@ class LayerOps(Protocol):
 
         x_TMH   as in `rotate`
         """
-        ...
 
     def latent_rows(self, x_TX: Tensor, norms: LatentNorms, cos_T1H: Tensor, sin_T1H: Tensor,
                     weighs: Weighs | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,7 +53,6 @@ class LayerOps(Protocol):
 
         x   any stride in T    J   at least H, or 0    Rounds each norm, and a rotated part again.
         """
-        ...
 
     def latent_queries(self, x_TX: Tensor, q_TNH: Tensor, index_heads: int, index_dim: int, cos_T1H: Tensor,
                        sin_T1H: Tensor) -> Tensor:
@@ -66,21 +62,18 @@ class LayerOps(Protocol):
 
         x   any stride in T; is changed    q_TNH   dense
         """
-        ...
 
     def by_head(self, x_TNH: Tensor, weight_NOH: Tensor, out_TNO: Tensor) -> None:
         """out = x weight^T, each head's rows by its own weight. O is its number of outputs.
 
         any strides, one of each of the weight's last two dims and of out's last dim is 1
         """
-        ...
 
     def gate(self, gate_up_TJ: Tensor) -> Tensor:
         """silu(gate) * up for the first and second half of the last dimension, J = 2 I. -> [T, I]
 
         gate_up   dense in J, any stride in T
         """
-        ...
 
 
 OP: Op[LayerOps] = Op("layer", (

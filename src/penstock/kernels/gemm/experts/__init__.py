@@ -68,7 +68,6 @@ class ExpertOps(Protocol):
         Returns     expert_TC int64, different ones of a token, best first (of equal ones any);
                     weight_TC f32. A token with NaN among its logits gets experts that exist, and NaN.
         """
-        ...
 
     def mlp(self, x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor, gate_up: Tensor | Scaled,
             down: Tensor | Scaled, first: int = 0, biases: Biases | None = None,
@@ -84,7 +83,6 @@ class ExpertOps(Protocol):
         Rounds      to x's dtype: what `down` gets, what each expert gives, their sum. Products are summed
                     in f32. A token's result does not depend on the others up to rounding.
         """
-        ...
 
 
 OP: Op[ExpertOps] = Op("experts", (

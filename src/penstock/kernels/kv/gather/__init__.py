@@ -31,7 +31,6 @@ class Gather(Protocol):
         Writes       the destinations and nothing else; no two entries have the same. All of every
                      row arrives: a copy that moves 8 bytes at a time owes the last 1 to 7.
         """
-        ...
 
 
 OP: Op[Gather] = Op("gather", (

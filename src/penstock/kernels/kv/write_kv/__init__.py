@@ -39,7 +39,6 @@ class WriteKV(Protocol):
         order          tokens of a unit follow one another, in order of positions
         Writes         nothing else. No destination has duplicates.
         """
-        ...
 
 
 OP: Op[WriteKV] = Op("write_kv", (

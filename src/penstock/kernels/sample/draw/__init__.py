@@ -29,7 +29,6 @@ class Draw(Protocol):
         Exact        as `filters.weights` and `filters.draw` with `uniform.uniform`, of the row alone: sums
                      are in f64, in any order. A row with NaN gets some id below V.
         """
-        ...
 
 
 OP: Op[Draw] = Op("draw", (

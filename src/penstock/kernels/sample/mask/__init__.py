@@ -26,7 +26,6 @@ class Mask(Protocol):
         Returns      ok_M bool: the largest admitted logit is finite: none of them is NaN or plus infinity,
                      and one is finite. What else the row had does not matter.
         """
-        ...
 
 
 OP: Op[Mask] = Op("mask", (

@@ -34,7 +34,6 @@ class Scan(Protocol):
                    it, not on how they were cut into steps, nor on the batch; bit for bit
         Source     Gated DeltaNet, arXiv:2412.06464; Mamba-2, arXiv:2405.21060
         """
-        ...
 
 
 OP: Op[Scan] = Op("scan", (
