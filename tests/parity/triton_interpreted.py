@@ -303,8 +303,7 @@ def latent() -> None:
     for case in pairs.cases("cpu"):     # of ties the interpreter rounds up, and there are some in the others
         if case.name.startswith("float32-3") and "128" not in case.name:
             assert not (why := case.wrong(case.run(triton_pair.index_pair), case.run(paired.index_pair))), why
-    inputs = keys.make(torch.float32, torch.float32, ((0, 200), (1, 63), (2, 64), (1, -1)), (1, 16), 16)
-    args = [getattr(inputs, name) for name in inputs.__slots__]
+    args = keys.make(torch.float32, torch.float32, ((0, 200), (1, 63), (2, 64), (1, -1)), (1, 16), 16)
     for near in (64, 4):            # of the tokens near the cut, all that the list holds, and more
         triton_keys.NEAR, triton_keys.TAKEN = near, 64
         check(triton_keys.index_select(*args, topk=24), selects.index_select(*args, topk=24), torch.float32,

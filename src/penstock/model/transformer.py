@@ -167,20 +167,17 @@ class Layer:
         """Adds x's delta and the attention's half to its h in place; hands on the MLP's half."""
         x_TD = self.ops.norm(x.h_TD, x.delta_TD, self.norm_in.value, self.eps)
         delta_TD, chosen_TS = self.attention(x_TD, x.chosen_TS, cos_T1H, sin_T1H, attend)
-        if self.lanes is not None:
-            self.lanes.add(delta_TD)
-        if self.behind:
-            delta_TD = self.ops.norm(delta_TD, None, self.behind[0].value, self.eps)
-        if self.scale != 1.0:
-            delta_TD = delta_TD * self.scale
+        delta_TD = self._added(delta_TD, 0)
         out_TD = self.mlp(self.ops.norm(x.h_TD, delta_TD, self.norm_mlp.value, self.eps))
+        return Boundary(x.h_TD, self._added(out_TD, 1), chosen_TS)
+
+    def _added(self, out_TD: Tensor, half: int) -> Tensor:
+        """What a half adds, of what it gives here."""
         if self.lanes is not None:
             self.lanes.add(out_TD)
         if self.behind:
-            out_TD = self.ops.norm(out_TD, None, self.behind[1].value, self.eps)
-        if self.scale != 1.0:
-            out_TD = out_TD * self.scale
-        return Boundary(x.h_TD, out_TD, chosen_TS)
+            out_TD = self.ops.norm(out_TD, None, self.behind[half].value, self.eps)
+        return out_TD if self.scale == 1.0 else out_TD * self.scale
 
 
 def _mixes(slots: Slots, prefix: str, name: str, index: GlobalLayer, local: LocalLayer, spec: Spec) -> Mixes:

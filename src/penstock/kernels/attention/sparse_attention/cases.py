@@ -5,7 +5,6 @@ Every slot that a query may not see is NaN, so reading one shows in the output.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -37,18 +36,10 @@ def cases(device: str = "cpu") -> Iterator[Case]:
                                    TOLERANCE[dtype])
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    q_BNH: Tensor
-    pool_PK2GH: Tensor
-    chosen_BKC: Tensor
-    slot_BKC: Tensor
-    position_B: Tensor
-
-
 def make(dtype: torch.dtype, queries: tuple[tuple[int, int], ...], heads: tuple[int, int, int],
-         unit: int, page_units: int, device: str = "cpu") -> Inputs:
-    """Every query, head and unit has a slot of its own; pages are the second of two layers'."""
+         unit: int, page_units: int, device: str = "cpu") -> tuple[Tensor, ...]:
+    """The tensors that `SparseAttention` takes. Every query, head and unit has a slot of its own; pages are
+    the second of two layers'."""
     kv_heads, group, dim = heads
     generator = torch.Generator().manual_seed(len(queries) * unit + dim)
     seen = [position // unit + 1 for position, _ in queries]
@@ -73,13 +64,12 @@ def make(dtype: torch.dtype, queries: tuple[tuple[int, int], ...], heads: tuple[
     q = torch.randn(len(queries), kv_heads * group + 1, dim, generator=generator).to(dtype)
     position = torch.tensor([position for position, _ in queries], dtype=torch.int32)
     on = [x.to(device) for x in (q, pool, chosen, slot, position)]
-    return Inputs(on[0][:, 1:], on[1][:, 1], *on[2:])
+    return on[0][:, 1:], on[1][:, 1], *on[2:]
 
 
 def _run(dtype: torch.dtype, queries: tuple[tuple[int, int], ...], heads: tuple[int, int, int],
          unit: int, page_units: int, device: str, attend: SparseAttention) -> Tensor:
-    i = make(dtype, queries, heads, unit, page_units, device)
-    out, lse = attend(i.q_BNH, i.pool_PK2GH, i.chosen_BKC, i.slot_BKC, i.position_B, unit=unit,
+    out, lse = attend(*make(dtype, queries, heads, unit, page_units, device), unit=unit,
                       scale=heads[2] ** -0.5)
     assert out.dtype == dtype and out.is_contiguous() and lse.dtype == torch.float32
     return torch.cat((out.float(), lse.clamp_min(-10.0)[..., None]), -1)
@@ -95,7 +85,6 @@ def workloads() -> Iterator[Workload]:
 
 
 def _prepare(dtype: torch.dtype, rows: int, attend: SparseAttention) -> Callable[[int], object]:
-    i = make(dtype, ((5999, 64),) * rows, (3, 3, 64), 8, 2)
-    pools = [i.pool_PK2GH.clone() for _ in range(12)]
-    return lambda layer: attend(i.q_BNH, pools[layer], i.chosen_BKC, i.slot_BKC, i.position_B,
-                                unit=8, scale=0.125)
+    q, pool, *where = make(dtype, ((5999, 64),) * rows, (3, 3, 64), 8, 2)
+    pools = [pool.clone() for _ in range(12)]
+    return lambda layer: attend(q, pools[layer], *where, unit=8, scale=0.125)

@@ -5,7 +5,6 @@ Keys of positions that no query sees are NaN.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -42,20 +41,11 @@ def cases(device: str) -> Iterator[Case]:
             _run, dtype, kept, ((0, 5000), *((1, n) for n in range(32, 64))), (8, 32), 16, True, device), 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    q_BIJ: Tensor
-    weight_BI: Tensor
-    key_PGJ: Tensor
-    table_RP: Tensor
-    row_B: Tensor
-    position_B: Tensor
-
-
 def make(dtype: torch.dtype, kept: torch.dtype, queries: tuple[tuple[int, int], ...], heads: tuple[int, int],
-         size: int, alike: bool = False) -> Inputs:
-    """Three rows over scattered pages; the pool's page stride is larger than a page. The largest of a key is
-    7: in fp8 its scale is 1/64, and all of it exact. alike: a row's keys are one."""
+         size: int, alike: bool = False) -> tuple[Tensor, ...]:
+    """The tensors that `IndexSelect` takes. Three rows over scattered pages; the pool's page stride is larger
+    than a page. The largest of a key is 7: in fp8 its scale is 1/64, and all of it exact. alike: a row's keys
+    are one."""
     num_heads, dim = heads
     generator = torch.Generator().manual_seed(len(queries) + dim)
     pages = max(max(position for _, position in queries), 0) // size + 1
@@ -72,14 +62,12 @@ def make(dtype: torch.dtype, kept: torch.dtype, queries: tuple[tuple[int, int], 
     q = torch.randint(-3, 4, (len(queries), num_heads, dim), generator=generator)
     weight = torch.randint(-2, 5, (len(queries), num_heads), generator=generator)
     row_B, position_B = (torch.tensor(x, dtype=torch.int32) for x in zip(*queries, strict=True))
-    return Inputs(q.to(dtype), weight.float(), fp8.kept(keys, kept, dim)[:, 1], table_RP, row_B, position_B)
+    return q.to(dtype), weight.float(), fp8.kept(keys, kept, dim)[:, 1], table_RP, row_B, position_B
 
 
 def _run(dtype: torch.dtype, kept: torch.dtype, queries: tuple[tuple[int, int], ...], heads: tuple[int, int],
          size: int, alike: bool, device: str, run: IndexSelect) -> Tensor:
-    i = make(dtype, kept, queries, heads, size, alike)
-    return run(*(t.to(device) for t in (i.q_BIJ, i.weight_BI, i.key_PGJ, i.table_RP, i.row_B,
-                                        i.position_B)), topk=_TOPK)
+    return run(*(x.to(device) for x in make(dtype, kept, queries, heads, size, alike)), topk=_TOPK)
 
 
 def workloads() -> Iterator[Workload]:
