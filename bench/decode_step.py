@@ -19,7 +19,7 @@ from penstock.kernels.attention import paged_attention
 from penstock.kernels.fused import layer
 from penstock.kernels.gemm import linear
 from penstock.kernels.platform import probe
-from penstock.kernels.registry import DENSE, choose
+from penstock.kernels.registry import choose
 from penstock.kernels.types.ragged import Ragged
 from penstock.model import registry as families
 
@@ -100,7 +100,8 @@ def main() -> None:
     torch.set_num_threads(1)              # until the model is there: packing gains nothing
     torch.set_grad_enabled(False)
     dtype = getattr(torch, args.dtype)
-    choices = choose(probe(), dict(pair.split("=") for pair in args.backends), DENSE)
+    choices = choose(probe(), dict(pair.split("=") for pair in args.backends),
+                     ("linear", "paged_attention", "layer"))
     clock = Clock()
 
     def pack(weight_OI: Tensor, bias_O: Tensor | None) -> linear.Linear:

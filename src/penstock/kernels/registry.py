@@ -29,8 +29,7 @@ OPS: dict[str, Op[Any]] = {op.name: op for op in (
     linear.OP, paged_attention.OP, layer.OP, write_kv.OP, unit_select.OP, resolve.OP, gather.OP,
     sparse_attention.OP, merge.OP, chunk_attention.OP, index_pair.OP, index_select.OP, latent_attention.OP,
     scaled_linear.OP, experts.OP, draw.OP, mask.OP, scan.OP)}
-DENSE = ("linear", "paged_attention", "layer")      # what an engine needs that selects nothing
-# Beside its own: a model that chooses its tokens itself.
+# Beside what every model needs: one that chooses its tokens itself, and one for which bounds of keys do.
 HOSTING = ("write_kv", "resolve", "gather", "index_pair")
 SELECTING = ("write_kv", "select", "resolve", "gather", "sparse_attention", "merge", "chunk_attention")
 

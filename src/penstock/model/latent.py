@@ -151,7 +151,10 @@ class LatentAttention:
         if index is not None and index.key is not None:
             down = torch.cat((down, index.key(x_TD)), 1)
         weighs = None if index is None else Weighs(x_TD, index.weights.value, index.scale)
-        residual_TQ, key_TJ, weight_TI = self.ops.latent_rows(down, self._norms(), cos_T1H, sin_T1H, weighs)
+        norms = LatentNorms(self.q_norm.value, self.kv_norm.value,
+                            None if index is None else index.norm.value,
+                            None if index is None else index.norm_bias.value, INNER_EPS)
+        residual_TQ, key_TJ, weight_TI = self.ops.latent_rows(down, norms, cos_T1H, sin_T1H, weighs)
         row_TH = down[:, spec.q_rank:spec.q_rank + self.row_dim]
         q = self.q_up(residual_TQ)
         q_TNH = q.new_empty(len(x_TD), spec.num_heads, self.row_dim)
@@ -166,11 +169,6 @@ class LatentAttention:
         out_TNV = out_TNR.new_empty(*out_TNR.shape[:2], spec.value_dim)
         self.ops.by_head(out_TNR, up[:, spec.nope_dim:], out_TNV)
         return self.out(out_TNV.flatten(1)), chosen_TS
-
-    def _norms(self) -> LatentNorms:
-        index = self.indexer
-        return LatentNorms(self.q_norm.value, self.kv_norm.value, None if index is None else index.norm.value,
-                           None if index is None else index.norm_bias.value, INNER_EPS)
 
 
 class Indexer:

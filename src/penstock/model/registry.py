@@ -120,13 +120,9 @@ def _between_blocks(config: dict[str, Any], stage: Stage | None) -> Stage | None
     return replace(stage, lane=replace(stage.lane, block=blocks.cols))
 
 
-def _all_floats(name: str) -> Blocks | None:
-    return None
-
-
 def dummy_tensors(
     config: dict[str, Any], seed: int, wants: Wants = everything, *, device: str = "cpu",
-    scaled: Callable[[str], Blocks | None] = _all_floats, drafts: bool = False,
+    scaled: Callable[[str], Blocks | None] = lambda name: None, drafts: bool = False,
 ) -> Iterator[tuple[str, Tensor | Scaled]]:
     """Random weights for every wanted name, f32, one at a time: normal(0, 0.02), norms 1; in fp8 where
     `scaled` says so. Each is seeded by its name, so that a stage draws its own only and the same as the whole

@@ -285,7 +285,9 @@ def _check_weights_fit(config: Config, files: ModelFiles, checkpoint: Checkpoint
     shapes = dict(pair for part in parts for pair in families.tensor_shapes(checkpoint.config, part))
     more = 0 if checkpoint.codes else 4 * max(map(math.prod, shapes.values()))
     cuda = config.device.device == "cuda"
-    free = _free_on_gpus(len(parts)) if cuda else machine.probe().memory_available
+    gpus = range(min(len(parts), torch.cuda.device_count()))        # that this process sees
+    free = (sum(int(torch.cuda.mem_get_info(i)[0]) for i in gpus) if cuda else
+            machine.probe().memory_available)
     if need + more > free:
         where = "of the GPU's memory" if cuda else "of memory"
         kept = kept_as(config, dtype, any(map(checkpoint.scaled, shapes)))
@@ -293,11 +295,6 @@ def _check_weights_fit(config: Config, files: ModelFiles, checkpoint: Checkpoint
         raise ConfigError(f"{files.name}: its weights take {show_size(need)} as {kept} and "
                           f"{show_size(more)} more while they are loaded, and {show_size(free)} {where} "
                           f"are free: take a smaller model{less}")
-
-
-def _free_on_gpus(ranks: int) -> int:
-    """Bytes: of all that so many ranks have between them, of those that this process sees."""
-    return sum(int(torch.cuda.mem_get_info(i)[0]) for i in range(min(ranks, torch.cuda.device_count())))
 
 
 def _other_form(config: Config, files: ModelFiles) -> str:

@@ -151,7 +151,7 @@ def _folder(folder: Path, name: str, load_format: str) -> ModelFiles:
         return files
     if INDEX in names:
         index = folder / INDEX
-        paths = tuple(folder / n for n in index_shards(index))
+        paths = tuple(folder / n for n in dict.fromkeys(read_weight_map(index).values()))
     elif not shards:
         pickled = [n for n in names if n.lower().endswith(_PICKLED)]
         raise ConfigError(_pickle_message(folder, pickled) if pickled else
@@ -163,11 +163,6 @@ def _folder(folder: Path, name: str, load_format: str) -> ModelFiles:
         index, paths = None, (folder / one,)
     return ModelFiles(name=name, folder=folder, tokenizer=tokenizer, load_format="safetensors",
                       safetensors=paths, index=index)
-
-
-def index_shards(index: Path) -> list[str]:
-    """The shard files that an index names, in order, each beside the index. Raises ConfigError."""
-    return list(dict.fromkeys(read_weight_map(index).values()))
 
 
 def read_weight_map(index: Path) -> dict[str, str]:

@@ -159,11 +159,6 @@ def _ordered(tensor: Tensor, order: Tensor | None) -> Tensor:
     return tensor if order is None else tensor[order]
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """Its first two axes are rows."""
-    return tensor.flatten(0, 1)
-
-
 class Slots:
     """Every name that a model expects, with its shape and the place of its rows.
 
@@ -244,8 +239,8 @@ class Slots:
         return made
 
     def bundle(self, name: str, pieces: list[str], shape: tuple[int, ...],
-               rows: Callable[[Tensor], Tensor] = _flat) -> None:
-        """`name` may come instead of `pieces`, whose rows `rows` makes of it."""
+               rows: Callable[[Tensor], Tensor] = lambda tensor: tensor.flatten(0, 1)) -> None:
+        """`name` may come instead of `pieces`, whose rows `rows` makes of it: its first two axes."""
         self._bundles[name] = (pieces, shape, rows)
 
     def load(self, name: str, tensor: Tensor | Packed) -> None:
