@@ -104,12 +104,11 @@ class Replays:
 class Decodes(Protocol):
     """How rows that decode attend, as a function of tensors on the device alone."""
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """Of steps, each captured by itself."""
+    kinds: tuple[str, ...] = ("all",)       # of steps, each captured by itself
 
     def kind(self, rows: Sequence[int]) -> str:
         """Of a step with these rows of the tables."""
+        return self.kinds[0]
 
     def attend(self, kind: str, row_B: Tensor, position_B: Tensor, turn_B: Tensor | None = None) -> Attend:
         """Of queries, int32, one of a row, or with `turn_B` several, as `kernels.choose.resolve` takes them;
@@ -231,17 +230,12 @@ class PagedDecode:
                                    spec=self._spec, cut=self._cut, sinks_N=sinks_N)
 
 
-class GroupedDecodes:
-    """`Decodes` of layers that read all of their KV, from device pages: several positions of a row are
+class GroupedDecodes(Decodes):
+    """Of layers that read all of their KV, from device pages: several positions of a row are
     queries like others, each with its own context."""
-
-    kinds = ("all",)
 
     def __init__(self, grouped: Grouped, tables: RowTables) -> None:
         self._grouped, self._tables = grouped, tables
-
-    def kind(self, rows: Sequence[int]) -> str:
-        return "all"
 
     def attend(self, kind: str, row_B: Tensor, position_B: Tensor, turn_B: Tensor | None = None) -> Attend:
         return _Attend(self._grouped, [

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.plan import Bind, StepPlan
-from penstock.exec.graphs.capture import PagedDecode
+from penstock.exec.graphs.capture import Decodes, PagedDecode
 from penstock.exec.sparse.layers import BoundsSelector, SparseLayers, SparseStep, slots_of, unit_attention
 from penstock.exec.sparse.prompts import GPU_WINDOW, Chunk, HostedPrompts
 from penstock.exec.sparse.rows import HotRows, Selects
@@ -191,9 +191,9 @@ class _SelectingStep(OfHeads):
         return self._prepared[group](q_TNH, k_PKGH, v_PKGH, sinks_N)
 
 
-class SelectingDecodes:
-    """`exec.graphs.capture.Decodes` of a `Selecting`: steps in which every row selects are one kind; the
-    others also read all pages of the rows that do not."""
+class SelectingDecodes(Decodes):
+    """Of a `Selecting`: steps in which every row selects are one kind; the others also read all pages of the
+    rows that do not."""
 
     kinds = (SELECT, MIXED)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.plan import Bind, StepPlan
+from penstock.exec.graphs.capture import Decodes
 from penstock.exec.sparse.bounds import Selector
 from penstock.exec.sparse.layers import SparseLayers, SparseStep, row_attention, slots_of
 from penstock.exec.sparse.rows import HotRows, Selects
@@ -194,18 +195,13 @@ class _IndexedStep:
                                    self.table_RM, self.keys_at)
 
 
-class IndexedDecodes:
-    """`exec.graphs.capture.Decodes` of an `Indexed`: all rows are alike."""
-
-    kinds = ("chosen",)
+class IndexedDecodes(Decodes):
+    """Of an `Indexed`: all rows are alike."""
 
     def __init__(self, indexed: Indexed, tables: RowTables, most: int) -> None:
         """most: tokens of a step."""
         self._indexed, self._tables = indexed, tables.groups
         self._nowhere_T = torch.full_like(tables.last_R[:1], -1).repeat(most)
-
-    def kind(self, rows: Sequence[int]) -> str:
-        return "chosen"
 
     def attend(self, kind: str, row_B: Tensor, position_B: Tensor, turn_B: Tensor | None = None) -> Attend:
         rows, keys, nowhere_B = self._tables[0], self._tables[-1], self._nowhere_T[:len(row_B)]
