@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention.chunk_attention import ChunkAttention
-from penstock.kernels.cases import TOLERANCE, Case, Workload
+from penstock.kernels.cases import DTYPES, TOLERANCE, Case, Workload
 
 # queries, keys (None: their own), query heads, KV heads, head dim
 _SHAPES = ((1, None, 4, 2, 16), (7, None, 9, 3, 64), (5, 33, 6, 6, 20), (1, 1, 2, 1, 8),
@@ -16,10 +16,9 @@ _SHAPES = ((1, None, 4, 2, 16), (7, None, 9, 3, 64), (5, 33, 6, 6, 20), (1, 1, 2
 
 
 def cases(device: str = "cpu") -> Iterator[Case]:
-    for dtype in (torch.float32, torch.bfloat16):
+    for name, dtype in DTYPES:
         for shape in _SHAPES:
-            yield Case(f"{str(dtype).removeprefix('torch.')}-{shape}", partial(_run, dtype, shape, device),
-                       TOLERANCE[dtype])
+            yield Case(f"{name}-{shape}", partial(_run, dtype, shape, device), TOLERANCE[dtype])
 
 
 def _inputs(dtype: torch.dtype, shape: tuple[int, int | None, int, int, int],

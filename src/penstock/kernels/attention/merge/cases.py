@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention.merge import Merge
-from penstock.kernels.cases import TOLERANCE, Case, Workload
+from penstock.kernels.cases import DTYPES, TOLERANCE, Case, Workload
 
 
 def cases(device: str = "cpu") -> Iterator[Case]:
-    for dtype in (torch.float32, torch.bfloat16):
+    for name, dtype in DTYPES:
         for shape in ((1, 3, 2, 16), (2, 1, 9, 64), (5, 33, 3, 20)):
-            yield Case(f"{str(dtype).removeprefix('torch.')}-{shape}", partial(_run, dtype, shape, device),
-                       TOLERANCE[dtype])
+            yield Case(f"{name}-{shape}", partial(_run, dtype, shape, device), TOLERANCE[dtype])
 
 
 def _run(dtype: torch.dtype, shape: tuple[int, ...], device: str, merge: Merge) -> Tensor:

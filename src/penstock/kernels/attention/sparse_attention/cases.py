@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention.sparse_attention import SparseAttention
-from penstock.kernels.cases import TOLERANCE, Case, Workload
+from penstock.kernels.cases import DTYPES, TOLERANCE, Case, Workload
 
 # name: (position, units chosen) of each query; -1: all that it sees
 _QUERIES: dict[str, tuple[tuple[int, int], ...]] = {
@@ -25,13 +25,12 @@ _HEADS = ((3, 3, 64), (2, 1, 80), (1, 8, 16), (2, 4, 128), (2, 2, 20))     # KV 
 
 
 def cases(device: str = "cpu") -> Iterator[Case]:
-    for dtype in (torch.float32, torch.bfloat16):
+    for kind, dtype in DTYPES:
         for name, queries in _QUERIES.items():
             for i, heads in enumerate(_HEADS):
                 for j, (unit, page_units) in enumerate(((8, 2), (4, 4), (16, 1), (12, 3))):
                     if (i + j) % 2 == 0:
-                        yield Case(f"{str(dtype).removeprefix('torch.')}-{name}-{heads}-"
-                                   f"{unit} x {page_units}",
+                        yield Case(f"{kind}-{name}-{heads}-{unit} x {page_units}",
                                    partial(_run, dtype, queries, heads, unit, page_units, device),
                                    TOLERANCE[dtype])
 
@@ -77,9 +76,9 @@ def _run(dtype: torch.dtype, queries: tuple[tuple[int, int], ...], heads: tuple[
 
 def workloads() -> Iterator[Workload]:
     """SmolLM2-135M's heads: 64 units of 8, as `select` chooses of any context."""
-    for dtype in (torch.float32, torch.bfloat16):
+    for kind, dtype in DTYPES:
         for rows in (1, 8):
-            yield Workload(f"{str(dtype).removeprefix('torch.')} {rows} x 64 units of 8",
+            yield Workload(f"{kind} {rows} x 64 units of 8",
                            partial(_prepare, dtype, rows),
                            rows * 512 * 3 * 2 * 64 * dtype.itemsize, rows * 512 * 9 * 64 * 4, 12)
 

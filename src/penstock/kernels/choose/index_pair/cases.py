@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.kernels.cases import Case, Workload
+from penstock.kernels.cases import DTYPES, Case, Workload
 from penstock.kernels.choose.index_pair import IndexPair
 
 _HEADS = ((64, 128), (8, 32), (1, 16), (17, 64))       # index heads, index head dim
@@ -15,7 +15,7 @@ _TOKENS = (1, 3, 64)
 
 
 def cases(device: str) -> Iterator[Case]:
-    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+    for name, dtype in DTYPES:
         for heads, dim in _HEADS:
             for tokens in _TOKENS:
                 yield Case(f"{name}-{tokens} tokens of ({heads}, {dim})",

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.kernels.cases import Case, Workload
+from penstock.kernels.cases import DTYPES, Case, Workload
 from penstock.kernels.choose.select import Select, SelectRule
 from penstock.kernels.types import fp8
 
@@ -31,8 +31,7 @@ _RULES = ((4, SelectRule(unit=4, sink=6, window=13)), (1, SelectRule(unit=8, sin
 
 
 def cases(device: str = "cpu") -> Iterator[Case]:
-    for dtype in (torch.float32, torch.bfloat16):
-        name = str(dtype).removeprefix("torch.")
+    for name, dtype in DTYPES:
         for step, queries in _QUERIES.items():
             for i, heads in enumerate(_HEADS):
                 for j, (page_units, rule) in enumerate(_RULES):
@@ -92,11 +91,11 @@ def _run(dtype: torch.dtype, kept: torch.dtype, queries: tuple[tuple[int, int, i
 def workloads() -> Iterator[Workload]:
     """SmolLM2-135M's heads at 6,000 tokens, 64 units of 8, two units a page."""
     heads, rule = (3, 3, 64), SelectRule(unit=8, sink=4, window=64)
-    for dtype in (torch.float32, torch.bfloat16):
+    for name, dtype in DTYPES:
         for rows in (1, 8):
             units = 6000 // rule.unit
             yield Workload(
-                f"{str(dtype).removeprefix('torch.')} {rows} x 64 of {units}",
+                f"{name} {rows} x 64 of {units}",
                 partial(_prepare, dtype, rows, heads, rule),
                 rows * units * heads[0] * 2 * heads[2] * dtype.itemsize,
                 rows * units * heads[0] * heads[1] * heads[2] * 4, 12)

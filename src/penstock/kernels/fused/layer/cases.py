@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.kernels.cases import TOLERANCE, Case, Workload
+from penstock.kernels.cases import DTYPES, TOLERANCE, Case, Workload
 from penstock.kernels.fused.layer import LatentNorms, LayerOps, Weighs
 
 _TOKENS = (1, 2, 9, 70)
@@ -16,8 +16,7 @@ _HEADS = ((1, 2), (3, 6), (12, 64), (2, 80))
 
 
 def cases(device: str) -> Iterator[Case]:
-    for dtype in (torch.float32, torch.bfloat16):
-        name = str(dtype).removeprefix("torch.")
+    for name, dtype in DTYPES:
         for tokens in _TOKENS:
             for width in _WIDTHS:
                 for add in (False, True):
@@ -109,9 +108,9 @@ def _gate(device: str, dtype: torch.dtype, tokens: int, width: int, ops: LayerOp
 
 def workloads() -> Iterator[Workload]:
     """One layer of SmolLM2-135M: 576 wide, 12 rotated heads of 64, MLP of 1,536."""
-    for dtype in (torch.float32, torch.bfloat16):
+    for kind, dtype in DTYPES:
         for tokens in (1, 8, 512):
-            name = f"{str(dtype).removeprefix('torch.')} {tokens} tokens"
+            name = f"{kind} {tokens} tokens"
             size = dtype.itemsize * tokens
             yield Workload(f"norm {name}", partial(_prepare, "norm", dtype, tokens),
                            size * 4 * 576, 4 * tokens * 576)

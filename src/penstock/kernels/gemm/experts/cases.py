@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.kernels.cases import TOLERANCE, Case, Workload
+from penstock.kernels.cases import DTYPES, TOLERANCE, Case, Workload
 from penstock.kernels.gemm.experts import Biases, Clamped, ExpertOps, Rule
 from penstock.kernels.types.scaled import Scaled, joined, quantised
 
@@ -25,8 +25,7 @@ _RULES = {
 
 
 def cases(device: str = "cpu") -> Iterator[Case]:
-    for dtype in (torch.float32, torch.bfloat16):
-        name = str(dtype).removeprefix("torch.")
+    for name, dtype in DTYPES:
         for rule, (experts, how) in _RULES.items():
             for tokens in (1, 37):
                 yield Case(f"{name}-route {rule}-{tokens}",

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.kernels.cases import TOLERANCE, Case, Workload
+from penstock.kernels.cases import DTYPES, TOLERANCE, Case, Workload
 from penstock.kernels.gemm.scaled_linear import Pack
 from penstock.kernels.types.scaled import E4M3, Scaled
 
@@ -17,8 +17,7 @@ _ROWS = (1, 2, 17, 65, 130)
 
 
 def cases(device: str = "cpu") -> Iterator[Case]:
-    for dtype in (torch.float32, torch.bfloat16):
-        name = str(dtype).removeprefix("torch.")
+    for name, dtype in DTYPES:
         for shape in _SHAPES:
             for rows in _ROWS:
                 yield Case(f"{name}-{'x'.join(map(str, shape))}-{rows}",

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.kernels.cases import Case, Workload
+from penstock.kernels.cases import DTYPES, Case, Workload
 from penstock.kernels.choose.resolve.cases import empty
 from penstock.kernels.kv.gather.cases import host_memory
 from penstock.kernels.kv.write_kv import WriteAt, WriteKV
@@ -18,15 +18,15 @@ from penstock.kernels.types import fp8
 
 
 def cases(device: str = "cpu") -> Iterator[Case]:
-    for dtype in (torch.float32, torch.bfloat16):
+    for name, dtype in DTYPES:
         for planes, heads, dim, size, unit in ((2, 3, 20, 16, 8), (2, 2, 64, 12, 4), (1, 1, 41, 8, 1)):
             for chunk in (1, 5, 31):
-                yield Case(f"{str(dtype).removeprefix('torch.')}-{planes} x {heads} x {dim}-units of "
+                yield Case(f"{name}-{planes} x {heads} x {dim}-units of "
                            f"{unit}-{chunk} at once",
                            partial(_run, dtype, dtype, planes, heads, dim, size, unit, chunk, device), 0.0)
         for kept in (torch.uint8, torch.bfloat16):
             for dim in (20, 64, 256) if kept != dtype else ():
-                yield Case(f"{str(dtype).removeprefix('torch.')}-heads of {dim}-bounds as {kept}",
+                yield Case(f"{name}-heads of {dim}-bounds as {kept}",
                            partial(_run, dtype, kept, 2, 3, dim, 16, 8, 31, device), 0.0)
     yield Case("rows of 656 bytes", partial(_bytes, device), 0.0)
 
