@@ -124,21 +124,9 @@ class Vector:
             self.value = (self.value + self._plus).to(self._dtype)
 
 
-class Stack:
-    """Weights of one shape below each other, used as they are."""
-
-    def __init__(self, shape: tuple[int, int], dtype: torch.dtype) -> None:
-        self.slot = Slot(shape, dtype, self._keep)
-        self.value: Tensor | Scaled
-
-    def _keep(self) -> None:
-        value = self.slot.take()
-        assert not isinstance(value, Codes), "codes are read on a CPU, where nothing is stacked"
-        self.value = value
-
-
 class Table:
-    """Rows that are looked up by number: the embedding, as a tensor or as codes."""
+    """Rows that are used as they are, packed if all that came were: looked up by number, or several weights
+    below each other."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.slot = Slot(shape, dtype, self._keep)
@@ -206,10 +194,10 @@ class Slots:
         """A weight of this stage that another lane has."""
         self._foreign[name] = shape
 
-    def stack(self, prefixes: Sequence[str], rows: int | Cut, cols: int | Cut) -> Stack:
+    def stack(self, prefixes: Sequence[str], rows: int | Cut, cols: int | Cut) -> Table:
         """`prefix.weight` of every prefix, of each the rows and columns of its cuts, below each other."""
         kept, columns = _cut(rows), _cut(cols)
-        made = Stack((len(prefixes) * kept.size, columns.size), self.dtype)
+        made = Table((len(prefixes) * kept.size, columns.size), self.dtype)
         for i, prefix in enumerate(prefixes):
             self._places[f"{prefix}.weight"] = (made.slot, i * kept.size, (kept, columns))
         return made
