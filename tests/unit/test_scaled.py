@@ -37,6 +37,13 @@ OSS = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "max_position_embeddings": 512, "num_local_experts": 7, "num_experts_per_tok": 3, "swiglu_limit": 0.5,
 }
+NEMOTRON = {
+    "model_type": "nemotron_h", "vocab_size": 61, "hidden_size": 48, "intermediate_size": 24,
+    "num_hidden_layers": 2, "hybrid_override_pattern": "*E", "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "mamba_num_heads": 4,
+    "mamba_head_dim": 6, "n_groups": 2, "ssm_state_size": 6, "n_routed_experts": 7, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 16,
+}
 BLOCKS = Blocks(32, 16)
 
 
@@ -98,7 +105,8 @@ def logits(model: Any, attend: Any = causal) -> torch.Tensor:
         return model.logits(model.forward(ids, torch.arange(23), attend))
 
 
-@pytest.mark.parametrize("config", [MOE, LATENT, OSS], ids=["qwen3_moe", "deepseek_v32", "gpt_oss"])
+@pytest.mark.parametrize("config", [MOE, LATENT, OSS, NEMOTRON],
+                         ids=["qwen3_moe", "deepseek_v32", "gpt_oss", "nemotron_h"])
 def test_experts_at_once_equal_experts_one_by_one(config: dict[str, Any]) -> None:
     """Both ways from routing to the sum, over a whole model's second half layers."""
     one, all_ = build(config, torch.float32, False), build(config, torch.float32, True)
@@ -109,7 +117,8 @@ def test_experts_at_once_equal_experts_one_by_one(config: dict[str, Any]) -> Non
     x = torch.randn(23, config["hidden_size"])
     for model in (one, all_):
         model.finish()
-    a, b = (model._layers[1].mlp(x) for model in (one, all_))
+    mlp = "feeds" if config is NEMOTRON else "mlp"
+    a, b = (getattr(model._layers[1], mlp)(x) for model in (one, all_))
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     assert a.abs().max() > 1e-3
 

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.config.base.errors import ConfigError
 from penstock.kernels.gemm.experts import Biases, Clamped, ExpertOps, Rule
 from penstock.kernels.gemm.experts.reference import route
 from penstock.model.base import GlobalLayer
@@ -42,7 +41,7 @@ class MoESpec:
     biased          router and experts have biases; where files have all experts of a layer in one tensor, it
                     is inputs by outputs, gate and up in turns
     clamped         how experts gate; None: by SiLU
-    gated           else all MLPs are plain ones
+    gated           else all MLPs are plain ones: relu, squared
     """
 
     num_experts: int
@@ -180,10 +179,8 @@ class AllExperts:
 
     def __init__(self, slots: Slots, ops: ExpertOps, names: list[str], hidden: int, kept: Cut,
                  width: Cut, spec: MoESpec) -> None:
-        if not spec.gated:
-            raise ConfigError("experts without gates are run on a CPU only: --device cpu")
         self.ops, self.first, self.clamped = ops, kept.first, spec.clamped
-        gate_up = [f"{name}.{part}_proj" for name in names for part in ("gate", "up")]
+        gate_up = [f"{name}.{part}_proj" for name in names for part in spec.inward]
         down = [f"{name}.down_proj" for name in names]
         self.gate_up = slots.stack(gate_up, width, hidden)
         self.down = slots.stack(down, hidden, width)

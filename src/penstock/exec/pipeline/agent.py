@@ -5,6 +5,7 @@ them. Decides nothing.
 """
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NoReturn
 
 from penstock.config.base import machine
 from penstock.config.base.errors import ConfigError
@@ -179,8 +180,8 @@ def _give(sock: socket.socket, body: bytes) -> None:
         pass                            # it has died: `_of_rank` tells how
 
 
-def run_agent(config: Config) -> int:
-    """Until node 0 is gone; the exit code. Raises ConfigError."""
+def run_agent(config: Config) -> NoReturn:
+    """Until node 0 is gone; ends this process. Raises ConfigError."""
     def log(line: str) -> None:
         print(f"penstock: {line}", file=sys.stderr, flush=True)
 
@@ -195,9 +196,8 @@ def run_agent(config: Config) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    if config.num_engines == 1:
-        return Agent(config, log, lambda: True).run()
-    return _Several(config, log).run()
+    code = Agent(config, log, lambda: True).run() if config.num_engines == 1 else _Several(config, log).run()
+    os._exit(code)          # a thread of ours that wakes while the interpreter ends would end it with SIGABRT
 
 
 class _Several:

@@ -62,7 +62,7 @@ def run(config: Config | None, args: argparse.Namespace) -> int:
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     if config.nodes.rank:
         from penstock.exec.pipeline.agent import run_agent  # imports torch, which this process does not
-        return run_agent(config)
+        run_agent(config)
     tls = tls_of(config.server)
     secret = _secret(config.kv)
     keys = load_keys(config.server, secret)

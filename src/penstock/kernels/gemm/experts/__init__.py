@@ -1,4 +1,4 @@
-"""experts: which experts a token visits, and their gated MLPs, without a number that the host has to know.
+"""experts: which experts a token visits, and their MLPs, without a number that the host has to know.
 
 Shapes follow from the number of tokens alone, so a step with experts can be captured.
 
@@ -76,7 +76,7 @@ class ExpertOps(Protocol):
 
         x_TD        f32|bf16, dense
         gate_up     [E * 2I, D], expert after expert, each with the rows of gate before those of up; dense,
-                    dtype of x or block-scaled fp8
+                    dtype of x or block-scaled fp8. [E * I, D]: experts without gates, down(relu(up(x)) ** 2)
         down        [E * D, I], likewise
         first       number of the first of these E experts: visits to others count 0
         biases      of x's dtype, added to the products      clamped   how gates work; None: silu(gate) * up

@@ -40,6 +40,12 @@ def cases(device: str = "cpu") -> Iterator[Case]:
                 yield Case(f"{name}-clamped of 5{' by another lane' * (not last)}-{tokens}", partial(
                     _mlp, device, dtype, _SHAPES[0], False, tokens, clamped=Clamped(alpha=1.7, limit=0.5),
                     adds=last), TOLERANCE[dtype])
+        for shape in _SHAPES[:2]:
+            for scaled in (False, True):
+                for tokens in _TOKENS:
+                    yield Case(f"{name}-ungated {'fp8 ' * scaled}{'x'.join(map(str, shape))}-{tokens}",
+                               partial(_mlp, device, dtype, shape, scaled, tokens, gated=False),
+                               TOLERANCE[dtype])
         for first, kept in ((0, 3), (2, 2), (4, 1)):
             for tokens in (1, 37, 150):
                 yield Case(f"{name}-experts {first} to {first + kept} of 5-{tokens}",
@@ -68,7 +74,7 @@ def stack(generator: torch.Generator, experts: int, rows: int, cols: int, block:
 
 def _mlp(device: str, dtype: torch.dtype, shape: tuple[int, ...], scaled: bool, tokens: int,
          ops: ExpertOps, *, first: int = 0, kept: int | None = None, clamped: Clamped | None = None,
-         adds: bool = True) -> Tensor:
+         adds: bool = True, gated: bool = True) -> Tensor:
     """A third of the tokens visits the same experts, of which `kept` from `first` on are here. Those that
     clamp have biases, the last of which this lane `adds`, or not."""
     experts, chosen, dim, width, *block = shape
@@ -78,7 +84,7 @@ def _mlp(device: str, dtype: torch.dtype, shape: tuple[int, ...], scaled: bool, 
     expert[::3] = expert[0].clone()
     weight = torch.rand(tokens, chosen, generator=generator)
     here = experts if kept is None else kept
-    gate_up = stack(generator, here, 2 * width, dim, (block[0], block[1]), dtype, scaled)
+    gate_up = stack(generator, here, width * (1 + gated), dim, (block[0], block[1]), dtype, scaled)
     down = stack(generator, here, dim, width, (block[0], block[1]), dtype, scaled)
     biases = None
     if clamped is not None:

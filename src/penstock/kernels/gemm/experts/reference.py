@@ -47,13 +47,18 @@ class Reference:
             clamped: Clamped | None = None) -> Tensor:
         dim = x_TD.shape[1]
         num_experts, out_TD = down.shape[0] // dim, torch.zeros_like(x_TD, dtype=torch.float32)
-        width = gate_up.shape[0] // num_experts // 2
+        rows_in, width = gate_up.shape[0] // num_experts, down.shape[1]
         for expert in range(num_experts):
             bias = [None if of is None else _rows(of, expert, rows) for of, rows in zip(
-                biases or (None, None), (2 * width, dim), strict=True)]
-            gate_up_TJ = F.linear(x_TD.float(), _rows(gate_up, expert, 2 * width), bias[0])
-            gate_TI, up_TI = gate_up_TJ.chunk(2, -1)
-            inner_TI = F.silu(gate_TI) * up_TI if clamped is None else clamped(gate_up_TJ)
+                biases or (None, None), (rows_in, dim), strict=True)]
+            gate_up_TJ = F.linear(x_TD.float(), _rows(gate_up, expert, rows_in), bias[0])
+            if rows_in == width:
+                inner_TI = F.relu(gate_up_TJ).square()
+            elif clamped is None:
+                gate_TI, up_TI = gate_up_TJ.chunk(2, -1)
+                inner_TI = F.silu(gate_TI) * up_TI
+            else:
+                inner_TI = clamped(gate_up_TJ)
             weight_T = torch.where(expert_TC == first + expert, weight_TC, 0.0).sum(1)
             inner_TI = inner_TI.to(x_TD.dtype).float()
             one_TD = F.linear(inner_TI, _rows(down, expert, dim), bias[1]) * weight_T[:, None]

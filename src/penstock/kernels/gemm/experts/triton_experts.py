@@ -103,13 +103,15 @@ def experts_in(x, weight, scale, bias, expert, block_expert, block_visit, inner,
                INPUTS: tl.constexpr, C: tl.constexpr, C_PAD: tl.constexpr, VISITS: tl.constexpr,
                ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
                SCALED: tl.constexpr, FEW: tl.constexpr, EXACT: tl.constexpr, BIAS: tl.constexpr,
-               CLAMPED: tl.constexpr):
-    """silu(gate(x)) * up(x), ROWS of WIDTH outputs of each visit, into row `visit` of `inner`; or clamped."""
+               CLAMPED: tl.constexpr, GATED: tl.constexpr):
+    """silu(gate(x)) * up(x), ROWS of WIDTH outputs of each visit, into row `visit` of `inner`; or clamped, or
+    without a gate relu(up(x)) ** 2."""
     e, visit = _visits(expert, block_expert, block_visit, T, FIRST, E, C, C_PAD, VISITS, FEW)
     if e >= 0:
         o = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         own = o < WIDTH
-        row = e.to(tl.int64) * 2 * WIDTH + o
+        row = e.to(tl.int64) * (WIDTH * 2 if GATED else WIDTH) + o
+        up_row = row + WIDTH if GATED else row
         k = tl.arange(0, COLS)
         visits = visit >= 0
         token = tl.where(visits, visit, 0).to(tl.int64) // C
@@ -118,14 +120,18 @@ def experts_in(x, weight, scale, bias, expert, block_expert, block_visit, inner,
         for start in range(0, INPUTS, COLS):
             x_JK = tl.load(x + token[:, None] * x_row + start + k[None, :],
                            mask=visits[:, None] & (start + k < INPUTS)[None, :], other=0.0)
-            gate = add_product(gate, weight, scale, row, own, x_JK, start, SCALES, INPUTS, COLS, BLOCK_ROWS,
-                               BLOCK_COLS, SCALED, EXACT)
-            up = add_product(up, weight, scale, row + WIDTH, own, x_JK, start, SCALES, INPUTS, COLS,
-                             BLOCK_ROWS, BLOCK_COLS, SCALED, EXACT)
+            if GATED:
+                gate = add_product(gate, weight, scale, row, own, x_JK, start, SCALES, INPUTS, COLS,
+                                   BLOCK_ROWS, BLOCK_COLS, SCALED, EXACT)
+            up = add_product(up, weight, scale, up_row, own, x_JK, start, SCALES, INPUTS, COLS, BLOCK_ROWS,
+                             BLOCK_COLS, SCALED, EXACT)
         if BIAS:
-            gate += tl.load(bias + row, mask=own, other=0.0).to(tl.float32)[:, None]
-            up += tl.load(bias + row + WIDTH, mask=own, other=0.0).to(tl.float32)[:, None]
-        if CLAMPED:             # NaN stays NaN
+            if GATED:
+                gate += tl.load(bias + row, mask=own, other=0.0).to(tl.float32)[:, None]
+            up += tl.load(bias + up_row, mask=own, other=0.0).to(tl.float32)[:, None]
+        if not GATED:
+            y = tl.where(up < 0.0, 0.0, up) * up
+        elif CLAMPED:             # NaN stays NaN
             gate = tl.where(gate > limit, limit, gate)
             up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1.0
             y = gate / (1.0 + tl.exp(-alpha * gate)) * up
@@ -232,7 +238,9 @@ def mlp(x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor, gate_up: Tensor | Sc
     (tokens, dim), chosen = x_TD.shape, expert_TC.shape[1]
     num_experts, width = down.shape[0] // dim, down.shape[1]
     assert x_TD.is_contiguous() and expert_TC.is_contiguous() and weight_TC.is_contiguous(), "not dense"
-    assert gate_up.shape == (2 * width * num_experts, dim), f"{tuple(gate_up.shape)} of {num_experts} experts"
+    gated = gate_up.shape[0] == 2 * width * num_experts
+    assert gate_up.shape == ((1 + gated) * width * num_experts, dim), (
+        f"{tuple(gate_up.shape)} of {num_experts} experts")
     visits, few = tokens * chosen, tokens <= FEW_MAX
     if few:
         size, grid = max(16, triton.next_power_of_2(tokens)), visits
@@ -254,7 +262,7 @@ def mlp(x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor, gate_up: Tensor | Sc
         x_TD, element, scale, x_TD if bias_in is None else bias_in, *tables, inner_SI, tokens, first,
         num_experts, dim, scales, width, 0.0 if clamped is None else clamped.alpha,
         0.0 if clamped is None else clamped.limit, INPUTS=dim, COLS=tile_cols(gate_up, most),
-        BIAS=bias_in is not None, CLAMPED=clamped is not None, **same, **constants)
+        BIAS=bias_in is not None, CLAMPED=clamped is not None, GATED=gated, **same, **constants)
     element, scale, scales, constants = parts_of(down)
     experts_out[(triton.cdiv(dim, rows), grid)](
         inner_SI, element, scale, x_TD if bias_out is None else bias_out, *tables, weight_TC, part_SD, tokens,
