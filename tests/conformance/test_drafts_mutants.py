@@ -163,17 +163,17 @@ def _again(mp, change) -> None:
 
 def state_not_replayed(mp):
     """Of tokens that were right when they were drafts."""
-    mp.setattr(StatePools, "settle", lambda self, right: None)
+    mp.setattr(StatePools, "settle", lambda self, step, right: self._open.pop(step, None))
 
 
 def state_of_a_rejected_token(mp):
     """All drafts are scanned once more."""
     right = StatePools.settle
 
-    def settle(self, found):
-        step = self._last
-        right(self, {} if step is None else {
-            run.row: run.end - run.first - 1 for run in step._runs if run.drafts})
+    def settle(self, step, found):
+        open = self._open.get(step)
+        right(self, step, {} if open is None else {
+            row: run.end - run.first - 1 for row, run in open._drafting.items()})
     mp.setattr(StatePools, "settle", settle)
 
 

@@ -11,6 +11,7 @@ import prompts_engine
 import pytest
 import torch
 import where
+from drafters import Dice
 from late_copies import Latest, Shuffled
 from prompts_engine import CONFIG, PROMPTS, STATE, Engine, dense, model, play
 
@@ -18,7 +19,9 @@ from penstock.core.kv.page_table import PageTable
 from penstock.core.kv.pages import Pages
 from penstock.core.kv.pool import Fence
 from penstock.core.kv.prefix_tree import Tree, fix
-from penstock.core.plan import Dropped, Paused, RequestId
+from penstock.core.plan import Aborted, Dropped, Outcome, Paused, RequestId
+from penstock.exec.drafts.drafter import NGram
+from penstock.exec.rank import Stepped
 from penstock.exec.step import states
 from penstock.memory.pool import PageLayout
 from penstock.model import scan
@@ -111,6 +114,69 @@ def test_states_of_mamba(config, kind, monkeypatch):
         engine.drain()
         assert tuple(engine.got[rid]) == dense(LONG, 4, "mamba")
     assert engine.started[21].hbm_tokens == 32
+
+
+class Late:
+    """A rank that hears which drafts were right when it has nothing else to do, as one in a process may: rows
+    that go on have said so by then."""
+
+    def __init__(self, rank):
+        self.rank, self.late, self.told = rank, [], {True: 0, False: 0}     # whether its states waited for it
+
+    def __getattr__(self, name):
+        return getattr(self.rank, name)
+
+    def checked(self, step, right):
+        self.late.append((step, right))
+
+    def collect(self, *, block):
+        open = self.rank._attending.states._open
+        if block and not self.rank._queue:
+            for step, right in self.late:
+                self.told[step in open] += 1
+                self.rank.checked(step, right)
+            self.late = []
+        reports = self.rank.collect(block=block)
+        done = [report.step for report in reports if isinstance(report, Stepped)]
+        assert not done or not any(step <= done[-1] for step in open), "told while states are to be written"
+        return reports
+
+
+@THREE
+@pytest.mark.parametrize("drafter", ["dice", "ngram"])
+@pytest.mark.parametrize("config", [SPLIT, MAMBA, NEMOTRON], ids=lambda config: config["model_type"])
+def test_states_of_rows_that_draft(config, drafter, stages, monkeypatch):
+    """They pause, drop and abort; what they have said is then found, with the state that drafts have left."""
+    if where.DEVICE == "cuda":
+        pytest.skip("refused")
+    family = f"{config['model_type']} that drafts"
+    monkeypatch.setitem(prompts_engine.CONFIGS, family, config)
+    monkeypatch.setattr(scan, "PAGE_BYTES", 512 if config is SPLIT else scan.PAGE_BYTES)
+    monkeypatch.setattr(prompts_engine, "INTERVAL", 4)
+    said = functools.partial(dense, family=family)
+    engine = Engine(family=family, hbm_pages=70, dram_pages=300, step_tokens=9, draft_tokens=3,
+                    drafter=NGram(1) if drafter == "ngram" else Dice(said, .7), lateness=Latest())
+    late = engine.ex._ranks[:-1] = [Late(rank) for rank in engine.ex._ranks[:-1]]
+    for turn in range(60):
+        if (rid := 1 + turn // 2) in PROMPTS and turn % 2 == 0:
+            engine.add(rid, PROMPTS[rid], 12)
+        engine.inbox += [(Paused, Dropped)[turn % 2](RequestId(1 + turn % 7))] if turn % 3 else []
+        engine.inbox += [Aborted(RequestId(turn // 5))] if turn in (10, 25) else []
+        engine.turn()
+    engine.drain()
+    for rid, prompt in PROMPTS.items():
+        assert tuple(engine.got[rid]) == said(prompt, 12)[:len(engine.got[rid])]
+        assert len(engine.got[rid]) == 12 or engine.ended[rid].outcome is Outcome.ABORT
+    assert engine.core.stats()["pauses"] and engine.core.stats()["drops"]
+    for rid, (shared, new) in enumerate([(0, 12), (3, 4), (6, 4), (11, 4)], 20):
+        prompt = (*PROMPTS[7], *said(PROMPTS[7], 12)[:shared], *(4, 4)[:shared])
+        engine.add(rid, prompt, new)
+        engine.drain()
+        assert tuple(engine.got[rid]) == said(prompt, new)
+        found = engine.started[rid]
+        assert found.hbm_tokens + found.dram_tokens >= (len(prompt) - 2) // 4 * 4 * (shared > 0)
+    assert 0 < engine.total("spec_accepted_tokens_total") < engine.total("spec_draft_tokens_total")
+    assert not late or all(sum(rank.told[waited] for rank in late) for waited in (True, False)), "both ways"
 
 
 # ---------------------------------------------------------------- faults

@@ -20,7 +20,13 @@ pytestmark = pytest.mark.skipif(where.DEVICE == "cuda", reason="refused")
 LATENT = {**GLM, "num_nextn_predict_layers": 1, "first_k_dense_replace": 3, "n_routed_experts": 4,
           "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "num_experts_per_tok": 2}
 EAGLE = {**CONFIG, "num_hidden_layers": 1, "draft_vocab_size": 40}
-METHODS = {"latent": "mtp", "dense": "eagle3"}
+# States in front of the last stage and on it, of which one is kept every 64 tokens.
+STATES = {**{key: value for key, value in CONFIG.items() if "num_k" not in key}, "model_type": "qwen3_next",
+          "architectures": ["Qwen3NextForCausalLM"], "num_key_value_heads": 2, "linear_num_key_heads": 1,
+          "layer_types": ["linear_attention", "full_attention"] * 3, "linear_num_value_heads": 2,
+          "linear_key_head_dim": 6, "linear_value_head_dim": 4, "num_experts": 0,
+          "partial_rotary_factor": 0.5}
+METHODS = {"latent": "mtp", "dense": "eagle3", "state": "mtp"}
 PLACES = {"resident": {"hbm_bytes": "4M", "dram_bytes": "8M", "sparse_kv": "off"},
           "hosted": {"hbm_bytes": "4M", "dram_bytes": "8M", "sparse_kv": "always"}}
 
@@ -43,6 +49,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, dic
     """Folder, and what a start is told of what drafts."""
     folder = tmp_path_factory.mktemp("drafts")
     return {"latent": (checkpoint(folder / "latent", LATENT, drafts=True), {"speculative_method": "mtp"}),
+            "state": (checkpoint(folder / "state", STATES, drafts=True), {
+                "speculative_method": "mtp", "state_interval": 64}),
             "dense": (checkpoint(folder / "dense", CONFIG), {
                 "speculative_method": "eagle3", "speculative_model": eagle(folder / "eagle")})}
 
@@ -57,10 +65,10 @@ def counts(engine: Pipeline, name: str) -> Callable[[str], float]:
 
 
 CELLS = [("latent", "resident", {"pp": 2}), ("dense", "resident", {"pp": 3}), ("latent", "hosted", {"tp": 2}),
-         ("dense", "resident", {"tp": 2})]
+         ("dense", "resident", {"tp": 2}), ("state", "resident", {"pp": 3})]
 SWEPT = [("latent", "hosted", {"pp": 3}), ("latent", "resident", {"pp": 2, "tp": 2}),
          ("dense", "resident", {"pp": 2, "tp": 3}), ("latent", "resident", {"nnodes": 2, "pp": 2}),
-         ("dense", "resident", {"nnodes": 2, "tp": 2})]
+         ("dense", "resident", {"nnodes": 2, "tp": 2}), ("state", "resident", {"nnodes": 2, "pp": 2})]
 
 
 @pytest.mark.parametrize("family, place, layout", [

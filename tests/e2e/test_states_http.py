@@ -14,6 +14,7 @@ STATES = {**{key: value for key, value in CONFIG.items() if "num_k" not in key},
 KEPT = ("--state-interval", "64")
 HOSTED = (*SERVED["hosted"], *KEPT)
 RESIDENT = (*SERVED["resident"], *KEPT)
+DRAFTED, RIGHT = (f'spec_{kind}_tokens_total{{drafter="ngram"}}' for kind in ("draft", "accepted"))
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,22 @@ def hosted(model, tmp_path_factory):
 def test_every_layout_says_what_one_engine_says(model, tmp_path, want, hosted, layout, place):
     got, _ = answers(model, tmp_path / "l", *(RESIDENT if place == "resident" else HOSTED), *layout)
     assert got == (want if place == "resident" else hosted)
+
+
+@pytest.mark.parametrize("layout", [
+    ("--pp", "2"), pytest.param(("--pp", "3", *PAIR), marks=pytest.mark.sweep)], ids=" ".join)
+def test_stages_draft_and_say_what_one_engine_says(model, tmp_path, want, layout):
+    """Also of few words, which repeat: what is looked up is right at times."""
+    few = {"temperature": 1, "seed": 3, "max_tokens": 60, "logit_bias": dict.fromkeys("567", 60)}
+    asked, drafts = [], ("--speculative-method", "ngram", "--prompt-lookup-min", "1")
+    for flags in ((), (*layout, *drafts)):
+        (folder := tmp_path / str(len(flags))).mkdir()
+        with serving(model, folder, *RESIDENT, *flags) as server:
+            asked.append([said(server.ask(prompt, **few))[0] for prompt in prompts()])
+            got = [said(server.ask(prompt))[0] for prompt in prompts()]
+            if flags:
+                server.until(lambda stats=server.stats: 0 < stats()[RIGHT] < stats()[DRAFTED])
+    assert got == want and asked[0] == asked[1]
 
 
 def test_hosted_it_says_what_resident_selection_says(model, tmp_path, hosted):

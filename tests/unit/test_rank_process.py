@@ -4,6 +4,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections import deque
 from queue import SimpleQueue
 from types import SimpleNamespace
 
@@ -68,7 +69,7 @@ def test_a_plan_is_launched_while_the_step_before_it_is_on_the_device():
     process = object.__new__(Process)
     process._front = SimpleNamespace(send=said.put)
     process._rank, process._before, process._links = device, None, Links()
-    process._inbox, process._flights = SimpleQueue(), SimpleQueue()
+    process._inbox, process._flights, process._computed = SimpleQueue(), SimpleQueue(), deque()
     process._waits = Waits()
     process._awaits = process._uncounted = False
     process._queued, process._ended, process._count_at = 0, 0, time.monotonic() + 1000

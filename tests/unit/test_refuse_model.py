@@ -36,7 +36,6 @@ CASES: tuple[tuple[ModelFacts, dict[str, object], dict[str, object]], ...] = (
     (replace(DENSE, experts=2), {"tp": 3, "ep": 3}, {"tp": 4, "ep": 2}),
     (DENSE, {"state_interval": 512}, {}),
     (STATES, {"device": "cuda", "speculative_method": "ngram"}, {"device": "cuda", "state_interval": 512}),
-    (STATES, {"speculative_method": "ngram", "pp": 2}, {"speculative_method": "ngram"}),
     (DENSE, {"speculative_method": "mtp"}, {"speculative_method": "ngram"}),
     (STATES, {"tp": 2}, {"pp": 2}),
     (replace(STATES, state_bytes=1 << 20), {"disaggregation_mode": "prefill"}, {}),

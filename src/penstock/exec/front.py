@@ -6,7 +6,7 @@ tensor: which rows run, where pages live and when a request ends is the core's b
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -21,12 +21,13 @@ from penstock.core.plan import (
     MoveId,
     RequestId,
     Retired,
+    Row,
     StepId,
     StepPlan,
     Tier,
 )
 from penstock.exec.drafts.narrow import decoding
-from penstock.exec.rank import Report, Stepped
+from penstock.exec.rank import Report, Stepped, right_of
 from penstock.exec.sampling.sampler import Logprobs
 from penstock.exec.sparse.rows import READS
 from penstock.memory.storage import Storage
@@ -63,9 +64,13 @@ class Ranked(Protocol):
         """Queue a plan. Never blocks on the device."""
         ...
 
+    def checked(self, step: StepId, right: Mapping[Row, int]) -> None:
+        """See `Rank.checked`. Before what it then reports."""
+        ...
+
     def collect(self, *, block: bool) -> list[Report]:
         """Reports since the last call, in order; with `block`, at least one unless nothing that is
-        in flight can end before another plan comes."""
+        in flight can end before another plan comes, or the rank waits for `checked`."""
         ...
 
     def stats(self) -> dict[str, float]:
@@ -257,6 +262,10 @@ class Front:
             return [Moved(report.id, move.ok)]
         step = self._steps[report.step]
         step.stepped[rank] = report
+        if report.drafts and rank == len(self._ranks) - 1:
+            right = right_of(step.plan, report.tokens)
+            for other in self._ranks[:-self._lanes]:
+                other.checked(report.step, right)
         if len(step.stepped) < len(self._ranks):
             return []
         assert report.step == self._retired + 1

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -122,7 +122,8 @@ class Rank:
     collect     with `block` executes the oldest queued plan, or waits for the oldest in flight, or, with
                 neither, for the end of a copy; without, runs no step. Both start the copies that are due
                 and report those that have ended. Copies run in a thread of the mover's own, beside the
-                steps; with a `lateness`, which picks them, they run inline.
+                steps; with a `lateness`, which picks them, they run inline. Who is told of a step may give
+                its pages away: where states wait to hear which drafts were right, it is told later.
     """
 
     def __init__(self, parts: RankParts, hbm: Sequence[HbmPool], dram: Sequence[DramPool] = (), *, rows: int,
@@ -153,11 +154,9 @@ class Rank:
         self._makes: Ahead | None = None
         self._drafts: DraftGraphs | None = None
         if drafter is not None:
-            # States are settled when a step ends: of several stages the last alone knows then what is right.
-            one = self._links == Links() or not any(group.snapshot for group in own)
             cpu = device.type == "cpu"
             self._widths = Widths(self._links, Narrowing(
-                drafter, self._tokens.history, model.vocab_size, WIDE[device.type] * one,
+                drafter, self._tokens.history, model.vocab_size, WIDE[device.type],
                 beside=cpu, at_once=lambda row: ANY if cpu else self._at_once(row),
                 forced=self._tokens.forced))
             self._links = self._widths.links
@@ -173,6 +172,7 @@ class Rank:
         self._queue: deque[StepPlan] = deque()
         self._flights: deque[_Flight] = deque()
         self._executed = StepId(0)
+        self._reports: deque[Report] = deque()      # not told
         self._selects: dict[RequestId, tuple[int, int]] = {}      # budget, length of the prompt
         self._forward_s = 0.0
         self._sampling_s = 0.0
@@ -250,7 +250,28 @@ class Rank:
         reports += self._mover.run(self._executed, idle=idle)
         if self._ahead:             # what had to wait for these answers: now, not after the next plan is made
             self._launch_ahead()
-        return reports
+        self._reports += reports
+        return list(self._told())
+
+    def _told(self) -> Iterator[Report]:
+        """In their order, up to a step whose states wait."""
+        while self._reports:
+            first = self._reports[0]
+            if isinstance(first, Stepped) and self._attending.states.waits(first.step):
+                break
+            yield self._reports.popleft()
+
+    def checked(self, step: StepId, right: Mapping[Row, int]) -> None:
+        """Of the rows that sampled in a step with drafts, how many of these were right, as the last stage has
+        found: one in front of it hears this once its own part has run."""
+        with torch.inference_mode():
+            self._settle(step, right)
+
+    def _settle(self, step: StepId, right: Mapping[Row, int]) -> None:
+        by_index = {self._tables.index(row): n for row, n in right.items()}
+        self._attending.states.settle(step, by_index)
+        if self._mtp is not None:
+            self._mtp.settle(step, by_index)
 
     def _launch_ahead(self) -> None:
         """All but a plan that waits for copies, or for tokens that drafts follow: once the steps in front of
@@ -357,13 +378,7 @@ class Rank:
         prompts = told.read(plan, ran.hidden_TD) if told and ran.hidden_TD is not None else []
         answers = self._tokens.sample(plan, ran) if ran.rows else Answers()
         if answers.drafts:
-            right = {rid: max(0, len(tokens) - 1) for (rid, _), tokens in
-                     zip(answers.states, answers.tokens, strict=True)}
-            by_row = {self._tables.index(row): right[rid] for row, rid in
-                      zip(plan.rows, plan.rids, strict=True) if rid in right}
-            self._attending.settle(by_row)
-            if self._mtp is not None:
-                self._mtp.settle(by_row)
+            self._settle(plan.step, right_of(plan, answers.tokens))
         self._sampling_s += time.perf_counter() - stepped
         return answers, prompts
 
@@ -416,6 +431,13 @@ class Rank:
             name = self._groups[pool.group].name
             out[f'pool_bytes{{tier="{pool.tier.value}",group="{name}"}}'] = pool.nbytes
         return out
+
+
+def right_of(plan: StepPlan, tokens: Sequence[Sequence[int]]) -> dict[Row, int]:
+    """Of each row that has sampled: how many of its drafts, if it had any, were right. tokens: as
+    `Stepped.tokens`."""
+    rows = dict.fromkeys(row for row, samples in zip(plan.rows, plan.samples, strict=True) if samples)
+    return {row: len(said) - 1 for row, said in zip(rows, tokens, strict=True)}
 
 
 def _attending(parts: RankParts, groups: Sequence[CacheShape], tables: RowTables, hbm: Sequence[HbmPool],

@@ -115,9 +115,6 @@ OF_MODEL: tuple[Refusal[ModelFacts], ...] = (
     Refusal(lambda c, m: c.device.device == "cuda" and c.schedule.speculative_method is not None
             and bool(m.state_bytes), ("device.device", "schedule.speculative_method"),
             "layers of this model keep a state, which drafts on a GPU do not wait for yet: leave one out"),
-    Refusal(lambda c, m: c.schedule.speculative_method is not None and bool(m.state_bytes)
-            and c.device.pp > 1, ("schedule.speculative_method", "device.pp"), "layers of this model keep a "
-            "state, and of several stages only the last knows in time which drafts are right: leave one out"),
     Refusal(lambda c, m: c.schedule.speculative_method == "mtp" and not m.mtp,
             ("schedule.speculative_method",), "this model's files have no layer for it: take ngram"),
     Refusal(lambda c, m: c.device.tp > 1 and bool(m.state_bytes), ("device.tp",),

@@ -90,7 +90,8 @@ class MTP(Drafter):
         """What a step leaves behind for drafts: its tokens' KV, and the hidden state of the last one of each
         row and page. hidden_TD: behind the model's last norm."""
         hidden_TD = self._model.made(hidden_TD)
-        states = self._states.step(replace(lowered, ragged=lowered.ragged[-1:]))(LAYER, len(hidden_TD))
+        states = self._states.step(plan.step, replace(lowered, ragged=lowered.ragged[-1:]))(
+            LAYER, len(hidden_TD))
         before_TD = hidden_TD.roll(1, 0)
         kept_BD = self._pool_PD[states.from_B]
         before_TD[states.start_B[:-1]] = torch.where((states.from_B >= 0)[:, None], kept_BD, 0)
@@ -108,9 +109,9 @@ class MTP(Drafter):
         at_t = (states.to_T >= 0).nonzero().flatten()
         self._pool_PD[states.to_T[at_t]] = hidden_TD[at_t]
 
-    def settle(self, right: Mapping[int, int]) -> None:
-        """As `Attending.settle`."""
-        self._states.settle(right)
+    def settle(self, step: StepId, right: Mapping[int, int]) -> None:
+        """As `StatePools.settle`."""
+        self._states.settle(step, right)
 
     def propose(self, asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
         said = [[ask.outputs[-1]] for ask in asks]

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import NoReturn
 
@@ -22,7 +22,7 @@ from penstock.config.request.grammar import Grammar
 from penstock.config.request.params import SamplingParams
 from penstock.config.settings.plain import to_plain
 from penstock.config.settings.tree import Config
-from penstock.core.plan import Group, RequestId, StepPlan
+from penstock.core.plan import Group, RequestId, Row, StepId, StepPlan
 from penstock.core.settings import CoreConfig
 from penstock.exec.load.layout import Caches
 from penstock.exec.pipeline import wire
@@ -115,6 +115,9 @@ class RankProcess:
 
     def given(self, rid: RequestId, tokens: Sequence[int]) -> None:
         self.send(wire.encode(wire.Given(rid, list(tokens))))
+
+    def checked(self, step: StepId, right: Mapping[Row, int]) -> None:
+        self.send(wire.encode(wire.Checked(step, list(right), list(right.values()))))
 
     def start(self, plan: StepPlan) -> None:
         self.queued.append(time.monotonic())

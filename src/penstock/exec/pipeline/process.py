@@ -16,7 +16,9 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 from queue import Empty, SimpleQueue
 from typing import NoReturn
 
@@ -68,7 +70,8 @@ class Process:
         self._rank: Rank | None = None
         self._grammars: Grammars | None = None
         self._queued = 0                        # plans that have not run
-        self._ended = 0                         # steps that have
+        self._ended = 0                         # steps that have,
+        self._computed = deque[tuple[float, float]]()       # and when, of those that are not told
         self._uncounted = False                 # something was reported since its counters were told
         self._count_at = 0.0                    # when they may be told again
         threading.Thread(target=self._listen, daemon=True, name="penstock-front").start()
@@ -257,6 +260,9 @@ class Process:
                 rank.close(rid)
             case wire.Given(rid, tokens):
                 rank.given(rid, tokens)
+            case wire.Checked(step, rows, right):
+                rank.checked(step, dict(zip(rows, right, strict=True)))
+                self._collect_copies()
             case wire.Plan(plan):
                 rank.start(plan)
                 self._queued += 1
@@ -274,18 +280,21 @@ class Process:
             began = max(began, self._before.taken_at)
         if isinstance(self._links.hear, Taker):
             began = max(began, self._links.hear.taken_at)
-        at = next(i for i, report in enumerate(reports) if isinstance(report, Stepped))
-        if at:                          # what the step has waited for is told before it
-            self.send(wire.Reports([], _moved(reports[:at])))
-        self._report(wire.Reports([r for r in reports if isinstance(r, Stepped)], _moved(reports[at:]), began,
-                                  time.monotonic()))
+        self._computed.append((began, time.monotonic()))
+        self._report(reports)
 
     def _collect_copies(self) -> None:
         if self._rank is not None and (reports := self._rank.collect(block=False)):
-            self._report(wire.Reports([], _moved(reports)))
+            self._report(reports)
 
-    def _report(self, reports: wire.Reports) -> None:
-        self.send(reports)
+    def _report(self, reports: Sequence[Report]) -> None:
+        """What a step has waited for is told before it."""
+        steps = [i for i, report in enumerate(reports) if isinstance(report, Stepped)]
+        for first, end in pairwise((0, *steps, len(reports))):
+            if first < end:
+                stepped = [r for r in reports[first:end] if isinstance(r, Stepped)]
+                self.send(wire.Reports(stepped, [r for r in reports[first:end] if isinstance(r, Moved)],
+                                       *(self._computed.popleft() if stepped else ())))
         self._uncounted = True
         if time.monotonic() >= self._count_at:
             self._count()
@@ -295,10 +304,6 @@ class Process:
         assert self._rank is not None
         self.send(wire.Counters(self._rank.stats()))
         self._uncounted, self._count_at = False, time.monotonic() + COUNTERS_S
-
-
-def _moved(reports: Sequence[Report]) -> list[Moved]:
-    return [report for report in reports if isinstance(report, Moved)]
 
 
 def _channel(fd: int) -> wire.Channel:

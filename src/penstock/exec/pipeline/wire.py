@@ -14,7 +14,7 @@ import msgspec
 from penstock.config.request.grammar import Grammar
 from penstock.config.request.params import SamplingParams
 from penstock.config.settings.plain import Plain
-from penstock.core.plan import Moved, RequestId, StepPlan
+from penstock.core.plan import Moved, RequestId, Row, StepId, StepPlan
 from penstock.core.settings import CoreConfig
 from penstock.exec.rank import Stepped
 
@@ -92,13 +92,21 @@ class Given(_Message, frozen=True):
     tokens: list[int]
 
 
+class Checked(_Message, frozen=True):
+    """To a stage in front of the last: `exec.rank.Rank.checked`, row by row."""
+
+    step: StepId
+    rows: list[Row]
+    right: list[int]
+
+
 class Plan(_Message, frozen=True):
     """The same bytes to every rank, in step order."""
 
     plan: StepPlan
 
 
-ToRank = Begin | Met | Pools | Words | Measure | Compile | Open | Close | Given | Plan
+ToRank = Begin | Met | Pools | Words | Measure | Compile | Open | Close | Given | Checked | Plan
 
 
 # ---------------------------------------------------------------- rank -> front

@@ -98,9 +98,6 @@ class Selecting(Selects):
         self.rows.bind(bind, budget=budget // self._unit, first=num_prompt)
         self._budget_R[self._tables.index(bind.row)] = budget // self._unit
 
-    def settle(self, right: Mapping[int, int]) -> None:
-        self.states.settle(right)
-
     def decodes(self, most: int) -> SelectingDecodes:
         """Of steps of up to `most` tokens that rows decode behind their prompts."""
         return SelectingDecodes(self)
@@ -110,7 +107,7 @@ class Selecting(Selects):
         """The attention of a step whose binds, grows, remaps and resizes are applied."""
         others = {g: self._prepare(lowered.ragged[g], self._specs[g]) for g, *_ in self._dense.values()}
         return _SelectingStep(self._local, self._selects(plan, lowered), self._dense, others, lowered,
-                              self.states.step(lowered))
+                              self.states.step(plan.step, lowered))
 
     def _selects(self, plan: StepPlan, lowered: Lowered) -> _Attend:
         dense, windows, queries = self._split(plan)

@@ -9,14 +9,14 @@ of a step; refuses to know plans and requests.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from penstock.core.plan import Bind, HotResize, RequestId, StepPlan
+from penstock.core.plan import Bind, HotResize, RequestId, StepId, StepPlan
 from penstock.exec.step.states import StatePools, StepStates
 from penstock.exec.step.tables import Lowered, RowTables
 from penstock.kernels.attention.latent_attention import LatentAttention
@@ -50,6 +50,7 @@ class Attending(Protocol):
     """Made once for a rank; `step` of each step. As it stands here: of rows that read all of their KV."""
 
     selects: bool = False
+    states: StatePools = StatePools((), ())
 
     def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
         """The attention of a step whose binds, grows, remaps and resizes are applied."""
@@ -64,10 +65,6 @@ class Attending(Protocol):
 
     def close(self, rid: RequestId) -> None:
         """No plan names `rid` any more."""
-        return
-
-    def settle(self, right: Mapping[int, int]) -> None:
-        """Once a step with drafts has sampled: as `StatePools.settle`."""
         return
 
     def at_once(self, row: int) -> int:
@@ -167,13 +164,10 @@ class Grouped(Attending):
                                               table.size, len(table.device_RM))
                    for spec, table in zip(self.specs, tables.groups, strict=False))
 
-    def settle(self, right: Mapping[int, int]) -> None:
-        self.states.settle(right)
-
     def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
         attended = lowered.ragged[:len(self.specs)]
         prepared = [self._prepare(ragged, spec) for ragged, spec in zip(attended, self.specs, strict=True)]
-        return _GroupedStep(self, lowered, prepared)
+        return _GroupedStep(self, plan.step, lowered, prepared)
 
 
 class Latent(Attending):
@@ -229,10 +223,11 @@ class _LatentStep:
 
 
 class _GroupedStep(OfHeads):
-    def __init__(self, grouped: Grouped, lowered: Lowered, prepared: Sequence[Prepared]) -> None:
+    def __init__(self, grouped: Grouped, step: StepId, lowered: Lowered,
+                 prepared: Sequence[Prepared]) -> None:
         self._places, self._pools = grouped.places, grouped.pools
         self._ragged, self._prepared = lowered.ragged, prepared
-        self.state: StepStates = grouped.states.step(lowered)
+        self.state: StepStates = grouped.states.step(step, lowered)
 
     def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
                  chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:

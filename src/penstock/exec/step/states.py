@@ -3,6 +3,7 @@ page and of the row's part of the step.
 
 A row with drafts (`exec.drafts`) writes that behind its first token, which is right, and no other. Once it is
 known how many drafts are, these are scanned once more: a state that has seen a wrong one is never written.
+The last stage knows when it has sampled, one before it when the row goes on, or when it is told.
 
     B rows of the step   T tokens of the step   P pages   E elements of a state
 """
@@ -16,6 +17,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from penstock.core.plan import StepId
 from penstock.exec.step.tables import GroupTable, Lowered
 from penstock.kernels.types.ragged import Ragged, on_device
 from penstock.kernels.types.states import Again, States, starts_of
@@ -43,28 +45,39 @@ class StatePools:
                         for g, (group, pool) in enumerate(zip(groups, device, strict=True))
                         if group.snapshot for i, layer in enumerate(group.layers)}
         self._groups = {g for g, _ in self._layers.values()}
-        self._last: StepStates | None = None        # of a step with drafts
+        self._open: dict[StepId, StepStates] = {}   # of which drafts are not known to be right or wrong
 
     def __bool__(self) -> bool:
         """Whether a layer keeps one."""
         return bool(self._layers)
 
-    def step(self, lowered: Lowered) -> StepStates:
+    def step(self, step: StepId, lowered: Lowered) -> StepStates:
+        """Rows that go on say with their positions how many of their drafts were right."""
         runs = _runs(lowered.ragged[0]) if self._layers else []
-        step = StepStates(self._layers, {g: lowered.ragged[g] for g in self._groups}, runs)
-        self._last = step if any(run.drafts for run in runs) else None
-        return step
+        begins = {run.row: run.start for run in runs}
+        for before, states in [*self._open.items()]:
+            self.settle(before, {row: begins[row] - start - 1 for row, start in states.waiting.items()
+                                 if row in begins})
+        found = StepStates(self._layers, {g: lowered.ragged[g] for g in self._groups}, runs)
+        if found.waiting:
+            self._open[step] = found
+        return found
 
     def decode(self, tables: Sequence[GroupTable], row_B: Tensor, position_B: Tensor) -> DecodeStates:
         """Of a captured step: one token of each row, tables by cache group; a position of -1 is padding."""
         return DecodeStates(self._layers, {g: tables[g] for g in self._groups}, row_B, position_B)
 
-    def settle(self, right: Mapping[int, int]) -> None:
-        """Of each row with drafts in the last step, by table index, how many of them are right: the states
-        behind them are written."""
-        if self._last is not None and self._layers:
-            self._last.settle(right)
-        self._last = None
+    def settle(self, step: StepId, right: Mapping[int, int]) -> None:
+        """Of rows with drafts in this step, by table index, how many of them are right: the states behind
+        them are written. Once for each row: it may be told again."""
+        if (states := self._open.get(step)) is not None:
+            states.settle(right)
+            if not states.waiting:
+                del self._open[step]
+
+    def waits(self, step: StepId) -> bool:
+        """Whether a row of this step is not settled."""
+        return step in self._open
 
 
 class StepStates:
@@ -75,8 +88,14 @@ class StepStates:
         self._layers, self._ragged, self._runs = layers, ragged, runs
         self._places = {g: _places(of, runs) for g, of in ragged.items()}
         self._starts = (0, *(run.end for run in runs))
+        self._drafting = {run.row: run for run in runs if run.drafts}           # and not settled
         self._again: dict[LocalLayer, list[Again]] | None = (
-            {layer: [] for layer in layers} if any(run.drafts for run in runs) else None)
+            {layer: [] for layer in layers} if self._drafting else None)
+
+    @property
+    def waiting(self) -> dict[int, int]:
+        """Rows with drafts that are not settled, and where each began."""
+        return {row: run.start for row, run in self._drafting.items()}
 
     @cached_property
     def _on_device(self) -> tuple[Tensor, Tensor]:
@@ -92,16 +111,20 @@ class StepStates:
     def settle(self, right: Mapping[int, int]) -> None:
         """As `StatePools.settle`."""
         assert self._again is not None, "a step without drafts"
-        runs, tokens = list[_Run](), list[int]()
-        for run in self._runs:
-            if run.drafts and (n := right[run.row]):
-                runs.append(_Run(run.row, len(tokens), len(tokens) + n, run.start + 1, False))
+        runs, firsts, tokens = list[_Run](), list[int](), list[int]()
+        for row in [row for row in self._drafting if row in right]:
+            run = self._drafting.pop(row)
+            if (n := right[row]) > 0:           # less: of a row that failed
+                runs.append(_Run(row, len(tokens), len(tokens) + n, run.start + 1, False))
+                firsts.append(run.first)
                 tokens += range(run.first + 1, run.first + 1 + n)
         if not runs:
             return
         device = next(iter(self._ragged.values())).page_T.device
-        at_t = on_device(tokens, device, torch.int64)
-        places = {g: _places(of, runs, at_t) for g, of in self._ragged.items()}
+        first_b, at_t = (on_device(at, device, torch.int64) for at in (firsts, tokens))
+        # As the tables were: a later step may have changed them.
+        places = {g: (of.page_T[first_b], _left(of.page_T[at_t], of.page_size, runs))
+                  for g, of in self._ragged.items()}
         starts = (0, *(run.end for run in runs))
         for layer, (group, pool_PE) in self._layers.items():
             [again] = self._again[layer]
@@ -151,15 +174,19 @@ def _runs(ragged: Ragged) -> list[_Run]:
     return runs
 
 
-def _places(ragged: Ragged, runs: Sequence[_Run], at_t: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`States.from_B` and `States.to_T` of a group; at_t: of these tokens of the step."""
+def _places(ragged: Ragged, runs: Sequence[_Run]) -> tuple[Tensor, Tensor]:
+    """`States.from_B` and `States.to_T` of a group."""
     size, device = ragged.page_size, ragged.page_T.device
     entry_B = on_device([max(0, run.start - 1) // size for run in runs], device, torch.int64)
     begins_B = on_device([run.start == 0 for run in runs], device, torch.bool)
     page_B = ragged.pages_RM[on_device([run.row for run in runs], device, torch.int64), entry_B].long()
+    return page_B.where(~begins_B, -1), _left(ragged.page_T, size, runs)
+
+
+def _left(page_T: Tensor, size: int, runs: Sequence[_Run]) -> Tensor:
+    """`States.to_T` of tokens that are in these pages."""
     leaves = [t for run in runs for t in range(run.first, run.end) if (
         t == run.first if run.drafts else t == run.end - 1 or (run.start + t - run.first + 1) % size == 0)]
-    page_T = ragged.page_T if at_t is None else ragged.page_T[at_t]
-    to_T, leaves_t = torch.full_like(page_T, -1), on_device(leaves, device, torch.int64)
+    to_T, leaves_t = torch.full_like(page_T, -1), on_device(leaves, page_T.device, torch.int64)
     to_T[leaves_t] = page_T[leaves_t]
-    return page_B.where(~begins_B, -1), to_T
+    return to_T
