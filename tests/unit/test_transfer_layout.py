@@ -14,7 +14,7 @@ from penstock.memory.pool import PageLayout, Part
 from penstock.model.parts import Lane
 from penstock.transfer.facts import group_facts
 from penstock.transfer.landing import place
-from penstock.transfer.layout import Piece, Progress, pieces, rectangles, spans, whole_units
+from penstock.transfer.layout import Piece, Progress, pieces, rectangles, whole_units
 from penstock.transfer.pages import PoolPages
 
 STAGES = ((3,), (1, 2), (2, 1), (1, 1, 1), (0, 3), (1, 0, 2))
@@ -34,7 +34,8 @@ def test_rectangles_are_in_one_stage_of_both_and_hold_each_layer_once(ours, thei
     found = rectangles(ours, theirs)
     assert [layer for r in found for layer in r] == [0, 1, 2]
     for r in found:
-        assert all(any(r.start >= s.start and r.stop <= s.stop for s in spans(end)) for end in (ours, theirs))
+        assert all(any(r.start >= s.start and r.stop <= s.stop for s in rectangles(end, end))
+                   for end in (ours, theirs))
     assert len(found) <= sum(map(bool, ours)) + sum(map(bool, theirs)) - 1
 
 
@@ -45,7 +46,7 @@ def test_pieces_hold_each_layer_of_each_unit_once_in_an_order_that_is_taken(a: i
             (0, 4, 12), range(10), (10, 20, 30, 70, 1000), STAGES[:4], STAGES[:4]):
         units = range(first, first + count)
         seen = []
-        here, there = (Progress(units, n, spans(s)) for n, s in ((a, ours), (b, theirs)))
+        here, there = (Progress(units, n, rectangles(s, s)) for n, s in ((a, ours), (b, theirs)))
         for p in pieces(units, (a, b), rectangles(ours, theirs), 10, limit):
             assert p.layers * p.units * 10 <= limit
             assert not here.done
@@ -65,7 +66,7 @@ def test_a_grant_takes_a_piece_only_when_it_is_next() -> None:
                       for p in (q, q._replace(layer=q.layer + 1), q._replace(unit=q.unit + 1),
                                 q._replace(unit=q.unit - 1), q._replace(layers=3), q._replace(layers=0),
                                 q._replace(units=0), q._replace(units=5))} - {right}:
-            progress = Progress(units, 4, spans(stages))
+            progress = Progress(units, 4, rectangles(stages, stages))
             for p in order[:i]:
                 progress.take(p)
             try:
@@ -80,7 +81,7 @@ def test_a_grant_takes_a_piece_only_when_it_is_next() -> None:
 
 def test_a_grant_that_lacks_its_last_piece_is_not_done() -> None:
     order = list(pieces(range(5), (2, 2), [range(3)], 10, 20))
-    progress = Progress(range(5), 2, spans([3]))
+    progress = Progress(range(5), 2, rectangles([3], [3]))
     for p in order[:-1]:
         progress.take(p)
         assert not progress.done

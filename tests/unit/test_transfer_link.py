@@ -55,7 +55,7 @@ def test_pages_land_over_every_stream(kind: str, ends, tmp_path) -> None:
     sent = 45 * 5 * 2 * 2 * 4 * 2 + 11 * 4 * 2 * 2 * 4 * 4      # whole units only, each position once
     assert heard.bytes == prefill.link.stats()["pair_sent_bytes_total"] == sent
     assert decode.link.stats()["pair_received_bytes_total"] == sent
-    assert heard.seconds > 0 and prefill.link.unsent(1) == 0
+    assert prefill.link.unsent(1) == 0
 
 
 @pytest.mark.parametrize("tier", [Tier.HBM, Tier.DRAM])

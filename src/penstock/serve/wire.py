@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from penstock.config.base.decoding import ProtocolError as ProtocolError
-from penstock.config.base.decoding import decode
+from penstock.config.base.decoding import decode, encode
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.scores import Scores
 from penstock.config.request.selection import Selection
@@ -207,18 +207,12 @@ FromEngine = Ready | Failed | Chunks | PeerNews | Stats | Shown
 
 _TO = msgspec.msgpack.Decoder(ToEngine)
 _FROM = msgspec.msgpack.Decoder(FromEngine)
-_ENCODER = msgspec.msgpack.Encoder()
 _PROTOCOL = f"protocol version {VERSION}"
 
 
 def frame(message: ToEngine | FromEngine) -> bytes:
     """The bytes of one message, length prefix included. Raises ProtocolError if it is too long."""
-    try:
-        body = _ENCODER.encode(message)
-    except OverflowError as e:                  # an int that msgpack cannot carry
-        raise ProtocolError(f"{type(message).__name__}: an integer is over 64 bits") from e
-    if len(body) > FRAME_BYTES_MAX:
-        raise ProtocolError(f"a message of {len(body)} bytes is over {FRAME_BYTES_MAX}")
+    body = encode(message, FRAME_BYTES_MAX)
     return len(body).to_bytes(4, "little") + body
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 import xxhash
 
-from penstock.config.base.decoding import ProtocolError, decode
+from penstock.config.base.decoding import ProtocolError, decode, encode
 from penstock.core.pair.messages import Cancel, Drained, End, Grant, Refused
 from penstock.transfer.layout import Piece
 from penstock.transfer.messages import (
@@ -56,7 +56,6 @@ class Kinds:
 KINDS: tuple[type[Said], ...] = (Grant, Cancel, End, Refused, Drained,
                                  Greeting, Beat, Ask, First, Prompted, Memory, Offer, Taken)
 PAIR = Kinds(f"pair protocol version {VERSION}", KINDS)
-_ENCODER = msgspec.msgpack.Encoder()
 
 
 class PageHead(NamedTuple):
@@ -97,12 +96,7 @@ class Sealer:
 
     def message(self, message: Any) -> Iterator[bytes]:
         """Its frames. Raises ProtocolError if it is too long or has an integer that msgpack cannot carry."""
-        try:
-            body = _ENCODER.encode(message)
-        except OverflowError as e:
-            raise ProtocolError(f"{type(message).__name__}: an integer is over 64 bits") from e
-        if len(body) > MESSAGE_BYTES_MAX:
-            raise ProtocolError(f"a message of {len(body)} bytes is over {MESSAGE_BYTES_MAX}")
+        body = encode(message, MESSAGE_BYTES_MAX)
         kind, room = self._kinds.of[type(message)], FRAME_BYTES_MAX - HEAD_BYTES
         for at in range(0, len(body), room):
             part = body[at:at + room]

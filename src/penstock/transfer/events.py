@@ -32,12 +32,11 @@ class Down:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """`bytes` and `seconds`, with an End: what its generation brought, and in how long."""
+    """`bytes`, with an End: what its generation brought."""
 
     epoch: int
     message: Said
     bytes: int = 0
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ revoked, or whose epoch is over, is written no more once `revoke` or `end` has r
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +13,7 @@ from penstock.config.base.decoding import ProtocolError
 from penstock.core.plan import Move, Tier
 from penstock.transfer.codec import PageFrame, checksum
 from penstock.transfer.facts import Facts, GroupFacts
-from penstock.transfer.layout import Piece, Progress, spans, whole_units
+from penstock.transfer.layout import Piece, Progress, rectangles, whole_units
 from penstock.transfer.pages import PageBytes
 
 
@@ -36,7 +35,6 @@ class _Landing:
 
     groups: dict[int, _Granted] = field(default_factory=dict)
     bytes: int = 0
-    began: float = 0.0
     broken: bool = False
 
 
@@ -46,7 +44,6 @@ class Landed:
 
     ok: bool
     bytes: int
-    seconds: float                      # since its first frame
 
 
 class Landings:
@@ -54,7 +51,7 @@ class Landings:
 
     def __init__(self, facts: Facts, pages: PageBytes) -> None:
         self._facts, self._pages = facts, pages
-        self._stages = [spans(stages) for stages in facts.stages]
+        self._stages = [rectangles(stages, stages) for stages in facts.stages]
         self._lock = threading.Lock()
         self._open: dict[tuple[int, int], _Landing] = {}
         self._epoch = 0
@@ -107,7 +104,6 @@ class Landings:
             if len(payload) != head.piece.units * head.piece.layers * group.cell_bytes:
                 raise ProtocolError(f"{len(payload)} bytes for {head.piece}")
             granted.progress.take(head.piece)
-            landing.began = landing.began or time.monotonic()
             landing.bytes += len(payload)
             if not sound:
                 self.damaged += 1
@@ -123,5 +119,4 @@ class Landings:
             if landing is None:
                 return None
             ok = not landing.broken and all(g.progress.done for g in landing.groups.values())
-            seconds = time.monotonic() - landing.began if landing.began else 0.0
-            return Landed(ok, landing.bytes, seconds)
+            return Landed(ok, landing.bytes)

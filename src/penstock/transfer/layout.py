@@ -31,14 +31,8 @@ def whole_units(first: int, tokens: int, unit: int, *, states: bool = False) -> 
     return range(first // unit, -(-(first + tokens) // unit) if states else (first + tokens) // unit)
 
 
-def spans(stages: Sequence[int]) -> tuple[range, ...]:
-    """The layers of each stage; a stage may have none."""
-    ends = list(accumulate(stages))
-    return tuple(range(end - n, end) for end, n in zip(ends, stages, strict=True) if n)
-
-
 def rectangles(ours: Sequence[int], theirs: Sequence[int]) -> tuple[range, ...]:
-    """Layers that lie in one stage on both sides, in order."""
+    """Layers that lie in one stage on both sides, in order; a stage may have none."""
     assert sum(ours) == sum(theirs), f"stages of {list(ours)} and {list(theirs)} layers"
     ends = sorted({0, *accumulate(ours), *accumulate(theirs)})
     return tuple(range(a, b) for a, b in pairwise(ends))

@@ -261,7 +261,7 @@ class Session:
         if isinstance(message, End):
             landed = self._landings.landed(self.epoch, message.transfer, message.generation)
             if landed is not None and landed.ok:
-                heard = Heard(self.epoch, message, landed.bytes, landed.seconds)
+                heard = Heard(self.epoch, message, landed.bytes)
             elif landed is not None:
                 # Nothing will be written any more, which is what Drained says; it has not worked.
                 self._counts.failed("damaged")

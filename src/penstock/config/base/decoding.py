@@ -1,11 +1,12 @@
-"""Bytes of another process into typed messages: whatever the bytes, a message or ProtocolError."""
+"""Typed messages to bytes and back: whatever the bytes of another process, a message or ProtocolError."""
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 _M = TypeVar("_M")
+_ENCODER = msgspec.msgpack.Encoder()
 
 
 class ProtocolError(Exception):
@@ -19,3 +20,14 @@ def decode(decoder: msgspec.msgpack.Decoder[_M], body: bytes | memoryview, proto
     # msgspec documents the first; the others were seen on mutated frames.
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, MemoryError) as e:
         raise ProtocolError(f"{type(e).__name__}: not a message of {protocol}") from e
+
+
+def encode(message: Any, bytes_max: int) -> bytes:
+    """Raises ProtocolError: it is too long, or has an integer that msgpack cannot carry."""
+    try:
+        body = _ENCODER.encode(message)
+    except OverflowError as e:
+        raise ProtocolError(f"{type(message).__name__}: an integer is over 64 bits") from e
+    if len(body) > bytes_max:
+        raise ProtocolError(f"a message of {len(body)} bytes is over {bytes_max}")
+    return body

@@ -240,7 +240,7 @@ def prepare(argv: Sequence[str]) -> list[str]:
         if entry is None:
             out.append(name + eq + value if name.startswith("--") else word)
             continue
-        taken = entry.takes_value and not eq and bool(rest) and not rest[0].startswith("--")
+        taken = not (entry.switch or eq) and bool(rest) and not rest[0].startswith("--")
         given = value if eq else rest[0] if taken else None
         entry.check(name, given)
         if name in ours:

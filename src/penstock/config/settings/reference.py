@@ -29,8 +29,16 @@ number with K, M, G, T (powers of 1,024; also KiB, MiB, ...) or KB, MB, GB, TB (
 
 def reference() -> str:
     """The whole document, ending in a newline."""
-    parts = (_flags(), _refused(), _of_model(), _unbuilt(), _always(), _raised())
+    parts = (_flags(), _refused(), _unbuilt(), _always(), _raised())
     return "\n".join([_INTRO, *itertools.chain(*parts)]) + "\n"
+
+
+def _head(title: str, columns: str, about: str = "") -> Iterator[str]:
+    """Of a part: its title, what it is about, and the head of its table."""
+    yield f"\n## {title}\n"
+    yield from [f"{about}\n"] if about else []
+    yield f"| {columns} |"
+    yield "|---" * len(columns.split("|")) + "|"
 
 
 def _flags() -> Iterator[str]:
@@ -41,9 +49,7 @@ def _flags() -> Iterator[str]:
         if flag.section != section:
             section = flag.section
             title = SECTIONS[section]
-            yield f"\n## {title[0].upper()}{title[1:]}\n"
-            yield "| flag | also | default | meaning |"
-            yield "|---|---|---|---|"
+            yield from _head(title[0].upper() + title[1:], "flag | also | default | meaning")
         also = ", ".join(f"`{s}`" for s in flag.spellings[1:])
         also += "".join(f", `{s}` ({unit})" for s, unit in flag.in_unit).removeprefix("" if also else ", ")
         if flag.inverse:
@@ -74,23 +80,15 @@ def flags_of(fields: tuple[str, ...]) -> str:
 
 
 def _refused() -> Iterator[str]:
-    yield f"\n## Refused values and combinations ({len(REFUSED)})\n"
-    yield "Exit code 2 before anything is loaded, with every reason. The list is meant to shrink."
-    yield ""
-    yield "| flag | allowed, or what to do |"
-    yield "|---|---|"
+    columns = "flag | allowed, or what to do"
+    yield from _head(f"Refused values and combinations ({len(REFUSED)})", columns,
+                     "Exit code 2 before anything is loaded, with every reason. The list is meant to shrink.")
     for r in REFUSED:
         yield f"| {flags_of(r.fields)} | {r.why.format(free='N GiB', why='no GPU that torch can use')} |"
-
-
-def _of_model() -> Iterator[str]:
-    yield f"\n## Refused with the model that was found ({len(OF_MODEL)})\n"
-    yield "The same, before a weight is read. What works together is docs/combinations.md."
-    yield ""
-    yield "| flag | allowed, or what to do |"
-    yield "|---|---|"
-    for r in OF_MODEL:
-        yield f"| {flags_of(r.fields)} | {r.why.format_map(WORDS)} |"
+    yield from _head(f"Refused with the model that was found ({len(OF_MODEL)})", columns,
+                     "The same, before a weight is read. What works together is docs/combinations.md.")
+    for m in OF_MODEL:
+        yield f"| {flags_of(m.fields)} | {m.why.format_map(WORDS)} |"
 
 
 AREAS = {
@@ -146,9 +144,8 @@ def _raised() -> Iterator[str]:
 
 
 def _unbuilt() -> Iterator[str]:
-    yield f"\n## Spellings of other engines that are refused by name ({len(UNBUILT)})\n"
-    yield "| flag | feature that is not built | accepted values | instead |"
-    yield "|---|---|---|---|"
+    yield from _head(f"Spellings of other engines that are refused by name ({len(UNBUILT)})",
+                     "flag | feature that is not built | accepted values | instead")
     for e in UNBUILT:
         accepted = ", ".join(f"`{v}`" for v in e.neutral if v) or ("off" if e.switch else "")
         names = ", ".join(f"`{f}`" for f in e.flags)
@@ -156,9 +153,7 @@ def _unbuilt() -> Iterator[str]:
 
 
 def _always() -> Iterator[str]:
-    yield "\n## Switches of other engines for what is always so\n"
-    yield "| accepted | because |"
-    yield "|---|---|"
+    yield from _head("Switches of other engines for what is always so", "accepted | because")
     for name, why in ALWAYS.items():
         yield f"| `{name}` | {why} |"
 

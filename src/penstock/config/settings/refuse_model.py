@@ -6,7 +6,7 @@ refused where they are computed (`exec/load/sizing.py`); docs/flags.md lists bot
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from penstock.config.base.errors import ConfigError
 from penstock.config.settings.refuse import Refusal
@@ -42,10 +42,7 @@ class ModelFacts:
     @property
     def words(self) -> Mapping[str, str]:
         """What `Refusal.why` may name."""
-        return {"name": self.name, "layers": str(self.layers), "last": str(self.layers - 1),
-                "topk": str(self.topk), "heads": str(self.heads),
-                "experts": str(self.experts), "vocab": str(self.vocab), "width": str(self.width),
-                "state_bytes": str(self.state_bytes)}
+        return {f.name: str(getattr(self, f.name)) for f in fields(self)} | {"last": str(self.layers - 1)}
 
 
 STATE_MAX = (1 << 20) - 1024    # of a frame of a pair's stream, `transfer.codec.PAYLOAD_MAX` at least

@@ -14,8 +14,6 @@ from penstock.config.base.storage_url import masked
 from penstock.config.settings.refuse import check
 from penstock.config.settings.tree import SECRETS, Config, Kept
 
-_FP8: dict[str, Kept] = {"fp8": "fp8_e4m3"}
-
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -45,9 +43,9 @@ def resolve(raw: Config, machine: Machine) -> Config:
         device = replace(device, threads=max(1, min(machine.cores, 1024) // max(1, raw.num_engines)))
     if kv.kv_storage is not None and kv.host_tier is kv.dram_bytes is kv.dram_ratio is None:
         kv = replace(kv, host_tier=True)                # stored pages go through it
-    kv = replace(kv, kv_cache_dtype=_FP8.get(kv.kv_cache_dtype, kv.kv_cache_dtype),
-                 index_dtype=_FP8.get(kv.index_dtype, kv.index_dtype),
-                 sparse_bounds_dtype=_FP8.get(kv.sparse_bounds_dtype, kv.sparse_bounds_dtype))
+    kept: tuple[Kept, ...] = kv.kv_cache_dtype, kv.index_dtype, kv.sparse_bounds_dtype
+    latent, index, bounds = ("fp8_e4m3" if dtype == "fp8" else dtype for dtype in kept)
+    kv = replace(kv, kv_cache_dtype=latent, index_dtype=index, sparse_bounds_dtype=bounds)
     if kv.memory_fraction is None:
         kv = replace(kv, memory_fraction=0.9 if device.device == "cuda" else 0.3)
     if model.dtype == "auto" and device.device == "cpu":

@@ -10,44 +10,31 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, get_args, get_type_hints
 
 
-@dataclass(frozen=True, slots=True)
 class Alias:
     """Other spellings of a flag, with their dashes."""
 
-    names: tuple[str, ...]
-
     def __init__(self, *names: str) -> None:
-        object.__setattr__(self, "names", names)
+        self.names = names
 
 
-@dataclass(frozen=True, slots=True)
 class Bytes:
     """Marks an int that is a size: the command line takes 512M, 4GiB, 1e9 or a plain number."""
 
 
-@dataclass(frozen=True, slots=True)
 class InUnit:
     """Other spellings of a flag of Bytes that take a plain number of `unit`, such as GB."""
 
-    unit: str
-    names: tuple[str, ...]
-
     def __init__(self, unit: str, *names: str) -> None:
-        object.__setattr__(self, "unit", unit)
-        object.__setattr__(self, "names", names)
+        self.unit, self.names = unit, names
 
 
-@dataclass(frozen=True, slots=True)
 class Inverse:
     """Spellings of a switch that turn it off, with their dashes."""
 
-    names: tuple[str, ...]
-
     def __init__(self, *names: str) -> None:
-        object.__setattr__(self, "names", names)
+        self.names = names
 
 
-@dataclass(frozen=True, slots=True)
 class Secret:
     """Marks a value that is never printed, logged or sent to another process."""
 

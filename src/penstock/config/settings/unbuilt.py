@@ -20,10 +20,6 @@ class Unbuilt:
     switch: bool = False
     instead: str = ""                   # what to type, or why; alone when `feature` is empty
 
-    @property
-    def takes_value(self) -> bool:
-        return not self.switch
-
     def check(self, name: str, value: str | None) -> None:
         """Raises ConfigError unless `value` asks for what happens anyway."""
         if self.switch:

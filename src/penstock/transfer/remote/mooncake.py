@@ -43,7 +43,3 @@ class Mooncake:
         with contextlib.suppress(Exception):
             self._engine.unregister_memory(self._address)
         self._engine = None             # it listens as long as it is there
-
-
-def open_mooncake(host: str) -> Mooncake:
-    return Mooncake(host)

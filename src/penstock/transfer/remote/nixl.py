@@ -21,7 +21,7 @@ _UNENDED: list[object] = []             # buffers that a copy may still go to: k
 class Nixl:
     shared = False
 
-    def __init__(self) -> None:
+    def __init__(self, _: str) -> None:
         self.buffer, self._address = buffer_of(BUFFER_BYTES)
         self._agent: Any = nixl_agent(f"penstock-{os.getpid()}-{secrets.token_hex(8)}",
                                       nixl_agent_config(backends=["UCX"]))
@@ -65,7 +65,3 @@ class Nixl:
             if self._there:
                 self._agent.remove_remote_agent(self._there)
             self._agent.deregister_memory(self._registered)
-
-
-def open_nixl(_: str) -> Nixl:
-    return Nixl()

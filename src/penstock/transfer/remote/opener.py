@@ -20,10 +20,10 @@ def opener(backend: str) -> Open | None:
                           f"'penstock[{backend}]', or leave the flag out")
     try:
         if backend == "nixl":
-            from penstock.transfer.remote.nixl import open_nixl
-            return open_nixl
+            from penstock.transfer.remote.nixl import Nixl
+            return Nixl
         bound_mooncake()
-        from penstock.transfer.remote.mooncake import open_mooncake
-        return open_mooncake
+        from penstock.transfer.remote.mooncake import Mooncake
+        return Mooncake
     except (ImportError, OSError) as e:         # a library of the system that it needs
         raise ConfigError(f"--disaggregation-transfer-backend {backend} cannot be loaded: {e}") from None
