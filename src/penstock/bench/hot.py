@@ -33,7 +33,7 @@ async def measure(config: Config, args: Namespace) -> int:
         raise ConfigError("--plot-hot is a bench of its own: leave --against and --plot out")
     sizes = [int(times * kv.sparse_top_k) + kv.page_size for times in SIZES]
     sizes = [size for size in sizes if size <= args.hot_context] or sizes[:1]
-    rows, found = [], []
+    rows, found, shares = [], [], []
     bar = optional("tqdm").tqdm(total=len(sizes), unit="size", disable=args.quiet or None)
     for size in sizes:
         hot = replace(config, kv=replace(kv, sparse_kv="always", hot_buffer_tokens=size,
@@ -42,8 +42,8 @@ async def measure(config: Config, args: Namespace) -> int:
             first = await _reads(llm, args.hot_context, GROWN)
             reads = await _reads(llm, args.hot_context, GROWN + args.output_len)
             reads = {name: count - first[name] for name, count in reads.items()}
-        share = 100 * reads["hot_hits"] / (reads["hot_hits"] + reads["hot_misses"])
-        rows.append((size, f"{share:.1f} %", f"{reads['host_bytes'] / args.output_len / 2**20:.2f}"))
+        shares.append(100 * reads["hot_hits"] / (reads["hot_hits"] + reads["hot_misses"]))
+        rows.append((size, f"{shares[-1]:.1f} %", f"{reads['host_bytes'] / args.output_len / 2**20:.2f}"))
         found.append({**reads, "hot_buffer_tokens": size})
         bar.update()
     bar.close()
@@ -53,7 +53,6 @@ async def measure(config: Config, args: Namespace) -> int:
     print(table(("hot buffer, tokens", "hits", "MiB a token from the host"), rows))
     if args.output_json:
         write_json(args.output_json, {"about": about, "sizes": found})
-    shares = [100 * r["hot_hits"] / (r["hot_hits"] + r["hot_misses"]) for r in found]
     plot_line(args.plot_hot, about, "hot buffer, tokens", "hits, % of selected units", sizes, shares)
     return 0
 

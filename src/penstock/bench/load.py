@@ -7,10 +7,9 @@ import random
 import time
 from argparse import Namespace
 from dataclasses import dataclass, field
-from typing import Any
 
 from penstock.bench.report import optional, percentile, plot_percentiles, table, write_json
-from penstock.config.base.errors import ConfigError
+from penstock.eval.ask import Server
 
 
 @dataclass(slots=True)
@@ -30,12 +29,7 @@ class Answer:
 
 async def measure(args: Namespace) -> int:
     """Sends `args.num_prompts` requests and prints percentiles. Returns 1 if any failed."""
-    httpx = optional("httpx")
-    headers = {"Authorization": f"Bearer {args.bearer}"} if args.bearer else {}
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=args.base_url, headers=headers, limits=limits,
-                                 timeout=httpx.Timeout(600, connect=10)) as client:
-        model = await _model(client, httpx, args.base_url)
+    async with Server(args.base_url, args.bearer) as server:
         rng = random.Random(args.seed)
         gate = asyncio.Semaphore(args.concurrency or args.num_prompts)
         bar = optional("tqdm").tqdm(total=args.num_prompts, unit="request", disable=args.quiet or None)
@@ -43,7 +37,7 @@ async def measure(args: Namespace) -> int:
         async def one(prompt: list[int], at: float) -> Answer:
             await asyncio.sleep(max(0.0, start + at - time.perf_counter()))
             async with gate:
-                answer = await _send(client, httpx, model, prompt, args)
+                answer = await _send(server, prompt, args)
             bar.update()
             return answer
 
@@ -60,22 +54,13 @@ async def measure(args: Namespace) -> int:
     return _report(args, answers, took)
 
 
-async def _model(client: Any, httpx: Any, base_url: str) -> str:
-    try:
-        reply = await client.get("/v1/models")
-        reply.raise_for_status()
-        return str(reply.json()["data"][0]["id"])
-    except (httpx.HTTPError, KeyError, IndexError, ValueError) as e:
-        raise ConfigError(f"{base_url} does not answer /v1/models: {e}") from e
-
-
-async def _send(client: Any, httpx: Any, model: str, prompt: list[int], args: Namespace) -> Answer:
-    body = {"model": model, "prompt": prompt, "max_tokens": args.output_len, "temperature": 0,
+async def _send(server: Server, prompt: list[int], args: Namespace) -> Answer:
+    body = {"model": server.model, "prompt": prompt, "max_tokens": args.output_len, "temperature": 0,
             "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
     answer, start = Answer(), time.perf_counter()
     last = 0.0
     try:
-        async with client.stream("POST", "/v1/completions", json=body) as reply:
+        async with server.client.stream("POST", "/v1/completions", json=body) as reply:
             if reply.status_code != 200:
                 await reply.aread()
                 answer.error = f"HTTP {reply.status_code}: {reply.text[:200]}"
@@ -100,7 +85,7 @@ async def _send(client: Any, httpx: Any, model: str, prompt: list[int], args: Na
                     details = usage.get("completion_tokens_details") or {}
                     answer.drafted = details.get("draft_tokens", 0)
                     answer.accepted = details.get("accepted_draft_tokens", 0)
-    except httpx.HTTPError as e:
+    except server.httpx.HTTPError as e:
         answer.error = f"{type(e).__name__}: {e}"
     answer.end = time.perf_counter() - start
     return answer

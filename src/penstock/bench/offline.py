@@ -18,30 +18,23 @@ from penstock.config.request.params import SamplingParams
 from penstock.config.settings.tree import Config
 from penstock.serve.client.llm import AsyncLLM
 
+OURS = "penstock"                # the arm under test: an engine process
 PROMPT = 64                      # tokens before a measured decode
 STREAMS = 8
 PREFILLS = (512, 2048)
 REPEATED = 2000                  # tokens of the prompt that is sent twice
 
 
-class Penstock:
-    """The arm under test: an engine process, asked as a user's program would."""
-
-    name = "penstock"
-
-    def __init__(self, llm: AsyncLLM) -> None:
-        self._llm = llm
-
-    async def once(self, prompt: list[int], new: int) -> tuple[float, float]:
-        """Seconds to the first token and to the last, from the call on."""
-        params = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
-        start, first = time.perf_counter(), 0.0
-        seen = 0
-        async for delta in self._llm.stream({"prompt_token_ids": prompt}, params):
-            first = first or time.perf_counter() - start
-            seen += len(delta.token_ids)
-        assert seen == new, f"{seen} tokens came instead of {new}"
-        return first, time.perf_counter() - start
+async def once(llm: AsyncLLM, prompt: list[int], new: int) -> tuple[float, float]:
+    """Seconds to the first token and to the last, from the call on, as a user's program sees them."""
+    params = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
+    start, first = time.perf_counter(), 0.0
+    seen = 0
+    async for delta in llm.stream({"prompt_token_ids": prompt}, params):
+        first = first or time.perf_counter() - start
+        seen += len(delta.token_ids)
+    assert seen == new, f"{seen} tokens came instead of {new}"
+    return first, time.perf_counter() - start
 
 
 async def measure(config: Config, args: Namespace) -> int:
@@ -49,7 +42,7 @@ async def measure(config: Config, args: Namespace) -> int:
     rng = random.Random(args.seed)
     results: dict[str, dict[str, list[float]]] = {}
     async with AsyncLLM(config=config) as llm:
-        ours, theirs = Penstock(llm), None
+        theirs = None
         if args.against == "transformers":
             from penstock.bench.versus import Transformers
             theirs = Transformers(config)
@@ -63,7 +56,7 @@ async def measure(config: Config, args: Namespace) -> int:
             # Fresh ids for every call: a prefix hit would measure the cache.
             return [rng.randrange(vocab) for _ in range(n)]
 
-        works = _works(ours, theirs, ids, args.output_len, longest)
+        works = _works(llm, theirs, ids, args.output_len, longest)
         for _, run in works:                    # warm up: packing, page faults, first touches
             await run({})
         bar = optional("tqdm").tqdm(total=args.runs * len(works), unit="run", disable=args.quiet or None)
@@ -79,7 +72,7 @@ async def measure(config: Config, args: Namespace) -> int:
 Run = Callable[[dict[str, list[float]]], Awaitable[None]]
 
 
-def _works(ours: Penstock, theirs: Any, ids: Callable[[int], list[int]], new: int,
+def _works(llm: AsyncLLM, theirs: Any, ids: Callable[[int], list[int]], new: int,
            longest: int) -> list[tuple[str, Run]]:
     works: list[tuple[str, Run]] = []
 
@@ -89,7 +82,7 @@ def _works(ours: Penstock, theirs: Any, ids: Callable[[int], list[int]], new: in
     @work("decode, 1 stream")
     async def _(out: dict[str, list[float]]) -> None:
         prompt = ids(PROMPT)
-        _put(out, ours.name, new / (await ours.once(prompt, new))[1])
+        _put(out, OURS, new / (await once(llm, prompt, new))[1])
         if theirs is not None:
             _put(out, theirs.name, new / theirs.once(prompt, new))
 
@@ -97,8 +90,8 @@ def _works(ours: Penstock, theirs: Any, ids: Callable[[int], list[int]], new: in
     async def _(out: dict[str, list[float]]) -> None:
         prompts = [ids(PROMPT) for _ in range(STREAMS)]
         start = time.perf_counter()
-        await asyncio.gather(*(ours.once(p, new) for p in prompts))
-        _put(out, ours.name, STREAMS * new / (time.perf_counter() - start))
+        await asyncio.gather(*(once(llm, p, new) for p in prompts))
+        _put(out, OURS, STREAMS * new / (time.perf_counter() - start))
         if theirs is not None:                  # the yardstick is transformers' one stream
             _put(out, theirs.name, new / theirs.once(prompts[0], new))
 
@@ -109,15 +102,15 @@ def _works(ours: Penstock, theirs: Any, ids: Callable[[int], list[int]], new: in
         @work(f"prefill {n}")
         async def _(out: dict[str, list[float]], n: int = n) -> None:
             prompt = ids(n)
-            _put(out, ours.name, n / (await ours.once(prompt, 1))[0])
+            _put(out, OURS, n / (await once(llm, prompt, 1))[0])
             if theirs is not None:
                 _put(out, theirs.name, n / theirs.once(prompt, 1))
 
     @work("first token of a repeated prompt, % of the first time")
     async def _(out: dict[str, list[float]]) -> None:
         prompt = ids(min(REPEATED, longest - 1))
-        first = (await ours.once(prompt, 1))[0]
-        _put(out, ours.name, 100 * (await ours.once(prompt, 1))[0] / first)
+        first = (await once(llm, prompt, 1))[0]
+        _put(out, OURS, 100 * (await once(llm, prompt, 1))[0] / first)
 
     return works
 
@@ -136,7 +129,7 @@ def _report(config: Config, args: Namespace, results: dict[str, dict[str, list[f
             pairs = Spread.of([x / y for x, y in zip(a, b, strict=True)])
             ratio = str(pairs)
             bars[name] = spread
-        rows.append([name, *(str(spread.get(a, "")) for a in ("penstock", "transformers")), ratio])
+        rows.append([name, *(str(spread.get(a, "")) for a in (OURS, "transformers")), ratio])
         data[name] = arms
     about = (f"{config.model.model}, {config.model.dtype}, {config.device.threads} threads, "
              f"{args.runs} runs, {PROMPT}+{args.output_len} tokens")

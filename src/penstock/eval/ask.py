@@ -57,28 +57,29 @@ class Library:
 
 
 class Server:
-    """A running server; `async with`."""
+    """A running server; `async with`. `model`: its name there."""
 
     def __init__(self, base_url: str, bearer: str | None) -> None:
-        self._httpx = optional("httpx")
+        self.httpx = optional("httpx")
         headers = {"Authorization": f"Bearer {bearer}"} if bearer else {}
         self._url = base_url
-        self._client = self._httpx.AsyncClient(base_url=base_url, headers=headers,
-                                               timeout=self._httpx.Timeout(600, connect=10))
-        self._model = ""
+        self.client = self.httpx.AsyncClient(base_url=base_url, headers=headers,
+                                             limits=self.httpx.Limits(max_connections=None),
+                                             timeout=self.httpx.Timeout(600, connect=10))
+        self.model = ""
 
     async def __aenter__(self) -> Server:
         try:
-            reply = await self._client.get("/v1/models")
+            reply = await self.client.get("/v1/models")
             reply.raise_for_status()
-            self._model = str(reply.json()["data"][0]["id"])
-        except (self._httpx.HTTPError, KeyError, IndexError, ValueError) as e:
-            await self._client.aclose()
+            self.model = str(reply.json()["data"][0]["id"])
+        except (self.httpx.HTTPError, KeyError, IndexError, ValueError) as e:
+            await self.client.aclose()
             raise ConfigError(f"{self._url} does not answer /v1/models: {e}") from e
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._client.aclose()
+        await self.client.aclose()
 
     async def tokens(self, text: str) -> int:
         reply = await self._post("/v1/completions", {"prompt": text, "max_tokens": 1})
@@ -97,8 +98,8 @@ class Server:
 
     async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         try:
-            reply = await self._client.post(path, json={"model": self._model, "temperature": 0, **body})
-        except self._httpx.HTTPError as e:
+            reply = await self.client.post(path, json={"model": self.model, "temperature": 0, **body})
+        except self.httpx.HTTPError as e:
             raise ConfigError(f"{self._url}: {type(e).__name__}: {e}") from None
         if reply.status_code != 200:
             raise ConfigError(f"{self._url} answers HTTP {reply.status_code}: {reply.text[:300]}")

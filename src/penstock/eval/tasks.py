@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +72,12 @@ class Size:
     seed: int
     tokens_of: Callable[[str], int]
 
+    def each(self, task: str) -> Iterator[tuple[int, random.Random]]:
+        """Tokens of each sample, and the chance that makes it."""
+        for context in self.contexts:
+            for sample in range(self.samples):
+                yield context, random.Random(f"{self.seed} {task} {context} {sample}")
+
 
 # ---------------------------------------------------------------- the recall model's words
 HOPS = {"recall": 1, "tracking": 2}
@@ -111,17 +117,15 @@ def _pairs(task: str, tokens: int, count: int, rng: random.Random) -> tuple[str,
 def in_words(task: str, size: Size) -> list[Question]:
     """recall, tracking, sum (its last step) and copying, each question behind the whole context."""
     questions = []
-    for context in size.contexts:
-        for sample in range(size.samples):
-            rng = random.Random(f"{size.seed} {task} {context} {sample}")
-            if task == "copying":
-                questions += _copying(context, size.questions, rng)
-                continue
-            known = HOPS.get(task, 1) if task != "sum" else 1
-            text, asked = _pairs(task, context, size.questions, rng)
-            for question in asked:
-                prompt, answer = question[:-known], question[-known:]
-                questions.append(Question(str(context), " ".join([text, *prompt]), " ".join(answer), known))
+    for context, rng in size.each(task):
+        if task == "copying":
+            questions += _copying(context, size.questions, rng)
+            continue
+        known = HOPS.get(task, 1) if task != "sum" else 1
+        text, asked = _pairs(task, context, size.questions, rng)
+        for question in asked:
+            prompt, answer = question[:-known], question[-known:]
+            questions.append(Question(str(context), " ".join([text, *prompt]), " ".join(answer), known))
     return questions
 
 
@@ -140,17 +144,15 @@ def _copying(context: int, count: int, rng: random.Random) -> list[Question]:
 def interviews(task: str, size: Size) -> list[Interview]:
     """The questions of a context one after the other, their answers given: each is one decode step."""
     made = []
-    for context in size.contexts:
-        for sample in range(size.samples):
-            rng = random.Random(f"{size.seed} {task} {context} {sample}")
-            text, asked = _pairs(task, context, size.questions, rng)
-            first, answers = 0, []
-            for question in asked:
-                places = range(2, len(question), 2 if task == "sum" else 1)
-                answers.append(tuple(first + i for i in places))
-                first += len(question)
-            dialogue = " ".join(word for question in asked for word in question)
-            made.append(Interview(str(context), text, dialogue, tuple(answers)))
+    for context, rng in size.each(task):
+        text, asked = _pairs(task, context, size.questions, rng)
+        first, answers = 0, []
+        for question in asked:
+            places = range(2, len(question), 2 if task == "sum" else 1)
+            answers.append(tuple(first + i for i in places))
+            first += len(question)
+        dialogue = " ".join(word for question in asked for word in question)
+        made.append(Interview(str(context), text, dialogue, tuple(answers)))
     return made
 
 
@@ -158,16 +160,14 @@ def interviews(task: str, size: Size) -> list[Interview]:
 def in_english(task: str, size: Size) -> list[Question]:
     """recall: codes of things; tracking: things that point to others, two steps."""
     questions = []
-    for context in size.contexts:
-        for sample in range(size.samples):
-            rng = random.Random(f"{size.seed} {task} {context} {sample}")
-            names = [f"{a} {n}" for a in ADJECTIVES for n in NOUNS]
-            rng.shuffle(names)
-            line = f"The code of the {names[0]} is {rng.randrange(1000, 9999)}.\n"
-            if task == "tracking":
-                line = f"The {names[0]} points to the {names[1]}.\n"
-            n = min(len(names) // 2, max(4, (context - 48) // max(1, size.tokens_of(line * 8) // 8)))
-            questions += (_codes if task == "recall" else _pointers)(str(context), names, n, size, rng)
+    for context, rng in size.each(task):
+        names = [f"{a} {n}" for a in ADJECTIVES for n in NOUNS]
+        rng.shuffle(names)
+        line = f"The code of the {names[0]} is {rng.randrange(1000, 9999)}.\n"
+        if task == "tracking":
+            line = f"The {names[0]} points to the {names[1]}.\n"
+        n = min(len(names) // 2, max(4, (context - 48) // max(1, size.tokens_of(line * 8) // 8)))
+        questions += (_codes if task == "recall" else _pointers)(str(context), names, n, size, rng)
     return questions
 
 
@@ -190,20 +190,18 @@ def _pointers(group: str, names: list[str], n: int, size: Size, rng: random.Rand
 def needles(size: Size, haystack: str | None) -> list[Question]:
     """One fact at each of `questions` depths of a long text, asked for at its end."""
     questions = []
-    for context in size.contexts:
-        for sample in range(size.samples):
-            rng = random.Random(f"{size.seed} needles {context} {sample}")
-            text = haystack or " ".join(rng.choice(FILLER) for _ in range(context // 4))
-            room = context - 64
-            text = text[:len(text) * room // max(room, size.tokens_of(text))]
-            for i in range(size.questions):
-                depth = (i + 0.5) / size.questions
-                name = f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
-                code = str(rng.randrange(10000, 99999))
-                at = text.rfind(".", 0, int(len(text) * depth) + 1) + 1
-                prompt = (f"{text[:at]} The secret number of the {name} is {code}.{text[at:]}\n\n"
-                          f"As said above, the secret number of the {name} is")
-                questions.append(Question(str(context), prompt, code, 8))
+    for context, rng in size.each("needles"):
+        text = haystack or " ".join(rng.choice(FILLER) for _ in range(context // 4))
+        room = context - 64
+        text = text[:len(text) * room // max(room, size.tokens_of(text))]
+        for i in range(size.questions):
+            depth = (i + 0.5) / size.questions
+            name = f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
+            code = str(rng.randrange(10000, 99999))
+            at = text.rfind(".", 0, int(len(text) * depth) + 1) + 1
+            prompt = (f"{text[:at]} The secret number of the {name} is {code}.{text[at:]}\n\n"
+                      f"As said above, the secret number of the {name} is")
+            questions.append(Question(str(context), prompt, code, 8))
     return questions
 
 
