@@ -122,7 +122,7 @@ def test_a_killed_renderer_costs_no_request(template):
     chat = template("x")
     for _ in range(2):
         chat.check()
-        os.kill(chat._short.pid, signal.SIGKILL)
+        os.kill(chat._short._process.pid, signal.SIGKILL)
         assert chat.render(USER) == "x"
 
 
@@ -239,7 +239,7 @@ def test_the_process_of_a_template_gets_no_secret_of_ours(monkeypatch):
     chat = ChatTemplate("x")
     try:
         chat.check()
-        given = Path(f"/proc/{chat._short.pid}/environ").read_text()
+        given = Path(f"/proc/{chat._short._process.pid}/environ").read_text()
     finally:
         chat.close()
     assert "PYTHONPATH=" in given and "0123456789abcdef" not in given

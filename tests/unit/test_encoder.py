@@ -57,7 +57,7 @@ def test_long_texts_get_the_ids_that_the_tokenizer_gives(plain):
 
 def test_a_killed_tokenizer_costs_no_request(plain):
     plain.check()
-    os.kill(plain._aside.pid, signal.SIGKILL)
+    os.kill(plain._aside._process.pid, signal.SIGKILL)
     assert len(encode(plain, "x" * 20_000)[0]) == 20_000
 
 

@@ -96,7 +96,7 @@ def test_what_can_be_compiled_passes_once_and_what_cannot_says_where(check):
 
 def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_is_not(check, monkeypatch):
     asyncio.run(check.check(Grammar("regex", "a")))
-    os.kill(check._aside.pid, signal.SIGSTOP)
+    os.kill(check._aside._process.pid, signal.SIGSTOP)
     monkeypatch.setattr(grammars, "WAIT_S_MAX", 0.1)
     with pytest.raises(RequestError, match="to compile"):
         asyncio.run(check.check(Grammar("regex", "[ab]{3}")))
@@ -110,5 +110,5 @@ def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_is_not(check,
 
 def test_a_killed_process_is_started_again(check):
     asyncio.run(check.check(Grammar("regex", "a")))
-    os.kill(check._aside.pid, signal.SIGKILL)
+    os.kill(check._aside._process.pid, signal.SIGKILL)
     asyncio.run(check.check(Grammar("regex", "b")))

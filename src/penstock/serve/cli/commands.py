@@ -9,7 +9,7 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import aclosing, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, aclosing, closing, contextmanager, nullcontext, suppress
 from typing import Any, TextIO
 
 from penstock.config.base.errors import ConfigError, RequestError
@@ -166,22 +166,14 @@ def read_requests(path: str) -> list[dict[str, Any]]:
     return requests
 
 
-class opened:
+def opened(path: str | None) -> AbstractContextManager[TextIO]:
     """The output file, or stdout, which stays open. Raises ConfigError."""
-
-    def __init__(self, path: str | None) -> None:
-        try:
-            self._file: TextIO = (sys.stdout if path in (None, "-") else
-                                  open(str(path), "w", encoding="utf-8"))
-        except OSError as e:
-            raise ConfigError(f"--output {path}: {e.strerror}") from None
-
-    def __enter__(self) -> TextIO:
-        return self._file
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not sys.stdout:
-            self._file.close()
+    if path in (None, "-"):
+        return nullcontext(sys.stdout)
+    try:
+        return open(str(path), "w", encoding="utf-8")
+    except OSError as e:
+        raise ConfigError(f"--output {path}: {e.strerror}") from None
 
 
 # ---------------------------------------------------------------- chat

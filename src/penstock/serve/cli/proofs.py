@@ -71,13 +71,10 @@ _DEMO = "tests/parity/test_demo_greedy.py::test_"
 BOTH = "cpu gpu"            # `make gpu` runs it, too
 
 PROOFS: tuple[Proof, ...] = (
-    Proof(_CORE + "any_chunk_size_in_mixed_batches", "ordinary", device=BOTH),
-    Proof(_CORE + "any_chunk_size_in_mixed_batches", "latent", device=BOTH),
-    Proof(_CORE + "a_device_pool_that_is_too_small", "ordinary", feature="tier", device=BOTH),
-    Proof(_CORE + "a_device_pool_that_is_too_small", "latent", feature="tier", device=BOTH),
+    Proof(_CORE + "any_chunk_size_in_mixed_batches", "ordinary latent", device=BOTH),
+    Proof(_CORE + "a_device_pool_that_is_too_small", "ordinary latent", feature="tier", device=BOTH),
     Proof(_CORE + "a_prefix_hit_in_either_tier_changes_no_token", "ordinary", feature="cache", device=BOTH),
-    Proof(_CORE + "pause_or_drop_of_anyone_at_any_moment", "ordinary", feature="paused", device=BOTH),
-    Proof(_CORE + "pause_or_drop_of_anyone_at_any_moment", "latent", feature="paused", device=BOTH),
+    Proof(_CORE + "pause_or_drop_of_anyone_at_any_moment", "ordinary latent", feature="paused", device=BOTH),
     Proof("tests/conformance/test_executor_plans.py::"
           "test_rows_whose_tokens_visit_experts_decode_together_as_each_does_alone", "experts", device=BOTH),
     Proof(_CORE + "experts_on_a_device_that_is_too_small", "experts", feature="tier cache paused",
@@ -97,12 +94,10 @@ PROOFS: tuple[Proof, ...] = (
     Proof(_HOSTED + "prompts_longer_than_the_device_in_any_chunks", "selecting", "hosted", device=BOTH),
     Proof(_HOSTED + "rows_that_outgrow_the_device_spill", "selecting", "resident hosted", "tier",
           device=BOTH),
-    Proof(_HOSTED + "a_prefix_found_in_either_tier_is_shared", "selecting", "resident hosted", "cache",
+    Proof(_HOSTED + "a_prefix_found_in_either_tier_is_shared", "selecting latent", "resident hosted", "cache",
           device=BOTH),
     Proof(_HOSTED + "pauses_drops_and_moves_of_anyone_every_few_steps", "selecting", "resident hosted",
           "paused", device=BOTH),
-    Proof(_HOSTED + "a_prefix_found_in_either_tier_is_shared", "latent", "resident hosted", "cache",
-          device=BOTH),
     Proof(_LATENT + "prompts_longer_than_the_device_select_at_each_position", "latent", "hosted",
           device=BOTH),
     Proof(_LATENT + "rows_on_both_tiers_and_pauses", "latent", "resident hosted", "tier paused",

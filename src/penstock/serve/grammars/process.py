@@ -4,46 +4,38 @@ A schema of a client may cost seconds or gigabytes to compile: here both cost no
 """
 from __future__ import annotations
 
-import resource
 import socket
-import sys
 import time
 
 from penstock.config.base.errors import cut
 from penstock.config.request.grammar import Grammar
 from penstock.exec.sampling.grammar import BadGrammar, Compiler, Vocabulary
-from penstock.serve.text.frames import receive, send
+from penstock.serve.text.frames import receive, send, serve
 
 MEMORY_BYTES_MAX = 4 << 30
 ERROR_CHARS_MAX = 400
 
 
-def main(descriptor: int) -> int:
+def answers(link: socket.socket) -> None:
     """Answer {"tokenizer", "eos_ids"} with {}, then each {"kind", "text", "before"} with {"seconds"} or
     {"error"}."""
-    link = socket.socket(fileno=descriptor)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES_MAX, MEMORY_BYTES_MAX))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    hello = receive(link)
     try:
-        hello = receive(link)
+        compiler = Compiler(Vocabulary(hello["tokenizer"], tuple(hello["eos_ids"])))
+    except (ImportError, ValueError) as e:
+        send(link, {"error": str(e)[:ERROR_CHARS_MAX]})
+        return
+    send(link, {})
+    while True:
+        asked, began = receive(link), time.process_time()
         try:
-            compiler = Compiler(Vocabulary(hello["tokenizer"], tuple(hello["eos_ids"])))
-        except (ImportError, ValueError) as e:
-            send(link, {"error": str(e)[:ERROR_CHARS_MAX]})
-            return 0
-        send(link, {})
-        while True:
-            asked, began = receive(link), time.process_time()
-            try:
-                compiler.compile(Grammar(**asked))
-                send(link, {"seconds": time.process_time() - began})
-            except BadGrammar as e:
-                # A line at a time, for the reason comes behind the text that it is about.
-                said = "\n".join(cut(line) for line in str(e).splitlines())
-                send(link, {"error": said[:ERROR_CHARS_MAX]})
-    except (EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
-        return 0
+            compiler.compile(Grammar(**asked))
+            send(link, {"seconds": time.process_time() - began})
+        except BadGrammar as e:
+            # A line at a time, for the reason comes behind the text that it is about.
+            said = "\n".join(cut(line) for line in str(e).splitlines())
+            send(link, {"error": said[:ERROR_CHARS_MAX]})
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    serve(answers, MEMORY_BYTES_MAX)

@@ -89,7 +89,7 @@ class Source:
                 self.at += len(shown)
             if shown:
                 blank = False
-                self._tell(kind, shown)
+                self.tell(kind, shown)
             if marker or self.final:
                 return marker
             yield
@@ -196,10 +196,6 @@ class Source:
             self.tell(Text, self._text[begun:self.at])
         return False
 
-    def arguments(self, text: str) -> None:
-        if text:
-            self._tell(Arguments, text)
-
     def end(self) -> None:
         self.items.append(CallEnded())
 
@@ -207,17 +203,15 @@ class Source:
         """Of a call that was cut off."""
         self.at = len(self._text)
 
-    def tell(self, kind: type[Text] | type[Reasoning], text: str) -> None:
-        if text:
-            self._tell(kind, text)
-
     def _take_value(self, text: str, told: bool) -> None:
         self.at += len(text)
         if told:
-            self.arguments(text)
+            self.tell(Arguments, text)
 
-    def _tell(self, kind: type[Text] | type[Reasoning] | type[Arguments], text: str) -> None:
-        """One item for what comes at once."""
+    def tell(self, kind: type[Text] | type[Reasoning] | type[Arguments], text: str) -> None:
+        """One item for what comes at once; none for nothing."""
+        if not text:
+            return
         if self.items and isinstance(last := self.items[-1], kind):
             self.items[-1] = kind(last.text + text)
         else:
@@ -233,14 +227,14 @@ def _first(text: str, markers: Sequence[str]) -> tuple[int, str]:
     return at, marker
 
 
+def overlap(text: str, mark: str) -> int:
+    """Length of the longest end of `text` that is a proper beginning of `mark`."""
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
+
+
 def _safe(text: str, markers: Sequence[str]) -> int:
     """How much of `text` is in no marker, whatever follows, and not white space before one."""
-    kept = 0
-    for marker in markers:
-        for n in range(min(len(marker) - 1, len(text)), kept, -1):
-            if text.endswith(marker[:n]):
-                kept = n
-                break
+    kept = max((overlap(text, marker) for marker in markers), default=0)
     return len(text[:len(text) - kept].rstrip()) if markers else len(text)
 
 

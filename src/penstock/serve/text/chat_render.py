@@ -11,7 +11,6 @@ import datetime
 import json
 import resource
 import socket
-import sys
 from typing import Any, NoReturn
 
 import jinja2
@@ -20,7 +19,7 @@ import jinja2.sandbox
 from jinja2 import nodes
 from jinja2.parser import Parser
 
-from penstock.serve.text.frames import receive, send
+from penstock.serve.text.frames import receive, send, serve
 
 OUTPUT_CHARS_MAX = 8 << 20
 MEMORY_BYTES_MAX = 1 << 30
@@ -84,12 +83,6 @@ def _strftime_now(form: str) -> str:
     return datetime.datetime.now().strftime(form)
 
 
-def _limit() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES_MAX, MEMORY_BYTES_MAX))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
 def _limit_next() -> None:
     """End this process (SIGXCPU) when the next rendering computes too long: also when the parent,
     which would have killed it sooner, is gone."""
@@ -98,29 +91,25 @@ def _limit_next() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))
 
 
-def main(descriptor: int) -> int:
+def answers(link: socket.socket) -> None:
     """Answer the source with {} or {"error"}, then every set of variables with {"text"} or {"error"}."""
-    link = socket.socket(fileno=descriptor)
-    _limit()
-    try:
-        template: jinja2.Template | None = None
-        while True:
-            value = receive(link)
-            _limit_next()
-            try:
-                if template is None:
-                    template = compile_template(value["source"])
-                    send(link, {})
-                else:
-                    send(link, {"text": render(template, value)})
-            except _Raised as e:
-                send(link, {"error": str(e)[:1000]})
-            # The template's code may raise anything at all, and none of it is ours.
-            except Exception as e:
-                send(link, {"error": f"{type(e).__name__}: {e}"[:1000]})
-    except (EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
-        return 0
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    template: jinja2.Template | None = None
+    while True:
+        value = receive(link)
+        _limit_next()
+        try:
+            if template is None:
+                template = compile_template(value["source"])
+                send(link, {})
+            else:
+                send(link, {"text": render(template, value)})
+        except _Raised as e:
+            send(link, {"error": str(e)[:1000]})
+        # The template's code may raise anything at all, and none of it is ours.
+        except Exception as e:
+            send(link, {"error": f"{type(e).__name__}: {e}"[:1000]})
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    serve(answers, MEMORY_BYTES_MAX)

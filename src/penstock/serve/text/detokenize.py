@@ -8,8 +8,8 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from penstock.serve.parsers.source import overlap
 from penstock.serve.text.tokenizer import Tokenizer
 
 # A character is at most 4 bytes, so a window that still ends in U+FFFD after this many tokens of
@@ -45,10 +45,8 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer | None, *, skip_special: bool = True,
                  stop: Sequence[str] = (), include_stop: bool = False, min_tokens: int = 0,
                  context: Sequence[int] = (), shown: frozenset[int] = frozenset()) -> None:
-        self._pieces: _Pieces
-        if tokenizer is None:
-            self._pieces = _NoText()
-        else:
+        self._pieces = _Pieces()
+        if tokenizer is not None:
             hidden = tokenizer.special_ids - shown if skip_special else frozenset()
             self._pieces = (_ByteLevel(tokenizer, hidden) if tokenizer.byte_level else
                             _PrefixDiff(tokenizer, hidden, context))
@@ -101,26 +99,13 @@ class Detokenizer:
             end, at, stop = min(found)
             self._stopped, self._held = True, ""
             return Delta(text[:end if self._include_stop else at], stop)
-        keep = max(_overlap(text, s) for s in self._stops)
+        keep = max(overlap(text, s) for s in self._stops)
         self._held = text[len(text) - keep:]
         return Delta(text[:len(text) - keep])
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `stop`."""
-    for n in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:n]):
-            return n
-    return 0
-
-
-class _Pieces(Protocol):
-    def add(self, token: int) -> str: ...
-    def end(self) -> str: ...
-
-
-class _NoText:
-    """A model without a tokenizer: ids only."""
+class _Pieces:
+    """Of a model without a tokenizer: ids only."""
 
     def add(self, token: int) -> str:
         return ""
@@ -129,7 +114,7 @@ class _NoText:
         return ""
 
 
-class _ByteLevel:
+class _ByteLevel(_Pieces):
     """Byte-level BPE: a token is bytes, text is their UTF-8 with U+FFFD for what is broken."""
 
     def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
@@ -152,7 +137,7 @@ class _ByteLevel:
         return self._decoder.decode(b"", final=True)
 
 
-class _PrefixDiff:
+class _PrefixDiff(_Pieces):
     """Any other decoder: decode a short window with and without the new token, show the rest.
 
     The window starts at the last token but one that showed text, so that a decoder which strips

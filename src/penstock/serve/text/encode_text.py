@@ -5,14 +5,12 @@ Here both cost nobody but the next long text. Knows no request and no model.
 """
 from __future__ import annotations
 
-import resource
 import socket
-import sys
 from typing import Any
 
 import tokenizers
 
-from penstock.serve.text.frames import receive, send
+from penstock.serve.text.frames import receive, send, serve
 
 MEMORY_BYTES_MAX = 8 << 30
 
@@ -33,19 +31,13 @@ def answer(raw: tokenizers.Tokenizer, question: dict[str, Any]) -> dict[str, Any
     return {"ids": found}
 
 
-def main(descriptor: int) -> int:
+def answers(link: socket.socket) -> None:
     """Answer {"tokenizer": its JSON} with {}, then each question with `answer`."""
-    link = socket.socket(fileno=descriptor)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES_MAX, MEMORY_BYTES_MAX))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    try:
-        raw = tokenizers.Tokenizer.from_str(receive(link)["tokenizer"])
-        send(link, {})
-        while True:
-            send(link, answer(raw, receive(link)))
-    except (EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
-        return 0
+    raw = tokenizers.Tokenizer.from_str(receive(link)["tokenizer"])
+    send(link, {})
+    while True:
+        send(link, answer(raw, receive(link)))
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    serve(answers, MEMORY_BYTES_MAX)

@@ -1,8 +1,12 @@
 """Frames between this process and those that it keeps aside: a length, then JSON. Standard library only."""
 from __future__ import annotations
 
+import contextlib
 import json
+import resource
 import socket
+import sys
+from collections.abc import Callable
 from typing import Any
 
 LENGTH_BYTES = 4
@@ -29,3 +33,12 @@ def _exactly(link: socket.socket, count: int) -> bytes:
             raise EOFError
         data += part
     return bytes(data)
+
+
+def serve(answers: Callable[[socket.socket], object], memory_bytes: int) -> None:
+    """The main of a process aside, whose command line is the descriptor of its socket: `answers` until the
+    other side has closed, with so much memory at most."""
+    for limit, most in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CORE, 0)):
+        resource.setrlimit(limit, (most, most))
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
+        answers(socket.socket(fileno=int(sys.argv[1])))

@@ -39,11 +39,6 @@ class Aside:
         self._link: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
     def check(self) -> None:
         """Start it now. Raises ConfigError."""
         with self._lock:

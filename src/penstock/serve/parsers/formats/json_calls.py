@@ -6,7 +6,7 @@ from collections.abc import Generator, Mapping
 from typing import Any
 
 from penstock.serve.parsers.lark import Lark
-from penstock.serve.parsers.source import Source
+from penstock.serve.parsers.source import Arguments, Source
 
 ARGUMENTS = ('"arguments"', '"parameters"')
 
@@ -32,7 +32,7 @@ def read_call(source: Source, *, end: str = "") -> Generator[None, None, bool]:
     whole = _whole(text)
     if whole is None or not source.begin(whole[0]):
         return source.no_call()
-    source.arguments(whole[1])
+    source.tell(Arguments, whole[1])
     source.end()
     return True
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from penstock.config.base.errors import RequestError, show
 from penstock.serve.parsers.lark import Lark
-from penstock.serve.parsers.source import Source
+from penstock.serve.parsers.source import Arguments, Source
 
 Schemas: TypeAlias = "Mapping[str, Mapping[str, Any]]"
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -25,10 +25,10 @@ def read_parameters(source: Source, begin: str, end: str,
     while (mark := (yield from source.one_of(begin, end))) == begin:
         if not (found := (yield from one(source))):
             break
-        source.arguments(before + found)
+        source.tell(Arguments, before + found)
         before = ", "
     if mark == end or not source.final:
-        source.arguments("{}" if before == "{" else "}")
+        source.tell(Arguments, "{}" if before == "{" else "}")
         source.end()
     else:
         source.drop_rest()
