@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -42,7 +42,7 @@ from penstock.core.plan import (
     Unstore,
     Used,
 )
-from penstock.replay.recorder import Recorded, Recorder
+from penstock.replay.recorder import Recorder
 from penstock.serve.engine.live import Live, Runner
 from penstock.serve.engine.paired import Paired
 from penstock.serve.engine.record import EventLog
@@ -68,6 +68,7 @@ from penstock.serve.wire import (
 )
 
 if TYPE_CHECKING:
+    from penstock.core.core import Core
     from penstock.serve.engine.paired import Peers
     from penstock.serve.engine.peer import Peer
     from penstock.serve.engine.storing import Storing
@@ -76,17 +77,10 @@ ID_MAX = 1 << 62
 ASKED_IDS = 1 << 40                     # above those of this engine's own clients
 UNWANTED = "the decode engine has gone, or wants this prompt no longer"
 
-class Planner(Recorded, Protocol):
-    """What the loop needs of `core.Core`."""
-
-    def check(self) -> None: ...
-    def stats(self) -> dict[str, float]: ...
-
-
 class EngineLoop:
     """Messages in, chunks out. `handle` any number of messages, then `turn`, for ever."""
 
-    def __init__(self, core: Planner, executor: Runner, *, vocab_size: int, max_model_len: int,
+    def __init__(self, core: Core, executor: Runner, *, vocab_size: int, max_model_len: int,
                  selection: Selection | None = None, event_log: EventLog | None = None,
                  check: bool = False, peers: Peers | None = None, storing: Storing | None = None,
                  deadlines_s: Mapping[str, float] | None = None, room_s: float | None = None,
@@ -344,7 +338,7 @@ class EngineLoop:
         events: Sequence[Event] = self._events
         self._events = []
         for event in events:
-            self._event_log.event(event)
+            self._event_log.add(event)
         while True:
             advance = self.recorder.advance(events)
             events = ()
@@ -377,7 +371,7 @@ class EngineLoop:
             self._paired.take(moves)
         self.steps_in_flight += 1
         self.moves_in_flight += len(here.moves)
-        self._event_log.plan(plan)
+        self._event_log.add(plan)
 
     def _settle(self, event: Event) -> None:
         if isinstance(event, Retired):

@@ -172,10 +172,7 @@ class Paired:
 
     def of(self, asked: Asked) -> Peer:
         """Who has asked."""
-        return self.peer(asked.peer)
-
-    def peer(self, id: int) -> Peer:
-        return self._peers.each[id]
+        return self._peers.each[asked.peer]
 
     def take(self, moves: Sequence[Move]) -> None:
         """Moves from and to the other engines, of a plan that was just made."""
@@ -268,7 +265,6 @@ class Paired:
             self._executor.take_logprobs(RequestId(rid), i) for i in range(len(end.first))]
         hits = None if rid is None else self._live[rid].started
         prompt = None if rid is None else self._executor.take_prompt(RequestId(rid))
-        if prompt is not None and prompt.is_whole:
-            peer.say_prompt(end, prompt)
         peer.say_first(end, [p for p in found if p is not None],
-                             (0, 0) if hits is None else (hits.hbm_tokens, hits.dram_tokens))
+                       (0, 0) if hits is None else (hits.hbm_tokens, hits.dram_tokens),
+                       prompt if prompt is not None and prompt.is_whole else None)

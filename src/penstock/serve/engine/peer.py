@@ -11,7 +11,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from penstock.config.request.scores import PromptScores
 from penstock.core.pair.messages import Cancel, Drained, End, Message, Reason, Refused
@@ -29,28 +29,13 @@ from penstock.core.plan import (
 )
 from penstock.exec.sampling.sampler import Logprobs
 from penstock.serve.wire import Asked, Room, Submit
-from penstock.transfer.events import Down, Heard, LinkEvent, Pushed, Unpaired, Up
+from penstock.transfer.events import Down, Heard, Pushed, Unpaired, Up
 from penstock.transfer.facts import Info
-from penstock.transfer.messages import Ask, First, Prompted, Said
+from penstock.transfer.link import PairLink
+from penstock.transfer.messages import Ask, First, Prompted
 
 PROMPT_MAX = 1 << 21                # tokens of an Ask
 PROMPTED_BYTES = 1 << 19            # of scores in a Prompted
-
-
-class Link(Protocol):
-    """What is needed of `transfer.link.PairLink`."""
-
-    def collect(self) -> list[LinkEvent]: ...
-    def say(self, epoch: int, message: Said) -> None: ...
-    def push(self, epoch: int, move: Move) -> None: ...
-    def stop(self, transfer: int, generation: int) -> None: ...
-    def grant(self, epoch: int, move: Move) -> None: ...
-    def revoke(self, transfer: int, generation: int) -> None: ...
-    def cut(self, epoch: int) -> None: ...
-    def unsent(self, transfer: int) -> int: ...
-    def call(self, address: str) -> None: ...
-    def stats(self) -> dict[str, float]: ...
-    def close(self) -> None: ...
 
 
 News: TypeAlias = Event | Asked
@@ -70,7 +55,7 @@ class Wait:
 
 
 class Peer:
-    def __init__(self, link: Link, role: str, address: str = "", *, refuses: bool = False,
+    def __init__(self, link: PairLink, role: str, address: str = "", *, refuses: bool = False,
                  id: PeerId = ONE_PEER, clock: Callable[[], float] = time.monotonic) -> None:
         """address: where the link listens, or whom it calls. refuses: a prompt that the other engine does
         not compute is not computed here either. id: the core's number of the other engine."""
@@ -88,9 +73,9 @@ class Peer:
         self._ended: dict[int, float] = {}              # prefill end: when the last chunk of a transfer had
         self._heard_at = 0.0                            # a message of the other engine's, not of its link
         self._newest = 0                                # transfer that was asked for on this connection
-        self._count = dict.fromkeys((
-            "asked", "delivered", "refused", "lost", "wait_seconds", "received_bytes", "tail_bytes",
-            "tail_seconds", "pushed_bytes", "push_seconds"), 0.0)
+        self._count = dict.fromkeys((f"pair_{name}_total" for name in (
+            "requests", "delivered", "refused", "lost", "wait_seconds", "delivered_bytes", "tail_bytes",
+            "tail_seconds", "pushed_bytes", "push_seconds")), 0.0)
 
     # ------------------------------------------------------------ from the link
     def collect(self) -> list[News]:
@@ -103,7 +88,7 @@ class Peer:
                     self._newest = 0
                     news.append(PeerJoined(self.id))
                 case Down(_, cause):
-                    self._count["lost"] += sum(not wait.tokens for wait in self._waits.values())
+                    self._count["pair_lost_total"] += sum(not wait.tokens for wait in self._waits.values())
                     self.epoch, self.missing, self.changed = 0, cause, True
                     self._rids.clear()
                     self._lengths.clear()
@@ -114,8 +99,8 @@ class Peer:
                 case Unpaired(words):
                     self.missing, self.changed = words, True
                 case Pushed(id, ok, nbytes, seconds):
-                    self._count["pushed_bytes"] += nbytes
-                    self._count["push_seconds"] += seconds
+                    self._count["pair_pushed_bytes_total"] += nbytes
+                    self._count["pair_push_seconds_total"] += seconds
                     news.append(Moved(id, ok))
                 case Heard():
                     news += self._heard(event)
@@ -144,14 +129,14 @@ class Peer:
                 self._link.revoke(transfer, generation)
                 if (wait := self._waits.get(transfer)) is not None and generation == wait.generation:
                     wait.tokens = tokens
-                    self._count["wait_seconds"] += self._clock() - wait.since
-                    self._count["received_bytes"] += event.bytes
+                    self._count["pair_wait_seconds_total"] += self._clock() - wait.since
+                    self._count["pair_delivered_bytes_total"] += event.bytes
             case Drained(transfer, generation):
                 self._link.revoke(transfer, generation)
             case Cancel(transfer, generation):
                 self._link.stop(transfer, generation)
             case Refused():
-                self._count["refused"] += 1
+                self._count["pair_refused_total"] += 1
         assert isinstance(message, Message)
         return [Received(message, self.id)]
 
@@ -188,7 +173,7 @@ class Peer:
         prompt = _little(array("i", m.prompt))
         self._waits[m.rid] = Wait(self._clock(), len(m.prompt), prompt=(
             None if m.params.prompt_logprobs is None else PromptScores(m.params, len(m.prompt))))
-        self._count["asked"] += 1
+        self._count["pair_requests_total"] += 1
         self._link.say(self.epoch, Ask(
             m.rid, prompt.tobytes(), m.params, m.stop_ids, m.max_new,
             (m.namespace << 1).to_bytes(16, "little"), m.choice,
@@ -208,7 +193,7 @@ class Peer:
         wait = self._waits.pop(transfer, None)
         if wait is None:
             return
-        self._count["lost"] += 1
+        self._count["pair_lost_total"] += 1
         if self.epoch and self._heard_at < wait.since:
             self._link.cut(self.epoch)
 
@@ -219,7 +204,7 @@ class Peer:
 
     def take_first(self, transfer: int) -> Wait:
         """What came with a request that was delivered."""
-        self._count["delivered"] += 1
+        self._count["pair_delivered_total"] += 1
         return self._waits.pop(transfer)
 
     def forget(self, transfer: int, rid: int) -> None:
@@ -256,7 +241,7 @@ class Peer:
                 ends[move.transfer] = None
         self._due.extend(later)
         for transfer in ends:                           # its last chunk has ended, and is among them
-            self._count["tail_bytes"] += self._link.unsent(transfer)
+            self._count["pair_tail_bytes_total"] += self._link.unsent(transfer)
             self._ended[transfer] = self._clock()
 
     @property
@@ -272,29 +257,20 @@ class Peer:
 
     def say(self, message: Message) -> None:
         if isinstance(message, End) and (ended := self._ended.pop(message.transfer, None)) is not None:
-            self._count["tail_seconds"] += self._clock() - ended
+            self._count["pair_tail_seconds_total"] += self._clock() - ended
         self._link.say(self.epoch, message)
 
-    def say_first(self, end: End, logprobs: list[Logprobs], cached: tuple[int, int]) -> None:
-        """What belongs to the tokens of `end`, in front of it; `cached` as in `take_first`."""
-        self._link.say(self.epoch, First(end.transfer, end.generation, logprobs or None, *cached))
-
-    def say_prompt(self, end: End, scores: PromptScores) -> None:
-        """Logprobs of the prompt of `end`, in front of it."""
-        for part in scores.parts(PROMPTED_BYTES):
+    def say_first(self, end: End, logprobs: list[Logprobs], cached: tuple[int, int],
+                  prompt: PromptScores | None) -> None:
+        """What belongs to the tokens of `end`, and logprobs of its prompt, in front of it; `cached` as in
+        `take_first`."""
+        for part in () if prompt is None else prompt.parts(PROMPTED_BYTES):
             self._link.say(self.epoch, Prompted(end.transfer, end.generation, part))
+        self._link.say(self.epoch, First(end.transfer, end.generation, logprobs or None, *cached))
 
     def stats(self) -> dict[str, float]:
         """By metric name."""
-        c = self._count
-        return {**self._link.stats(), "pair_requests_total": c["asked"],
-                "pair_delivered_total": c["delivered"], "pair_refused_total": c["refused"],
-                "pair_lost_total": c["lost"],
-                "pair_wait_seconds_total": c["wait_seconds"], "pair_tail_bytes_total": c["tail_bytes"],
-                "pair_tail_seconds_total": c["tail_seconds"],
-                "pair_pushed_bytes_total": c["pushed_bytes"], "pair_push_seconds_total": c["push_seconds"],
-                "pair_delivered_bytes_total": c["received_bytes"],
-                "pair_requests_waiting": float(len(self._waits))}
+        return {**self._link.stats(), **self._count, "pair_requests_waiting": float(len(self._waits))}
 
     def close(self) -> None:
         self._link.close()

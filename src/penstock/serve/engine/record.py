@@ -11,10 +11,10 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 from penstock.config.base.errors import ConfigError
@@ -58,19 +58,11 @@ def write_flight(recorder: Recorder, error: BaseException | None = None) -> Path
 def where(error: BaseException) -> str:
     """The kind of an exception and the line of ours that raised it; not its message, which may quote
     what a user sent."""
-    at, tb = "", error.__traceback__
-    while tb is not None:
-        at = _line(tb) or at
-        tb = tb.tb_next
+    at = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        _, package, rest = frame.f_code.co_filename.rpartition("/penstock/")
+        at = f" at penstock/{rest}:{line}" if package else at
     return type(error).__name__ + at
-
-
-def _line(tb: TracebackType) -> str:
-    parts = Path(tb.tb_frame.f_code.co_filename).parts
-    if "penstock" not in parts:
-        return ""
-    last = len(parts) - 1 - parts[::-1].index("penstock")
-    return f" at {'/'.join(parts[last:])}:{tb.tb_lineno}"
 
 
 def write_on_signal(recorder: Recorder) -> Callable[[], None]:
@@ -114,19 +106,14 @@ class EventLog:
             except OSError as e:
                 raise ConfigError(f"--event-log {path}: {e.strerror}") from e
 
-    def event(self, event: Event) -> None:
+    def add(self, what: Event | StepPlan) -> None:
         if self._file is None:
             return
-        if isinstance(event, Retired):
-            self._retired = event.step
-        self._write(summary(event) | self._at())
-        self._news = True
-
-    def plan(self, plan: StepPlan) -> None:
-        if self._file is None:
-            return
-        self._issued = plan.step
-        self._write(summary(plan) | self._at())
+        if isinstance(what, Retired):
+            self._retired = what.step
+        elif isinstance(what, StepPlan):
+            self._issued = what.step
+        self._write(summary(what))
         self._news = True
 
     def outputs(self, outputs: Sequence[Output], pools: Callable[[], dict[str, float]]) -> None:
@@ -134,8 +121,8 @@ class EventLog:
         if self._file is None or not (self._news or outputs):
             return
         for output in outputs:
-            self._write(summary(output) | self._at())
-        self._write({"kind": "pools", **self._at(), **pools()})
+            self._write(summary(output))
+        self._write({"kind": "pools", **pools()})
         self._file.flush()
         self._news = False
 
@@ -143,12 +130,10 @@ class EventLog:
         if self._file is not None:
             self._file.close()
 
-    def _at(self) -> dict[str, int]:
-        return {"issued": self._issued, "retired": self._retired}
-
     def _write(self, entry: dict[str, Any]) -> None:
         assert self._file is not None
-        self._file.write(json.dumps(entry) + "\n")
+        at = {"issued": self._issued, "retired": self._retired}
+        self._file.write(json.dumps(entry | at) + "\n")
 
 
 def summary(what: Event | StepPlan | Output) -> dict[str, Any]:
