@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import re
@@ -147,7 +148,7 @@ def test_every_way_to_leave_a_stream_aborts_it():
         streams = [client.submit([14], LONG)[0] for _ in range(4)]
         await streams[0].aclose()                       # closed
         assert num_open() == 3
-        async with streams[1]:                          # left
+        async with contextlib.aclosing(streams[1]):                          # left
             await anext(streams[1])
         assert num_open() == 2
         task = asyncio.create_task(read_forever(streams[2]))
@@ -185,7 +186,7 @@ def test_a_killed_engine_ends_everything_at_once():
         assert ready.info["page_size"] == 16
         streams = [client.submit([14], LONG)[0] for _ in range(3)]
         await anext(streams[0])
-        os.kill(client.pid, signal.SIGKILL)
+        os.kill(client._process.pid, signal.SIGKILL)
         for stream in streams:
             with pytest.raises(EngineDied, match="signal 9"):
                 await tokens_of(stream)
@@ -232,7 +233,7 @@ def test_a_config_error_of_the_engine_is_a_config_error_here():
         with pytest.raises(ConfigError, match="no such folder"):
             await client.start()
         with pytest.raises(ProcessLookupError):
-            os.kill(client.pid, 0)
+            os.kill(client._process.pid, 0)
     drive(go())
 
 
@@ -264,11 +265,11 @@ def test_sigusr1_writes_a_flight_while_it_sleeps_and_while_it_runs(tmp_path, mon
         await client.start()
         try:
             await client.stats()
-            os.kill(client.pid, signal.SIGUSR1)             # it sleeps
+            os.kill(client._process.pid, signal.SIGUSR1)             # it sleeps
             await until(lambda: sum("flight recorder: " in line for line in lines) == 1)
             [stream] = client.submit([7], SamplingParams(max_tokens=900))
             await stream.__anext__()
-            os.kill(client.pid, signal.SIGUSR1)
+            os.kill(client._process.pid, signal.SIGUSR1)
             await until(lambda: sum("flight recorder: " in line for line in lines) == 2)
             await stream.aclose()
             await client.stats()                            # it lives
@@ -304,7 +305,7 @@ def test_a_start_that_fails_leaves_no_socket_open(monkeypatch):
             await client.start()
         assert [s.fileno() for s in ours[0]] == [-1, -1]
         with pytest.raises(ProcessLookupError):
-            os.kill(client.pid, 0)
+            os.kill(client._process.pid, 0)
     drive(go())
 
 
@@ -362,7 +363,7 @@ def test_cancelling_a_start_leaves_no_process():
         with pytest.raises(asyncio.CancelledError):
             await task
         with pytest.raises(ProcessLookupError):
-            os.kill(client.pid, 0)
+            os.kill(client._process.pid, 0)
     drive(go())
 
 
@@ -398,11 +399,11 @@ def test_the_engine_outlives_signals_of_the_terminal_but_not_its_parent(model):
         "    client = EngineClient(config, argv=sys.argv[2:], log=log)\n"
         "    starting = asyncio.create_task(client.start())\n"
         "    await loading.wait()\n"
-        "    os.kill(client.pid, 2); os.kill(client.pid, 15)\n"
+        "    os.kill(client._process.pid, 2); os.kill(client._process.pid, 15)\n"
         "    if sys.argv[1] == 'fake':\n"
         "        await starting\n"
         "        await client.stats()\n"
-        "    print(client.pid, flush=True)\n"
+        "    print(client._process.pid, flush=True)\n"
         "    os.kill(os.getpid(), 9)\n"
         "asyncio.run(main())\n")
 

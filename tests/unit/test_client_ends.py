@@ -22,7 +22,7 @@ library.open_text = lambda config, files: Text(None, None, (9,))
 
 def work():
     llm = library.LLM("fake")
-    print(llm._inner._client.pid, flush=True)
+    print(llm._inner._client._process.pid, flush=True)
     llm.generate({{"prompt_token_ids": [5]}})
     return llm
 """

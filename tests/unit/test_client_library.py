@@ -181,7 +181,7 @@ def test_a_dead_engine_is_an_error_of_the_call():
     with LLM("fake") as llm:
         stream = llm.stream(ids(14), LONG)
         next(stream)
-        os.kill(llm._inner._client.pid, signal.SIGKILL)
+        os.kill(llm._inner._client._process.pid, signal.SIGKILL)
         with pytest.raises(EngineDied, match="signal 9"):
             list(stream)
         with pytest.raises(EngineDied):

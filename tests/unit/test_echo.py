@@ -14,8 +14,9 @@ from scripted import Scripted, template
 from penstock.serve.http.apis.anthropic import CountRequest, MessagesRequest
 from penstock.serve.http.apis.responses import ResponsesRequest
 from penstock.serve.http.apis.sglang import GenerateRequest
+from penstock.serve.http.fields.body import Body
 from penstock.serve.http.native import AbortRequest, DetokenizeRequest, TokenizeRequest
-from penstock.serve.http.types import Body, ChatRequest, CompletionRequest
+from penstock.serve.http.types import ChatRequest, CompletionRequest
 
 LONG = "Q" * 3000
 USER = {"messages": [{"role": "user", "content": "x"}]}

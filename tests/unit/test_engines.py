@@ -42,7 +42,7 @@ def engines(count: int, **how: int) -> tuple[Engines, list[Fake]]:
     several = Engines(from_options("demo", {"dp": count}), print, lambda _: None)
     fakes = [Fake(**how) for _ in range(count)]
     for member, fake in zip(several.members, fakes, strict=True):
-        member.kept.engine = fake
+        member.last = fake
     return several, fakes
 
 
@@ -108,7 +108,7 @@ def test_it_forgets_what_an_engine_has_no_room_for_and_has_flushed_or_died_with(
     several.flush()
     assert member.cached(second) == 0 and one.flushed == 1
     member.sent(second)
-    member.kept.engine = Fake()
+    member.last = Fake()
     assert member.cached(second) == 0
 
 

@@ -33,6 +33,7 @@ class Engine:
     def __init__(self, *answers: dict[str, float]) -> None:
         self.answers = list(answers)
         self.members = [self]
+        self.engine = self
 
     flushed = 0
     peer_missing = ""
@@ -106,14 +107,14 @@ def test_a_busy_engines_last_numbers_are_served_with_their_age(monkeypatch):
 
 def test_a_server_of_both_ends_flushes_both_and_tells_of_both():
     engine, other = Engine({"steps": 7, "hbm_pages": 4}), Engine({"steps": 3, "prefix_queries": 5})
-    peer = PeerView(engine, "prefill", True, [SimpleNamespace(engine=other, num_restarts=0)])
+    peer = PeerView(engine, "prefill", True, [SimpleNamespace(last=other, num_restarts=0)])
     done, metrics = ask(("POST", "/flush_cache"), ("GET", "/metrics"), engine=engine, peer=peer)
     assert done.status_code == 200 and (engine.flushed, other.flushed) == (1, 1)
     for line in ("penstock:steps_total 7.0", "penstock:hbm_pages 4.0", "penstock:prefill_steps_total 3.0",
                  "penstock:prefill_prefix_cache_queries_total 5.0"):
         assert line in metrics.text.splitlines(), line
     assert "penstock:prefill_hbm_pages" not in metrics.text
-    gone = PeerView(engine, "prefill", True, [SimpleNamespace(engine=None, num_restarts=0)])
+    gone = PeerView(engine, "prefill", True, [SimpleNamespace(last=None, num_restarts=0)])
     assert [a.status_code for a in ask(("POST", "/flush_cache"), ("GET", "/metrics"), engine=Engine({}),
                                        peer=gone)] == [200, 200]
 

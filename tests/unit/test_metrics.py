@@ -78,7 +78,7 @@ def consume(engine: OneChoice, metrics: Metrics, tokenizer=None, **params):
         generation = Generation(engine, tokenizer, metrics)
         generation.submit([1, 2, 3], SamplingParams(**params), eos_ids=(), namespace=0)
         try:
-            return [p async for p in generation.pieces()], generation.usage
+            return [p async for batch in generation.batches() for p in batch], generation.usage
         finally:
             await generation.close()
     return asyncio.run(go())

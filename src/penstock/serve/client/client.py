@@ -50,8 +50,8 @@ class EngineClosed(EngineDied):
 class Stream:
     """Chunks of one choice, in order, until the one with `finish`; then StopAsyncIteration.
 
-    One reader. Leaving early aborts the choice in the engine: `aclose()`, the end of `async with`,
-    cancellation while waiting, or the object being collected. Raises EngineDied when that happened.
+    One reader. Leaving early aborts the choice in the engine: `aclose()`, cancellation while waiting,
+    or the object being collected. Raises EngineDied when that happened.
     """
 
     def __init__(self, client: EngineClient, inbox: Inbox) -> None:
@@ -91,12 +91,6 @@ class Stream:
     async def aclose(self) -> None:
         """Abort unless finished. Idempotent."""
         self._client.abort(self.rid)
-
-    async def __aenter__(self) -> Stream:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
 
     def __del__(self) -> None:
         if not self._inbox.finished:
@@ -190,11 +184,6 @@ class EngineClient:
     def ready(self) -> wire.Ready:
         assert self._ready is not None, "start() has not returned"
         return self._ready
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
 
     @property
     def num_running(self) -> int:

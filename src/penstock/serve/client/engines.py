@@ -20,7 +20,7 @@ from penstock.config.request.params import SamplingParams
 from penstock.config.settings.tree import Config
 from penstock.serve.client.client import EngineClient, EngineDied, Stream
 from penstock.serve.client.kept import Kept
-from penstock.serve.wire import Ready, Room, Shown
+from penstock.serve.wire import Ready, Room
 
 # In tokens of a prompt that must be computed: a choice that is open, which slows down others' steps a little,
 # and one that has to wait for a row, while another engine has one free. A conversation so stays where its
@@ -31,35 +31,15 @@ WAITING_TOKENS = 256
 SHARED = ("storage_up", "storage_bytes", "storage_bytes_max")
 
 
-class Member:
-    """One of the engines: what EngineClient does, and what is known of its cache."""
+class Member(Kept):
+    """One of the engines, and what is known of its cache."""
 
-    def __init__(self, kept: Kept) -> None:
-        self.kept = kept
-        self._of: EngineClient | None = None            # whose cache `_pages` tells
-        self._pages: OrderedDict[int, None] = OrderedDict()
-
-    @property
-    def engine(self) -> EngineClient:
-        """The present process, or the last. An assertion if none has ever started."""
-        assert self.kept.engine is not None, "start() has not returned"
-        return self.kept.engine
+    _of: EngineClient | None = None                     # whose cache `_pages` tells
+    _pages: OrderedDict[int, None]
 
     @property
     def ready(self) -> Ready:
         return self.engine.ready
-
-    @property
-    def missing(self) -> str:
-        return self.kept.missing
-
-    @property
-    def num_waiting(self) -> int:
-        return self.engine.num_waiting
-
-    @property
-    def num_running(self) -> int:
-        return self.engine.num_running
 
     def known(self, name: str) -> int:
         """A number of its `ready.info`, 0 if it has not told it."""
@@ -67,7 +47,7 @@ class Member:
 
     @property
     def num_open(self) -> int:
-        return self.num_waiting + self.num_running
+        return self.engine.num_waiting + self.engine.num_running
 
     def cached(self, pages: Sequence[int]) -> int:
         """How many of them, from the first on, it has been sent and has kept, as far as is known."""
@@ -101,14 +81,6 @@ class Member:
         self._known().clear()
         self.engine.flush()
 
-    async def stats(self) -> dict[str, float]:
-        """Gauges and counters by metric name. Raises EngineDied."""
-        return await self.engine.stats()
-
-    async def shown(self) -> Shown:
-        """See EngineClient.shown."""
-        return await self.engine.shown()
-
 
 class Engines:
     """`--dp N`. One alone ends with its process, which `on_death` is told; several are each started again."""
@@ -119,14 +91,14 @@ class Engines:
         count = config.server.dp
         # Numbers of requests are part of their seeds: alike questions have other answers on each engine.
         rids: Iterator[int] = itertools.count(1)
-        self.members = [Member(Kept(_numbered(config, n), f"engine {n}" if count > 1 else "", log, fds=fds,
-                                    rids=rids, env=environment(config, n),
-                                    on_death=on_death if count == 1 else None))
-                        for n in range(count)]
+        self.members = [
+            Member(_numbered(config, n), f"engine {n}" if count > 1 else "", log, fds=fds, rids=rids,
+                   env=environment(config, n), on_death=on_death if count == 1 else None)
+            for n in range(count)]
 
     async def close(self) -> None:
         """End all of them. Idempotent."""
-        await asyncio.gather(*(member.kept.close() for member in self.members))
+        await asyncio.gather(*(member.close() for member in self.members))
 
     # ------------------------------------------------------------ as one engine
     @property
@@ -146,11 +118,11 @@ class Engines:
 
     @property
     def num_waiting(self) -> int:
-        return sum(member.num_waiting for member in self.members)
+        return sum(member.engine.num_waiting for member in self.members)
 
     @property
     def num_running(self) -> int:
-        return sum(member.num_running for member in self.members)
+        return sum(member.engine.num_running for member in self.members)
 
     @property
     def peer_missing(self) -> str:
@@ -200,7 +172,7 @@ class Engines:
 
     async def stats(self) -> dict[str, float]:
         """Of all together. Raises EngineDied."""
-        return together(await asyncio.gather(*(member.stats() for member in self.members)))
+        return together(await asyncio.gather(*(member.engine.stats() for member in self.members)))
 
 
 def together(told: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,22 +16,11 @@ from msgspec.structs import replace
 
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.scores import Scores
-from penstock.serve.client.client import EngineDied
+from penstock.serve.client.client import EngineDied, Stream
 from penstock.serve.metrics import Metrics
 from penstock.serve.text.detokenize import Delta, Detokenizer
 from penstock.serve.text.tokenizer import Tokenizer
 from penstock.serve.wire import Chunk, Logprob, Room
-
-
-class Stream(Protocol):
-    """`client.Stream`: chunks of one choice."""
-
-    rid: int
-
-    def __aiter__(self) -> AsyncIterator[Chunk]: ...
-    def here(self) -> Chunk | None: ...
-    def stop_at(self, count: int) -> None: ...
-    async def aclose(self) -> None: ...
 
 
 class Engine(Protocol):
@@ -42,7 +30,7 @@ class Engine(Protocol):
     def ready(self) -> Any: ...
     def submit(self, prompt: Sequence[int], params: SamplingParams, *,
                eos_ids: Sequence[int] = (), namespace: int = 0,
-               room: Room | None = None) -> Sequence[Stream]: ...
+               room: Room | None = None) -> list[Stream]: ...
 
 
 @dataclass(slots=True)
@@ -82,7 +70,7 @@ class Usage:
 
 
 class Generation:
-    """The choices of all prompts of one request. `batches` or `pieces` once, then `usage`; `close` always."""
+    """The choices of all prompts of one request. `batches` once, then `usage`; `close` always."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None, metrics: Metrics, *,
                  began: float | None = None, shown: frozenset[int] = frozenset(),
@@ -91,8 +79,8 @@ class Generation:
         self._shown, self.silent = shown, silent
         self._engine = engine
         self._tokenizer = tokenizer
-        self._metrics = metrics
-        self._began = time.monotonic() if began is None else began
+        self.metrics = metrics
+        self.began = time.monotonic() if began is None else began
         self._choices: list[_Choice] = []
         self.usage = Usage()
 
@@ -106,7 +94,7 @@ class Generation:
         hidden = frozenset() if params.include_stop_str_in_output else frozenset(
             {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)})
         self.usage.prompt_tokens += len(prompt)
-        self._metrics.prompt_lengths.observe(len(prompt))
+        self.metrics.prompt_lengths.observe(len(prompt))
         for n, stream in enumerate(streams):
             detokenizer = Detokenizer(
                 self._tokenizer, skip_special=params.skip_special_tokens, stop=params.stop,
@@ -115,13 +103,6 @@ class Generation:
             self._choices.append(_Choice(self, len(self._choices), stream, detokenizer, hidden,
                                          bare=not params.stop and params.logprobs is None,
                                          counts_cache=n == 0))
-
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """One at a time, see `batches`."""
-        async with aclosing(self.batches()) as batches:
-            async for batch in batches:
-                for piece in batch:
-                    yield piece
 
     async def batches(self) -> AsyncGenerator[list[Piece], None]:
         """Pieces of every choice as they come, those together that have come at once. Raises Ended or
@@ -132,7 +113,9 @@ class Generation:
         else:
             async for batch in self._merged():
                 yield batch
-        self._finished()
+        self.metrics.e2e.observe(time.monotonic() - self.began)
+        self.metrics.prompt_tokens.inc(self.usage.prompt_tokens)
+        self.metrics.cached_tokens.inc(self.usage.cached_tokens)
 
     async def _merged(self) -> AsyncIterator[list[Piece]]:
         arrived: asyncio.Queue[list[Piece] | asyncio.Task[None]] = asyncio.Queue()
@@ -157,12 +140,6 @@ class Generation:
             for task in tasks:
                 task.cancel()
 
-    def _finished(self) -> None:
-        metrics = self._metrics
-        metrics.e2e.observe(time.monotonic() - self._began)
-        metrics.prompt_tokens.inc(self.usage.prompt_tokens)
-        metrics.cached_tokens.inc(self.usage.cached_tokens)
-
     async def close(self) -> None:
         """Abort what is still running. Idempotent."""
         for choice in self._choices:
@@ -174,20 +151,9 @@ class Generation:
         ready = self._engine.ready
         return ready.selection is not None or ready.info.get("speculative_method", "none") != "none"
 
-    @property
-    def metrics(self) -> Metrics:
-        return self._metrics
-
-    # ------------------------------------------------------------ told by the choices
-    def first_token(self) -> None:
-        self._metrics.ttft.observe(time.monotonic() - self._began)
-
-    def later_token(self, seconds: float) -> None:
-        self._metrics.tokens.gap(seconds)
-
     def count_tokens(self, count: int) -> None:
         self.usage.completion_tokens += count
-        self._metrics.tokens.count += count
+        self.metrics.tokens.count += count
 
     def count_cached(self, chunk: Chunk) -> None:
         self.usage.cached_tokens += chunk.cached_tokens or 0
@@ -204,7 +170,7 @@ class Generation:
         self.usage.accepted_draft_tokens += accepted
 
     def choice_ended(self, finish: str) -> None:
-        self._metrics.finished.labels(finish).inc()
+        self.metrics.finished.labels(finish).inc()
 
 
 ENDS = (None, "stop", "length")                   # of a choice that ends well
@@ -333,10 +299,10 @@ class _Choice:
     def _observe_time(self) -> None:
         now, metrics = time.monotonic(), self._generation.metrics
         if self._first:
-            self._generation.later_token(now - self._last)
+            metrics.tokens.gap(now - self._last)
         else:
             self._first = now
-            self._generation.first_token()
+            metrics.ttft.observe(now - self._generation.began)
             metrics.prefill.observe(now - (self._started or self._asked))
         self._last = now
 

@@ -28,15 +28,21 @@ class Kept:
         self._fds, self._rids, self._env, self._on_death = fds, rids, env, on_death
         self._died = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
-        self.engine: EngineClient | None = None     # the present one, once it has started, else the last
+        self.last: EngineClient | None = None       # the present one, once it has started, else the last
         self.num_restarts = 0
+
+    @property
+    def engine(self) -> EngineClient:
+        """The present process, or the last. An assertion if none has ever started."""
+        assert self.last is not None, "start() has not returned"
+        return self.last
 
     @property
     def missing(self) -> str:
         """Why it is not there, "" if it is."""
-        if self.engine is None:
+        if self.last is None:
             return "it has not started"
-        return "" if self.engine.died is None else _first(self.engine.died)
+        return "" if self.last.died is None else _first(self.last.died)
 
     async def start(self) -> Ready:
         """Start it, and keep one running from then on. Raises ConfigError or EngineDied."""
@@ -49,7 +55,7 @@ class Kept:
         engine = EngineClient(self._config, log=self._line, fds=self._fds, rids=self._rids, env=self._env,
                               on_death=self._on_death or (lambda _: self._died.set()))
         ready = await engine.start()
-        self.engine = engine
+        self.last = engine
         return ready
 
     def _line(self, line: str) -> None:
@@ -60,7 +66,6 @@ class Kept:
         while True:
             await self._died.wait()
             self._died.clear()
-            assert self.engine is not None
             if self.engine.died is None:
                 continue
             self._line(f"{_first(self.engine.died)}: it is started again")
@@ -82,8 +87,8 @@ class Kept:
             self._keeping.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._keeping
-        if self.engine is not None:
-            await self.engine.close()
+        if self.last is not None:
+            await self.last.close()
 
 
 def _first(error: EngineDied) -> str:

@@ -224,10 +224,8 @@ class AsyncLLM:
                 context: Sequence[int]) -> Generation:
         # `context`: tokens that the answer's text continues; a chat message begins afresh.
         text = self._opened
-        self._check(ids, params)
         generation = Generation(self._client, text.tokenizer, self._metrics)
-        generation.submit(ids, params, eos_ids=text.eos_ids, namespace=0,
-                          context=context)
+        generation.submit(ids, params, eos_ids=text.eos_ids, namespace=0, context=context)
         return generation
 
     def _check(self, ids: list[int], params: SamplingParams) -> None:
@@ -255,9 +253,10 @@ class AsyncLLM:
 async def _pieces(generation: Generation) -> AsyncGenerator[Piece, None]:
     """Pieces until the end; the rest is aborted however this is left. Raises RequestError."""
     try:
-        async with aclosing(generation.pieces()) as pieces:
-            async for piece in pieces:
-                yield piece
+        async with aclosing(generation.batches()) as batches:
+            async for batch in batches:
+                for piece in batch:
+                    yield piece
     except Ended as e:
         raise RequestError(f"the engine gave up the request: {e}") from e
     finally:

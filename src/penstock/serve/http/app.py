@@ -29,21 +29,11 @@ from penstock.config.settings.tree import ServerConfig
 from penstock.serve.client.client import EngineClient, EngineDied
 from penstock.serve.client.engines import Engines, Member, together
 from penstock.serve.client.kept import Kept
-from penstock.serve.http.apis.anthropic import Messages
-from penstock.serve.http.apis.anthropic import error_body as anthropic_error
-from penstock.serve.http.apis.responses import Responses
-from penstock.serve.http.apis.responses import error_body as response_error
-from penstock.serve.http.apis.sglang import Generate
+from penstock.serve.http import native
+from penstock.serve.http.apis import anthropic, responses, sglang
 from penstock.serve.http.completions import OpenAI, as_api_error
 from penstock.serve.http.format import encode, event
-from penstock.serve.http.limits import (
-    BodyTooLarge,
-    BodyTooSlow,
-    Disconnected,
-    Keys,
-    read_body,
-)
-from penstock.serve.http.native import Native, no_such_path
+from penstock.serve.http.limits import CLOSE, Disconnected, Keys, read_body
 from penstock.serve.http.openapi import document
 from penstock.serve.http.page import FILES, Page
 from penstock.serve.http.types import ApiError
@@ -54,7 +44,7 @@ Message = MutableMapping[str, Any]
 ReceiveCall = Callable[[], Awaitable[Message]]
 SendCall = Callable[[Message], Awaitable[None]]
 Shape = Callable[[ApiError, bool], dict[str, Any]]
-Handler = Callable[[bytes, bytes, "HttpReply"], Awaitable[None]]
+Handler = Callable[[OpenAI, bytes, bytes, "HttpReply"], Awaitable[None]]
 
 OPEN_PATHS = ("/health", "/ready")
 # What belongs to every tenant: where there are keys, one of an admin.
@@ -148,7 +138,7 @@ class Generating:
         api.idle.clear()
         try:
             body = await self._body(scope, receive)
-            await _while_connected(self._handler(body, scope["tenant"], reply), receive)
+            await _while_connected(self._handler(self._api, body, scope["tenant"], reply), receive)
         except Disconnected:
             pass
         # One request's error is one request's answer, whatever it is: left to the frameworks, an
@@ -161,22 +151,14 @@ class Generating:
                 api.idle.set()
 
     async def _body(self, scope: Scope, receive: ReceiveCall) -> bytes:
-        close = {"connection": "close"}          # what follows on the connection is not a request
         for name, value in scope["headers"]:
             kind = value.partition(b";")[0].strip().lower()
             if name == b"content-type" and kind != JSON_TYPE.encode():
                 raise ApiError(
                     415, "the body's Content-Type is not application/json: send that header (curl -d "
                     "says application/x-www-form-urlencoded unless -H names another)",
-                    code="unsupported_media_type", headers=close)
-        try:
-            return await read_body(scope["headers"], receive, self._bytes_max)
-        except BodyTooLarge:
-            raise ApiError(413, f"the body is over {self._bytes_max} bytes",
-                           code="body_too_large", headers=close) from None
-        except BodyTooSlow:
-            raise ApiError(408, "the body took too long to arrive", code="body_too_slow",
-                           headers=close) from None
+                    code="unsupported_media_type", headers=CLOSE)
+        return await read_body(scope["headers"], receive, self._bytes_max)
 
 
 async def _while_connected(work: Awaitable[None], receive: ReceiveCall) -> None:
@@ -266,15 +248,14 @@ def build_app(api: OpenAI, health: Health, keys: Keys, config: ServerConfig,
     def generating(path: str, handler: Handler, shape: Shape | None = None) -> Route:
         return Route(path, Generating(api, handler, config.body_bytes_max, shape), methods=["POST"])
 
-    native, messages, responses = Native(api), Messages(api), Responses(api)
     page = Page(api.engine, views.numbers, views.shown, lambda: health.died or health.draining)
     serving = () if peer is not None and not peer.serves else (
-        generating("/v1/chat/completions", api.chat),
-        generating("/v1/completions", api.completion),
-        generating("/v1/messages", messages.create, anthropic_error),
-        generating("/v1/messages/count_tokens", messages.count, anthropic_error),
-        generating("/v1/responses", responses.create, response_error),
-        generating("/generate", Generate(api).create),
+        generating("/v1/chat/completions", OpenAI.chat),
+        generating("/v1/completions", OpenAI.completion),
+        generating("/v1/messages", anthropic.create, anthropic.error_body),
+        generating("/v1/messages/count_tokens", anthropic.count, anthropic.error_body),
+        generating("/v1/responses", responses.create, responses.error_body),
+        generating("/generate", sglang.create),
         get("/v1/models", views.models),
         get("/v1/models/{name:path}", views.model),
         generating("/tokenize", native.tokenize),
@@ -333,7 +314,7 @@ class _Views:
 
     async def _each(self) -> list[dict[str, float]]:
         members = self._api.engine.members
-        return await asyncio.gather(*(n.of(m) for n, m in zip(self._numbers, members, strict=True)))
+        return await asyncio.gather(*(n.of(m.engine) for n, m in zip(self._numbers, members, strict=True)))
 
     async def models(self, _: Request) -> Response:
         return _json({"object": "list", "data": [self._model()]})
@@ -370,7 +351,7 @@ class _Views:
         return _json({"status": "ready"})
 
     async def metrics(self, _: Request) -> Response:
-        others = [n.of(k.engine) for n, k in zip(self._other_numbers, self._others, strict=True) if k.engine]
+        others = [n.of(k.last) for n, k in zip(self._other_numbers, self._others, strict=True) if k.last]
         own, told = await asyncio.gather(self._each(), asyncio.gather(*others))
         return Response(self._api.metrics.text(own, told), media_type=CONTENT_TYPE)
 
@@ -394,12 +375,12 @@ class _Views:
         """Of each engine, in SGLang's words; tokens are those of the device pool that requests hold."""
         page, rows = self._info["page_size"], self._info["max_num_seqs"]
         loads = []
-        for engine, stats in zip(self._api.engine.members, await self._each(), strict=True):
+        for m, stats in zip(self._api.engine.members, await self._each(), strict=True):
             used, room = (int(stats.get(name, 0)) * page for name in ("hbm_pages_in_use", "hbm_pages"))
             loads.append({
-                "num_running_reqs": engine.num_running, "num_waiting_reqs": engine.num_waiting,
+                "num_running_reqs": m.engine.num_running, "num_waiting_reqs": m.engine.num_waiting,
                 "num_used_tokens": used, "max_total_num_tokens": room, "token_usage": used / max(1, room),
-                "max_running_requests": rows, "utilization": engine.num_running / rows})
+                "max_running_requests": rows, "utilization": m.engine.num_running / rows})
         return loads
 
     async def version(self, _: Request) -> Response:
@@ -414,7 +395,7 @@ class _Views:
             **self._peer.engine.peer_info}}
         each = await self._each()
         engines = [] if len(each) == 1 else [
-            {"pid": m.ready.pid, "restarts": m.kept.num_restarts, "missing": m.missing, "stats": stats}
+            {"pid": m.ready.pid, "restarts": m.num_restarts, "missing": m.missing, "stats": stats}
             for m, stats in zip(self._api.engine.members, each, strict=True)]
         return _json({**self._info, "version": version(), "stats": _total(each),
                       "max_running_requests": len(each) * self._info["max_num_seqs"],      # smg asks for it
@@ -431,8 +412,8 @@ class _Views:
     async def flush(self, _: Request) -> Response:
         self._api.engine.flush()
         for kept in self._others:
-            if kept.engine is not None:
-                kept.engine.flush()
+            if kept.last is not None:
+                kept.last.flush()
         return _json({"success": True, "message": "pages that no request holds are forgotten"})
 
 
@@ -442,7 +423,7 @@ class _Numbers:
     def __init__(self, last: dict[str, float]) -> None:
         self._last, self._at = last, time.monotonic()
 
-    async def of(self, engine: Member | EngineClient) -> dict[str, float]:
+    async def of(self, engine: EngineClient) -> dict[str, float]:
         """The engine's numbers; its last ones, with their age, while it is busy or gone."""
         with contextlib.suppress(TimeoutError, EngineDied):
             async with asyncio.timeout(STATS_S_MAX):
@@ -476,7 +457,8 @@ def _json(value: Any, status: int = 200) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    what = {404: no_such_path(request.url.path), 405: ("this path has another method", "method_not_allowed")}
+    what = {404: native.no_such_path(request.url.path),
+            405: ("this path has another method", "method_not_allowed")}
     message, code = what.get(error.status_code, (str(error.detail), None))
     body = ApiError(error.status_code, message, code=code).body
     return Response(encode(body), error.status_code, headers=dict(error.headers or {}),

@@ -193,6 +193,11 @@ class OpenAI:
                         blamed=field[0] if field else "")
 
     # ------------------------------------------------------------ prompts
+    @property
+    def shows_reasoning(self) -> bool:
+        """Whether the template has a place for the reasoning of former turns."""
+        return self.template is not None and "reasoning_content" in self.template.shown
+
     async def chat_prompt(self, request: ChatRequest, tenant: bytes, offer: Offer) -> tuple[str, list[int]]:
         """Text and tokens of a conversation. Raises RequestError, ApiError."""
         if self.tokenizer is None:

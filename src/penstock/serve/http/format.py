@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 
@@ -128,6 +128,7 @@ class _Common:
     named: bool = False
     _waiting: dict[int, Whole] = field(default_factory=dict)
     _around: dict[tuple[int, str], tuple[bytes, bytes]] = field(default_factory=dict)
+    kind: ClassVar[str]               # of its events
 
     def _only_text(self, piece: Piece) -> bool:
         return bool(piece.text) and piece.finish is None and piece.prompt is None and not (
@@ -146,19 +147,13 @@ class _Common:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model,
                 "choices": choices, **more}
 
-    def _streamed(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _streamed(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         if self.include_usage:        # null in every chunk but the last, as OpenAI sends it
-            return self._frame(kind, choices, usage=None)
-        return self._frame(kind, choices)
+            return self._frame(self.kind, choices, usage=None)
+        return self._frame(self.kind, choices)
 
-    def _gather(self, piece: Piece) -> Whole | None:
-        """`piece` and what waited before it, once there is text to send or the end has come."""
-        whole = self._waiting.setdefault(piece.index, Whole())
-        whole.add(piece)
-        return self._waiting.pop(piece.index) if self._is_news(whole) else None
-
-    def _is_news(self, whole: Whole) -> bool:
-        return bool(whole.text) or whole.finish is not None or (self.return_token_ids and bool(whole.tokens))
+    def endings(self, usage: Usage) -> list[dict[str, Any]]:
+        return [self._frame(self.kind, [], usage=usage_json(usage))] if self.include_usage else []
 
     def _ids(self, whole: Whole) -> dict[str, Any]:
         return {"token_ids": whole.tokens} if self.return_token_ids else {}
@@ -183,8 +178,14 @@ class _Common:
         return {"logprob": max(logprob, LOGPROB_MIN), "rank": rank, "decoded_token": self._name(token)}
 
 
+def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    """What a choice adds."""
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
 @dataclass(slots=True)
 class ChatFormat(_Common):
+    kind = "chat.completion.chunk"
     asked: Asked = Asked()
     _readers: dict[int, Reader] = field(default_factory=dict)
     _num_calls: dict[int, int] = field(default_factory=dict)     # of choices that have begun one
@@ -193,9 +194,8 @@ class ChatFormat(_Common):
         self.id = f"chatcmpl-{secrets.token_hex(16)}"
 
     def openings(self, _: Usage) -> list[dict[str, Any]]:
-        return [self._streamed("chat.completion.chunk", [
-            {"index": i, "delta": {"role": "assistant", "content": ""}, "logprobs": None,
-             "finish_reason": None}]) for i in range(self.prompts.num_choices)]
+        return [self._streamed([_delta(i, {"role": "assistant", "content": ""})])
+                for i in range(self.prompts.num_choices)]
 
     def event(self, piece: Piece) -> bytes | None:
         if not self._only_text(piece):
@@ -211,8 +211,7 @@ class ChatFormat(_Common):
         return b"".join(told)
 
     def _added(self, index: int, name: str, value: Any) -> dict[str, Any]:
-        return self._streamed("chat.completion.chunk", [
-            {"index": index, "delta": {name: value}, "logprobs": None, "finish_reason": None}])
+        return self._streamed([_delta(index, {name: value})])
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         told = self._of_prompt(0, piece.prompt)
@@ -220,19 +219,18 @@ class ChatFormat(_Common):
         whole = self._waiting.setdefault(piece.index, Whole())
         whole.add(piece)
         if not deltas and piece.finish is None and not self.return_token_ids:
-            return [self._streamed("chat.completion.chunk", []) | told] if told else []
+            return [self._streamed([]) | told] if told else []
         del self._waiting[piece.index]
         if not deltas and whole.tokens:
             deltas = [{"content": ""}]
-        found: list[dict[str, Any]] = [
-            {"index": piece.index, "delta": d, "logprobs": None, "finish_reason": None} for d in deltas]
+        found = [_delta(piece.index, d) for d in deltas]
         if found:                     # all that came is told with the first
             found[0] |= {"logprobs": self._logprobs(whole), **self._ids(whole)}
         if piece.finish is not None:
-            found.append({"index": piece.index, "delta": {}, "logprobs": None,
-                          "finish_reason": self._finish(piece.finish, self._num_calls.get(piece.index, 0)),
-                          "stop_reason": piece.stop_reason})
-        events = [self._streamed("chat.completion.chunk", [choice]) for choice in found]
+            found.append(_delta(piece.index, {}) | {
+                "finish_reason": self._finish(piece.finish, self._num_calls.get(piece.index, 0)),
+                "stop_reason": piece.stop_reason})
+        events = [self._streamed([choice]) for choice in found]
         return [events[0] | told, *events[1:]] if told else events
 
     def _deltas(self, piece: Piece) -> list[dict[str, Any]]:
@@ -258,11 +256,6 @@ class ChatFormat(_Common):
                 return {"tool_calls": [{"index": self._num_calls[index] - 1,
                                         "function": {"arguments": text}}]}
         return {}
-
-    def endings(self, usage: Usage) -> list[dict[str, Any]]:
-        if not self.include_usage:
-            return []
-        return [self._frame("chat.completion.chunk", [], usage=usage_json(usage))]
 
     def whole(self, choices: Sequence[Whole], usage: Usage) -> dict[str, Any]:
         return self._frame("chat.completion", [self._choice(i, c) for i, c in enumerate(choices)],
@@ -304,6 +297,7 @@ class TextFormat(_Common):
     """An answer begins with what is told of its prompt: the echo, logprobs. It waits for those that the first
     answer to the prompt brings."""
 
+    kind = "text_completion"
     num_echoed: int | None = None     # logprobs of each token of an echo, beside its own
     offsets: Callable[[Sequence[int]], list[int]] = lambda ids: [0] * len(ids)
     _scores: dict[int, Scores | None] = field(default_factory=dict)      # of prompts
@@ -319,22 +313,20 @@ class TextFormat(_Common):
     def openings(self, _: Usage) -> list[dict[str, Any]]:
         if self._scored or self.prompts.echoes is None:
             return []
-        return [self._event(self._opened(i, Whole())) for i in range(self.prompts.num_choices)]
+        return [self._streamed([self._opened(i, Whole())]) for i in range(self.prompts.num_choices)]
 
     def event(self, piece: Piece) -> bytes | None:
         return self._filled(self._added, piece.index, "text", piece.text) if self._only_text(piece) else None
 
     def _added(self, index: int, name: str, value: Any) -> dict[str, Any]:
-        return self._streamed("text_completion", [
+        return self._streamed([
             {"index": index, name: value, "logprobs": None, "finish_reason": None, "stop_reason": None}])
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        if not self._scored:
-            whole = self._gather(piece)
-            return [] if whole is None else [self._event(self._choice(piece.index, whole))]
         number, first = piece.index // self.prompts.n, piece.index % self.prompts.n == 0
-        waiting = self._waiting.setdefault(piece.index, Whole())
-        waiting.add(piece)
+        self._waiting.setdefault(piece.index, Whole()).add(piece)
+        if not self._scored:
+            return self._news(piece.index)
         if first and (piece.prompt is not None or piece.finish is not None):
             self._scores.setdefault(number, piece.prompt)
         if number not in self._scores:
@@ -343,21 +335,22 @@ class TextFormat(_Common):
         for index in range(number * self.prompts.n, (number + 1) * self.prompts.n):
             if index not in self._begun:
                 self._begun.add(index)
-                told.append(self._event(self._opened(index, Whole())))
-            if index in self._waiting and self._is_news(self._waiting[index]):
-                told.append(self._event(self._choice(index, self._waiting.pop(index))))
+                told.append(self._streamed([self._opened(index, Whole())]))
+            told += self._news(index)
         return told
 
-    def endings(self, usage: Usage) -> list[dict[str, Any]]:
-        return [self._frame("text_completion", [], usage=usage_json(usage))] if self.include_usage else []
+    def _news(self, index: int) -> list[dict[str, Any]]:
+        """What has waited of a choice, once there is text to send or the end has come."""
+        whole = self._waiting.get(index)
+        if whole is None or not (whole.text or whole.finish is not None or (
+                self.return_token_ids and whole.tokens)):
+            return []
+        return [self._streamed([self._choice(index, self._waiting.pop(index))])]
 
     def whole(self, choices: Sequence[Whole], usage: Usage) -> dict[str, Any]:
         self._scores = dict(enumerate(c.prompt for c in choices[::self.prompts.n]))
-        return self._frame("text_completion", [self._opened(i, c) for i, c in enumerate(choices)],
+        return self._frame(self.kind, [self._opened(i, c) for i, c in enumerate(choices)],
                            usage=usage_json(usage))
-
-    def _event(self, choice: dict[str, Any]) -> dict[str, Any]:
-        return self._streamed("text_completion", [choice])
 
     def _choice(self, index: int, whole: Whole) -> dict[str, Any]:
         echo = "" if self.prompts.echoes is None else self.prompts.echoes[index // self.prompts.n]

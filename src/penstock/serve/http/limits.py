@@ -1,7 +1,7 @@
 """What one client may take: bytes, seconds, and other clients' cached pages; and who may ask at all.
 
 Owns reading a request body under limits, API keys, this machine's names, cache namespaces and slow
-connections. Knows no route and no OpenAI type.
+connections. Knows no route.
 """
 from __future__ import annotations
 
@@ -20,22 +20,16 @@ from penstock.config.base.errors import ConfigError
 from penstock.config.settings.pairkey import read_secret
 from penstock.config.settings.tree import ServerConfig
 from penstock.serve.client.gate import Gate
+from penstock.serve.http.types import ApiError
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 HEADER_S_MAX = 10.0
 BODY_S_MAX = 30.0
 KEEP_ALIVE_S = 5
+CLOSE = {"connection": "close"}          # what follows on the connection is not a request
 HEADER_BYTES_MAX = 16 << 10
 HEADERS_MAX = 100
-
-
-class BodyTooLarge(Exception):
-    pass
-
-
-class BodyTooSlow(Exception):
-    pass
 
 
 class Disconnected(Exception):
@@ -46,11 +40,12 @@ async def read_body(headers: Iterable[tuple[bytes, bytes]], receive: Receive, by
                     seconds_max: float = BODY_S_MAX) -> bytes:
     """The whole body, of at most `bytes_max`, which is checked before and while it arrives.
 
-    Raises BodyTooLarge, BodyTooSlow, Disconnected.
+    Raises ApiError, Disconnected.
     """
+    large = ApiError(413, f"the body is over {bytes_max} bytes", code="body_too_large", headers=CLOSE)
     for name, value in headers:
         if name == b"content-length" and int(value) > bytes_max:
-            raise BodyTooLarge
+            raise large
     body = bytearray()
     try:
         async with asyncio.timeout(seconds_max):
@@ -60,11 +55,12 @@ async def read_body(headers: Iterable[tuple[bytes, bytes]], receive: Receive, by
                     raise Disconnected
                 body += message.get("body", b"")
                 if len(body) > bytes_max:
-                    raise BodyTooLarge
+                    raise large
                 if not message.get("more_body", False):
                     return bytes(body)
     except TimeoutError:
-        raise BodyTooSlow from None
+        raise ApiError(408, "the body took too long to arrive", code="body_too_slow",
+                       headers=CLOSE) from None
 
 
 class Keys:
@@ -236,8 +232,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _refuse(self, status: int, phrase: str, message: str) -> None:
         """Answer what never became a request, and close."""
         self._stop_timer()
-        body = msgspec.json.encode({"error": {
-            "message": message, "type": "invalid_request_error", "param": None, "code": None}})
+        body = msgspec.json.encode(ApiError(status, message).body)
         self.transport.write(
             f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: "
             f"{len(body)}\r\nconnection: close\r\n\r\n".encode() + body)

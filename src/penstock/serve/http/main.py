@@ -180,10 +180,9 @@ class _Server:
                 await self._pair.close()
 
     async def _start_engines(self) -> None:
-        kept = [member.kept for member in self._engine.members]
         try:
             async with asyncio.TaskGroup() as group:
-                for one in [*kept, *([] if self._pair is None else self._pair.prefill)]:
+                for one in [*self._engine.members, *([] if self._pair is None else self._pair.prefill)]:
                     group.create_task(one.start())
         except ExceptionGroup as e:               # what one of them has to say is said once
             raise e.exceptions[0] from None
@@ -226,7 +225,7 @@ class _Server:
                      secret=self._secret, routed=routed_of(config, self._engine.ready))
         app = build_app(api, self._health, self._keys, config.server,
                         {"model": api.model, "pid": self._engine.ready.pid, **self._engine.ready.info},
-                        [await m.stats() for m in self._engine.members], self._peer_view())
+                        [await m.engine.stats() for m in self._engine.members], self._peer_view())
         settings = uvicorn.Config(
             app, http=functools.partial(LimitedProtocol, gate=Gate()),  # type: ignore[arg-type]
             ws="none", lifespan="off", log_config=None,

@@ -9,9 +9,10 @@ from typing import Any
 
 from penstock.config.base.errors import RequestError
 from penstock.serve.http.completions import OpenAI, Reply
+from penstock.serve.http.fields.body import Body
 from penstock.serve.http.fields.tools import Tool
 from penstock.serve.http.format import encode
-from penstock.serve.http.types import Body, ChatRequest, parse
+from penstock.serve.http.types import ChatRequest, parse
 
 # By path or its beginning: what is not built, in words.
 UNBUILT_PATHS = {
@@ -78,43 +79,40 @@ class AbortRequest(Body, kw_only=True, forbid_unknown_fields=True):
             raise RequestError("give rid, or abort_all: true", "rid")
 
 
-class Native:
-    """Their handlers, beside those of `api`."""
+async def tokenize(api: OpenAI, body: bytes, tenant: bytes, reply: Reply) -> None:
+    """POST /tokenize."""
+    request = parse(body, TokenizeRequest)
+    api.check_model(request.model)
+    if request.messages is not None:
+        chat = ChatRequest(
+            messages=request.messages, add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            chat_template_kwargs=request.chat_template_kwargs, tools=request.tools)
+        _, ids = await api.chat_prompt(chat, tenant, chat.offer)
+    else:
+        assert request.prompt is not None
+        [ids] = await api.encode([request.prompt], tenant, special=request.add_special_tokens is not False)
+    strings = [api.token_bytes(i).decode("utf-8", "replace") for i in ids]
+    await reply.whole(200, encode({
+        "count": len(ids), "max_model_len": api.engine.ready.max_model_len, "tokens": ids,
+        "token_strs": strings if request.return_token_strs else None}), {})
 
-    def __init__(self, api: OpenAI) -> None:
-        self._api = api
 
-    async def tokenize(self, body: bytes, tenant: bytes, reply: Reply) -> None:
-        request = parse(body, TokenizeRequest)
-        self._api.check_model(request.model)
-        if request.messages is not None:
-            chat = ChatRequest(
-                messages=request.messages, add_generation_prompt=request.add_generation_prompt,
-                continue_final_message=request.continue_final_message,
-                chat_template_kwargs=request.chat_template_kwargs, tools=request.tools)
-            _, ids = await self._api.chat_prompt(chat, tenant, chat.offer)
-        else:
-            assert request.prompt is not None
-            [ids] = await self._api.encode([request.prompt], tenant,
-                                           special=request.add_special_tokens is not False)
-        strings = [self._api.token_bytes(i).decode("utf-8", "replace") for i in ids]
-        await reply.whole(200, encode({
-            "count": len(ids), "max_model_len": self._api.engine.ready.max_model_len, "tokens": ids,
-            "token_strs": strings if request.return_token_strs else None}), {})
+async def detokenize(api: OpenAI, body: bytes, _: bytes, reply: Reply) -> None:
+    """POST /detokenize."""
+    request = parse(body, DetokenizeRequest)
+    api.check_model(request.model)
+    if api.tokenizer is None:
+        raise RequestError("this model has no tokenizer", "tokens")
+    try:
+        text = api.tokenizer.decode(request.tokens, skip_special=False)
+    except (OverflowError, TypeError):
+        raise RequestError("a token id is outside the vocabulary", "tokens") from None
+    await reply.whole(200, encode({"prompt": text}), {})
 
-    async def detokenize(self, body: bytes, _: bytes, reply: Reply) -> None:
-        request = parse(body, DetokenizeRequest)
-        self._api.check_model(request.model)
-        if self._api.tokenizer is None:
-            raise RequestError("this model has no tokenizer", "tokens")
-        try:
-            text = self._api.tokenizer.decode(request.tokens, skip_special=False)
-        except (OverflowError, TypeError):
-            raise RequestError("a token id is outside the vocabulary", "tokens") from None
-        await reply.whole(200, encode({"prompt": text}), {})
 
-    async def abort(self, body: bytes, tenant: bytes, reply: Reply) -> None:
-        """Of the tenant's own requests; an unknown rid aborts none."""
-        request = parse(body, AbortRequest)
-        count = self._api.running.abort(tenant, request.rid)
-        await reply.whole(200, encode({"success": True, "aborted": count}), {})
+async def abort(api: OpenAI, body: bytes, tenant: bytes, reply: Reply) -> None:
+    """POST /abort_request, of the tenant's own requests; an unknown rid aborts none."""
+    request = parse(body, AbortRequest)
+    count = api.running.abort(tenant, request.rid)
+    await reply.whole(200, encode({"success": True, "aborted": count}), {})

@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 
 from penstock.config.base.version import version
-from penstock.serve.http.apis import responses, sglang
 from penstock.serve.http.apis.anthropic import CountRequest, MessagesError, MessagesRequest
 from penstock.serve.http.apis.responses import ResponsesRequest
 from penstock.serve.http.apis.sglang import GenerateRequest
+from penstock.serve.http.fields.body import Body, unbuilt
 from penstock.serve.http.native import AbortRequest, DetokenizeRequest, TokenizeRequest
 from penstock.serve.http.page import FILES
-from penstock.serve.http.types import NEUTRAL, ChatRequest, CompletionRequest
+from penstock.serve.http.types import ChatRequest, CompletionRequest
 
 _REF = "#/components/schemas/{name}"
 
@@ -47,19 +47,16 @@ _GET = (401, 403)
 
 def document(served: Collection[str] | None = None) -> dict[str, Any]:
     """OpenAPI 3.1, as JSON types; of the paths `served` only, where they are given."""
-    posts: dict[str, type] = {
+    posts: dict[str, type[Body]] = {
         "/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest,
         "/v1/messages": MessagesRequest, "/v1/messages/count_tokens": CountRequest,
         "/v1/responses": ResponsesRequest, "/generate": GenerateRequest,
         "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest, "/abort_request": AbortRequest}
     (error, anthropic, *bodies), schemas = msgspec.json.schema_components(
         [Error, MessagesError, *posts.values()], ref_template=_REF)
-    for schema in schemas.values():
-        unbuilt = {"ResponsesRequest": responses.UNBUILT, "GenerateRequest": sglang.UNBUILT}.get(
-            schema["title"], NEUTRAL)
-        for name, field in schema["properties"].items():
-            if name in unbuilt and "anyOf" not in field and "type" not in field:
-                field["enum"] = [None, *unbuilt[name]]
+    for kind in posts.values():
+        for name, allowed in unbuilt(kind).items():
+            schemas[kind.__name__]["properties"][name]["enum"] = allowed
     objects = {"application/json": {"schema": {"type": "object"}}}
     errors = {"application/json": {"schema": error}}
     others = {"application/json": {"schema": {"anyOf": [error, anthropic]}}}     # a missing key is OpenAI's

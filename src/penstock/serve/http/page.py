@@ -78,7 +78,7 @@ class Page:
         for n, member in enumerate(self._engines.members):
             with contextlib.suppress(TimeoutError, EngineDied):
                 async with asyncio.timeout(SEEN_S_MAX):
-                    told = await member.shown()
+                    told = await member.engine.shown()
                 live += told.live
                 requests += [(n, *msgspec.structs.astuple(r)) for r in told.requests]
                 turns += [(n, *msgspec.structs.astuple(t)) for t in told.turns]

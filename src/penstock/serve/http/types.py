@@ -5,44 +5,21 @@ error that names it, never silence. Knows no engine and no tokenizer.
 
 Accepted and without effect: `user`, `safety_identifier`, `prompt_cache_key` whatever the value, and
 `metadata`, an object of strings (tags of the caller); `store`, as nothing is stored, and the answer says so.
-Fields of NEUTRAL are accepted at the values listed there, which include what routers fill in.
+Fields of what is not built are accepted at the values that mark them, which include what routers fill in.
 """
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from penstock.config.base.errors import RequestError, cut
 from penstock.config.request.params import COUNT_MAX, SamplingParams
-from penstock.serve.http.fields.structured import ResponseFormat, StructuredOutputs, grammar_of
+from penstock.serve.http.fields.body import Body, Neutral, Unbuilt
+from penstock.serve.http.fields.structured import Structured, grammar_of
 from penstock.serve.http.fields.tools import Tool, ToolChoice, offer_of
 from penstock.serve.parsers.asked import Offer
-
-# Of fields whose feature is not built: null, and these values that do not ask for it.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "chat_template": (),
-    "custom_params": (),
-    "documents": ([],),
-    "function_call": ("none",),
-    "functions": ([],),
-    "log_metrics": (True,),                     # every request is counted
-    "lora_path": (),
-    "modalities": (["text"],),
-    "moderation": (),
-    "prediction": (),
-    "prompt_cache_options": (),
-    "prompt_cache_retention": (),
-    "return_hidden_states": (False,),
-    "service_tier": ("auto", "default"),
-    "session_params": (),
-    "stream_reasoning": (True,),                # all text is streamed
-    "suffix": ("",),
-    "web_search_options": (),
-}
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -51,46 +28,17 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None     # events are padded to a multiple of 64 bytes
 
 
-class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A request's body."""
-
-    def checked(self) -> None:
-        """Raises RequestError for a field that is not supported at its value."""
-
-
-def refuse_unbuilt(body: Body, unbuilt: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises RequestError that names a field of `unbuilt` which asks for something."""
-    for name in body.__struct_fields__:
-        value = getattr(body, name)
-        if name in unbuilt and value is not None and not any(_same(value, ok) for ok in unbuilt[name]):
-            raise RequestError(f"{name} is not supported at this value: it is not built", name)
-
-
-class _Request(Body, kw_only=True, forbid_unknown_fields=True):
+class _Request(Structured, kw_only=True, forbid_unknown_fields=True):
     """What chat and completions share. None is "not given"."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
     # Not OpenAI's; the names are those of vLLM and SGLang.
     min_tokens: int | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
-    no_stop_trim: bool | None = None            # SGLang's name of the same
-    skip_special_tokens: bool | None = None
     priority: int | None = None
     top_k_tokens: int | None = None             # ours: KV that a decode step reads; 0 is all of it
     speculative_tokens: int | None = None       # ours: drafts a step, at most; 0 is none
@@ -106,36 +54,26 @@ class _Request(Body, kw_only=True, forbid_unknown_fields=True):
     bootstrap_room: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
     separate_reasoning: bool | None = None      # of a chat: unless this is false, it is not in the content
-    # What the answer must match: one of these. SGLang's are the last three.
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    json_schema: dict[str, Any] | str | None = None
-    regex: str | None = None
-    ebnf: str | None = None
     # Without effect.
     user: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     metadata: dict[str, str] | None = None
     store: bool | None = None                   # the answer has `store: false`
-    # NEUTRAL.
-    custom_params: Any = None
-    log_metrics: Any = None
-    lora_path: Any = None
-    moderation: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
-    return_hidden_states: Any = None
-    service_tier: Any = None
-    session_params: Any = None
-    stream_reasoning: Any = None
+    # Not built.
+    custom_params: Unbuilt = None
+    log_metrics: Annotated[Any, Neutral(True)] = None      # every request is counted
+    lora_path: Unbuilt = None
+    moderation: Unbuilt = None
+    prompt_cache_options: Unbuilt = None
+    prompt_cache_retention: Unbuilt = None
+    return_hidden_states: Annotated[Any, Neutral(False)] = None
+    service_tier: Annotated[Any, Neutral("auto", "default")] = None
+    session_params: Unbuilt = None
+    stream_reasoning: Annotated[Any, Neutral(True)] = None     # all text is streamed
 
     def checked(self) -> None:
-        refuse_unbuilt(self, NEUTRAL)
+        super().checked()
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream: true", "stream_options")
         if self.data_parallel_rank is not None and not 0 <= self.data_parallel_rank <= COUNT_MAX:
@@ -193,15 +131,15 @@ class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    # NEUTRAL.
-    audio: Any = None
-    chat_template: Any = None
-    documents: Any = None
-    function_call: Any = None
-    functions: Any = None
-    modalities: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
+    # Not built.
+    audio: Unbuilt = None
+    chat_template: Unbuilt = None
+    documents: Annotated[Any, Neutral([])] = None
+    function_call: Annotated[Any, Neutral("none")] = None
+    functions: Annotated[Any, Neutral([])] = None
+    modalities: Annotated[Any, Neutral(["text"])] = None
+    prediction: Unbuilt = None
+    web_search_options: Unbuilt = None
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -238,7 +176,7 @@ class CompletionRequest(_Request, kw_only=True, forbid_unknown_fields=True):
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
-    suffix: Any = None                          # NEUTRAL
+    suffix: Annotated[Any, Neutral("")] = None
 
     def params(self) -> SamplingParams:
         """Raises RequestError. Without a maximum there are 16 tokens, as in OpenAI's API."""
@@ -315,11 +253,6 @@ def _token_id(key: str) -> int:
     if not (key.isascii() and key.isdigit() and len(key) <= 10):
         raise RequestError("logit_bias has a key that is not a token id", "logit_bias")
     return int(key)
-
-
-def _same(value: Any, neutral: Any) -> bool:
-    """Equal, and of one type: 0 is not False here."""
-    return type(value) is type(neutral) and bool(value == neutral)
 
 
 # ---------------------------------------------------------------- errors

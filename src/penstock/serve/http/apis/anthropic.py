@@ -17,10 +17,11 @@ from penstock.config.base.errors import RequestError, show
 from penstock.serve.client.generate import Usage
 from penstock.serve.http.apis.blocks import Block, BlockFormat, arguments_object, joined_text
 from penstock.serve.http.completions import OpenAI, Reply
+from penstock.serve.http.fields.body import Body
 from penstock.serve.http.fields.structured import JsonSchemaFormat, ResponseFormat
 from penstock.serve.http.fields.tools import Function, FunctionName, NamedTool, Tool, ToolChoice
 from penstock.serve.http.format import encode
-from penstock.serve.http.types import ApiError, Body, ChatRequest, parse
+from penstock.serve.http.types import ApiError, ChatRequest, parse
 
 
 class TextBlock(msgspec.Struct, forbid_unknown_fields=True, tag="text", tag_field="type"):
@@ -248,28 +249,19 @@ def error_body(error: ApiError, _: bool) -> dict[str, Any]:
                                        "message": message if param in message else f"{message} ({param})"}}
 
 
-class Messages:
-    """Its handlers."""
+async def create(api: OpenAI, body: bytes, tenant: bytes, reply: Reply) -> None:
+    """POST /v1/messages."""
+    began = time.monotonic()
+    given = parse(body, MessagesRequest)
+    request = given.chat(
+        api.shows_reasoning, max_tokens=given.max_tokens, temperature=given.temperature, top_p=given.top_p,
+        top_k=given.top_k, stop=given.stop_sequences, stream=given.stream)
+    await api.converse(request, tenant, reply, began, lambda asked, _: MessagesFormat(api.model, asked))
 
-    def __init__(self, api: OpenAI) -> None:
-        self._api = api
 
-    async def create(self, body: bytes, tenant: bytes, reply: Reply) -> None:
-        began = time.monotonic()
-        given = parse(body, MessagesRequest)
-        request = given.chat(
-            self._shows, max_tokens=given.max_tokens, temperature=given.temperature, top_p=given.top_p,
-            top_k=given.top_k, stop=given.stop_sequences, stream=given.stream)
-        await self._api.converse(request, tenant, reply, began,
-                                 lambda asked, _: MessagesFormat(self._api.model, asked))
-
-    async def count(self, body: bytes, tenant: bytes, reply: Reply) -> None:
-        request = parse(body, CountRequest).chat(self._shows)
-        self._api.check_model(request.model)
-        _, ids = await self._api.chat_prompt(request, tenant, request.offer)
-        await reply.whole(200, encode({"input_tokens": len(ids)}), {})
-
-    @property
-    def _shows(self) -> bool:
-        """Whether the template has a place for the reasoning of former turns."""
-        return self._api.template is not None and "reasoning_content" in self._api.template.shown
+async def count(api: OpenAI, body: bytes, tenant: bytes, reply: Reply) -> None:
+    """POST /v1/messages/count_tokens."""
+    request = parse(body, CountRequest).chat(api.shows_reasoning)
+    api.check_model(request.model)
+    _, ids = await api.chat_prompt(request, tenant, request.offer)
+    await reply.whole(200, encode({"input_tokens": len(ids)}), {})

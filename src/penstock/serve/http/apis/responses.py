@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -16,18 +16,11 @@ from penstock.config.base.errors import RequestError, show
 from penstock.serve.client.generate import Usage
 from penstock.serve.http.apis.blocks import Block, BlockFormat, joined_text
 from penstock.serve.http.completions import OpenAI, Reply
+from penstock.serve.http.fields.body import Body, Neutral, Unbuilt
 from penstock.serve.http.fields.structured import JsonSchemaFormat, ResponseFormat
 from penstock.serve.http.fields.tools import Function, FunctionName, NamedTool, Tool, ToolChoice
 from penstock.serve.http.format import unix_time
-from penstock.serve.http.types import ApiError, Body, ChatRequest, StreamOptions, parse, refuse_unbuilt
-
-# Of fields whose feature is not built: null, and these values, which ask for nothing.
-UNBUILT: dict[str, tuple[Any, ...]] = {
-    "background": (False,), "context_management": ([],), "conversation": (),
-    "include": ([], ["reasoning.encrypted_content"]),       # reasoning is there, and in the open
-    "max_tool_calls": (), "moderation": (), "previous_response_id": (), "prompt": (),
-    "service_tier": ("auto", "default"), "top_logprobs": (0,), "truncation": ("disabled",),
-}
+from penstock.serve.http.types import ApiError, ChatRequest, StreamOptions, parse
 
 
 class FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
@@ -84,21 +77,19 @@ class ResponsesRequest(Body, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_key: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
-    # UNBUILT.
-    background: Any = None
-    context_management: Any = None
-    conversation: Any = None
-    include: Any = None
-    max_tool_calls: Any = None
-    moderation: Any = None
-    previous_response_id: Any = None
-    prompt: Any = None
-    service_tier: Any = None
-    top_logprobs: Any = None
-    truncation: Any = None
-
-    def checked(self) -> None:
-        refuse_unbuilt(self, UNBUILT)
+    # Not built.
+    background: Annotated[Any, Neutral(False)] = None
+    context_management: Annotated[Any, Neutral([])] = None
+    conversation: Unbuilt = None
+    # Of the include: reasoning is there, and in the open.
+    include: Annotated[Any, Neutral([], ["reasoning.encrypted_content"])] = None
+    max_tool_calls: Unbuilt = None
+    moderation: Unbuilt = None
+    previous_response_id: Unbuilt = None
+    prompt: Unbuilt = None
+    service_tier: Annotated[Any, Neutral("auto", "default")] = None
+    top_logprobs: Annotated[Any, Neutral(0)] = None
+    truncation: Annotated[Any, Neutral("disabled")] = None
 
     def chat(self, shows_reasoning: bool) -> ChatRequest:
         """The same as a chat request. Raises RequestError."""
@@ -281,19 +272,12 @@ _NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens",
           "response_format": "text.format", "reasoning_effort": "reasoning.effort"}
 
 
-class Responses:
-    """Its handler."""
-
-    def __init__(self, api: OpenAI) -> None:
-        self._api = api
-
-    async def create(self, body: bytes, tenant: bytes, reply: Reply) -> None:
-        began = time.monotonic()
-        given = parse(body, ResponsesRequest)
-        shows = self._api.template is not None and "reasoning_content" in self._api.template.shown
-        try:
-            await self._api.converse(
-                given.chat(shows), tenant, reply, began,
-                lambda asked, _: ResponseForm(self._api.model, asked, request=given))
-        except RequestError as e:
-            raise RequestError(str(e), _NAMES.get(e.param or "", e.param), e.code) from None
+async def create(api: OpenAI, body: bytes, tenant: bytes, reply: Reply) -> None:
+    """POST /v1/responses."""
+    began = time.monotonic()
+    given = parse(body, ResponsesRequest)
+    try:
+        await api.converse(given.chat(api.shows_reasoning), tenant, reply, began,
+                           lambda asked, _: ResponseForm(api.model, asked, request=given))
+    except RequestError as e:
+        raise RequestError(str(e), _NAMES.get(e.param or "", e.param), e.code) from None

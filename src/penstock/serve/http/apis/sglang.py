@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -16,42 +16,15 @@ from penstock.config.base.errors import RequestError
 from penstock.config.request.scores import Scores
 from penstock.serve.client.generate import Piece, Usage
 from penstock.serve.http.completions import OpenAI, Reply
+from penstock.serve.http.fields.body import Body, Neutral, Sampled, Unbuilt
 from penstock.serve.http.format import LOGPROB_MIN, Prompts, Whole
-from penstock.serve.http.types import Body, CompletionRequest, parse, refuse_unbuilt
+from penstock.serve.http.types import CompletionRequest, parse
 
 NEW_TOKENS = 128
-# Of fields whose feature is not built: null, and these values, which routers fill in.
-UNBUILT: dict[str, tuple[Any, ...]] = {
-    "audio_data": (), "background": (False,), "bootstrap_pair_key": (),
-    "conversation_id": (), "custom_labels": (),
-    "custom_logit_processor": (), "extra_key": (), "image_data": (), "input_embeds": (), "lora_id": (),
-    "lora_path": (), "modalities": ([],), "no_logs": (False,), "return_bytes": (False,),
-    "return_entropy": (False,), "return_hidden_states": (False,), "session_params": (),
-    "token_ids_logprob": (), "video_data": (),
-}
-
-
-class Sampling(msgspec.Struct, forbid_unknown_fields=True):
+class Sampling(Sampled, kw_only=True, forbid_unknown_fields=True):
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    no_stop_trim: bool | None = None
-    logit_bias: dict[str, float] | None = None
     sampling_seed: int | None = None
-    json_schema: dict[str, Any] | str | None = None
-    regex: str | None = None
-    ebnf: str | None = None
 
 
 class GenerateRequest(Body, kw_only=True, forbid_unknown_fields=True):
@@ -75,29 +48,29 @@ class GenerateRequest(Body, kw_only=True, forbid_unknown_fields=True):
     bootstrap_room: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
     max_tokens: int | None = None               # smg's, to a prefill end, beside sampling_params
-    # UNBUILT.
-    audio_data: Any = None
-    background: Any = None
-    bootstrap_pair_key: Any = None
-    conversation_id: Any = None
-    custom_labels: Any = None
-    custom_logit_processor: Any = None
-    extra_key: Any = None
-    image_data: Any = None
-    input_embeds: Any = None
-    lora_id: Any = None
-    lora_path: Any = None
-    modalities: Any = None
-    no_logs: Any = None
-    return_bytes: Any = None
-    return_entropy: Any = None
-    return_hidden_states: Any = None
-    session_params: Any = None
-    token_ids_logprob: Any = None
-    video_data: Any = None
+    # Not built.
+    audio_data: Unbuilt = None
+    background: Annotated[Any, Neutral(False)] = None
+    bootstrap_pair_key: Unbuilt = None
+    conversation_id: Unbuilt = None
+    custom_labels: Unbuilt = None
+    custom_logit_processor: Unbuilt = None
+    extra_key: Unbuilt = None
+    image_data: Unbuilt = None
+    input_embeds: Unbuilt = None
+    lora_id: Unbuilt = None
+    lora_path: Unbuilt = None
+    modalities: Annotated[Any, Neutral([])] = None
+    no_logs: Annotated[Any, Neutral(False)] = None
+    return_bytes: Annotated[Any, Neutral(False)] = None
+    return_entropy: Annotated[Any, Neutral(False)] = None
+    return_hidden_states: Annotated[Any, Neutral(False)] = None
+    session_params: Unbuilt = None
+    token_ids_logprob: Unbuilt = None
+    video_data: Unbuilt = None
 
     def checked(self) -> None:
-        refuse_unbuilt(self, UNBUILT)
+        super().checked()
         if (self.text is None) == (self.input_ids is None):
             raise RequestError("give text or input_ids, one of them", "text")
         for name in ("logprob_start_len", "top_logprobs_num"):
@@ -225,19 +198,13 @@ _NAMES = {"prompt": "text", "max_tokens": "sampling_params.max_new_tokens",
           "prompt_logprobs_start": "logprob_start_len"}
 
 
-class Generate:
-    """Its handler."""
-
-    def __init__(self, api: OpenAI) -> None:
-        self._api = api
-
-    async def create(self, body: bytes, tenant: bytes, reply: Reply) -> None:
-        began = time.monotonic()
-        given = parse(body, GenerateRequest)
-        request = given.completion()
-        try:
-            await self._api.complete(request, tenant, reply, began, lambda prompts: GenerateFormat(
-                prompts.num_choices > 1 or given.several, given.rid or secrets.token_hex(16),
-                prompts, given, lambda t: self._api.token_bytes(t).decode("utf-8", "replace")))
-        except RequestError as e:
-            raise RequestError(str(e), _NAMES.get(e.param or "", e.param), e.code) from None
+async def create(api: OpenAI, body: bytes, tenant: bytes, reply: Reply) -> None:
+    """POST /generate."""
+    began = time.monotonic()
+    given = parse(body, GenerateRequest)
+    try:
+        await api.complete(given.completion(), tenant, reply, began, lambda prompts: GenerateFormat(
+            prompts.num_choices > 1 or given.several, given.rid or secrets.token_hex(16),
+            prompts, given, lambda t: api.token_bytes(t).decode("utf-8", "replace")))
+    except RequestError as e:
+        raise RequestError(str(e), _NAMES.get(e.param or "", e.param), e.code) from None

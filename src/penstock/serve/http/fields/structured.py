@@ -4,12 +4,13 @@ Owns those fields' types. Whether a grammar can be compiled is for others.
 """
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 
 from penstock.config.base.errors import RequestError
 from penstock.config.request.grammar import ANY_OBJECT, Grammar, Kind
+from penstock.serve.http.fields.body import Sampled
 
 
 class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
@@ -34,19 +35,18 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     grammar: str | None = None
 
 
-class Fields(Protocol):
-    response_format: ResponseFormat | None
-    structured_outputs: StructuredOutputs | None
-    guided_json: dict[str, Any] | str | None
-    guided_regex: str | None
-    guided_choice: list[str] | None
-    guided_grammar: str | None
-    json_schema: dict[str, Any] | str | None
-    regex: str | None
-    ebnf: str | None
+class Structured(Sampled, kw_only=True, forbid_unknown_fields=True):
+    """What the answer must match: one of these, or of SGLang's three."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
 
-def grammar_of(r: Fields) -> tuple[str, Grammar] | None:
+def grammar_of(r: Structured) -> tuple[str, Grammar] | None:
     """The one field that asks for a grammar, and that. Raises RequestError: there are several."""
     outputs, form = r.structured_outputs or StructuredOutputs(), r.response_format
     asked: list[tuple[str, Kind, dict[str, Any] | list[str] | str | None]] = [
