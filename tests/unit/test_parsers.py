@@ -57,7 +57,7 @@ def answer(name: str, content: str, reasoning: str, calls: list) -> tuple[str, s
 
 
 def read(name: str, text: str, sizes: list[int], prompt: str = "", tools: dict = TOOLS) -> list:
-    form = FORMATS[name].read(tools)
+    form = FORMATS[name].read
     if name in REASONS:
         form = behind_reasoning(form, within=begins_within(prompt), separate=True)
     reader, items, at = Reader(form, tools), [], 0
@@ -211,8 +211,8 @@ def test_text_behind_calls_is_text():
 ])
 def test_reasoning_is_what_comes_first_between_its_marks(text, within, items):
     for sizes in ([1], [3], [100]):
-        reader = Reader(behind_reasoning(plain, within=within, separate=True), ())
+        reader = Reader(behind_reasoning(plain, within=within, separate=True), {})
         found = [i for at in range(0, len(text), sizes[0]) for i in reader.take(text[at:at + sizes[0]])]
         assert joined([*found, *reader.take("", True)]) == items
-        whole = Reader(behind_reasoning(plain, within=within, separate=False), ())
+        whole = Reader(behind_reasoning(plain, within=within, separate=False), {})
         assert joined([*whole.take(text), *whole.take("", True)]) == [Text(text)]

@@ -31,13 +31,9 @@ class Spread:
 
 def percentile(values: Sequence[float], p: float) -> float:
     """Linear interpolation between closest ranks; p in 0..100. NaN without values."""
-    if not values:
-        return float("nan")
-    ordered = sorted(values)
-    at = (len(ordered) - 1) * p / 100
-    low = int(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+    import numpy as np
+
+    return float(np.percentile(values, p)) if values else float("nan")
 
 
 def _short(x: float) -> str:

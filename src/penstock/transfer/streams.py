@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import ipaddress
 import os
 import socket
 import ssl
@@ -18,6 +17,7 @@ import threading
 from dataclasses import dataclass, field
 
 from penstock.config.base.errors import ConfigError
+from penstock.config.settings.refuse import is_public
 
 KEY_BYTES_MIN = 16
 SOCKET_BUFFER_BYTES = 4 << 20
@@ -59,7 +59,7 @@ class LinkSettings:
         path, host, _ = self.parts() if self.address else ("", "localhost", 0)
         if path and len(os.fsencode(path)) > 100:
             raise ConfigError(f"the path of a Unix socket has at most 100 bytes: {path}")
-        if not (path or _is_loopback(host) or self.tls or self.plaintext):
+        if not (path or not is_public(host) or self.tls or self.plaintext):
             raise ConfigError(f"{self.address} is beyond this machine: give --pair-tls-cert FILE to the end "
                               "that listens and --pair-tls to the other one, or --pair-plaintext to both")
         if self.tls and self.plaintext:
@@ -287,10 +287,3 @@ def read_certificate(path: str, flag: str = "--pair-tls-cert") -> bytes:
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

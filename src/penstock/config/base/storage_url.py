@@ -13,8 +13,7 @@ from penstock.config.base.errors import ConfigError
 
 FORMS = ("file:///DIR, s3://BUCKET/PREFIX, valkey://HOST:PORT, valkey:///SOCKET, or redis: as valkey:, "
          "mooncake://MASTER:PORT")
-# penstock[extra], and the module.
-EXTRAS = {"s3": ("s3", "obstore"), "valkey": ("valkey", "redis"), "mooncake": ("mooncake", "mooncake")}
+MODULES = {"s3": "obstore", "valkey": "redis", "mooncake": "mooncake"}      # of the extras of these names
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +80,9 @@ def parse_storage(url: str) -> StorageUrl | None:
 
 def check_installed(url: StorageUrl) -> None:
     """Raises ConfigError that names the extra which speaks to it, if that is missing."""
-    extra, module = EXTRAS.get(url.kind, ("", ""))
+    module = MODULES.get(url.kind)
     if module and importlib.util.find_spec(module) is None:
-        raise ConfigError(f"{url.shown}: {module} is not installed: pip install 'penstock[{extra}]'")
+        raise ConfigError(f"{url.shown}: {module} is not installed: pip install 'penstock[{url.kind}]'")
 
 
 def bound_mooncake() -> None:

@@ -69,7 +69,7 @@ class Stream:
                 raise inbox.error
             if inbox.finished:
                 raise StopAsyncIteration
-            inbox.waiter = self._client.future()
+            inbox.waiter = asyncio.get_running_loop().create_future()
             try:
                 await inbox.waiter
             except asyncio.CancelledError:
@@ -230,10 +230,6 @@ class EngineClient:
                 self.abort(stream.rid)
             raise
         return streams
-
-    def future(self) -> asyncio.Future[None]:
-        """One of the loop that this runs on."""
-        return self._loop.create_future()
 
     def abort(self, rid: int) -> None:
         """The reader has gone. Unknown and finished ids are ignored."""

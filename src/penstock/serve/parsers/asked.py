@@ -106,10 +106,10 @@ class Asked:
         return self.form is None and (self.reasoning is None or not self.separate)
 
     def reader(self) -> Reader:
-        read = plain if self.form is None else self.form.read(self.offer.schemas)
+        read = plain if self.form is None else self.form.read
         if self.reasoning is not None:
             read = behind_reasoning(read, within=self.reasoning, separate=self.separate)
-        return Reader(read, () if self.form is None else self.offer.schemas.keys())
+        return Reader(read, {} if self.form is None else self.offer.schemas)
 
     def call_id(self) -> str:
         return f"call_{secrets.token_hex(12)}" if self.form is None else self.form.call_id()

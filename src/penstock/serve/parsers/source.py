@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,10 @@ _STRING_END = re.compile(r'((?:[^"\\]|\\.)*)"', re.DOTALL)
 
 
 class Source:
-    """The text from `at` on; `final` once no more will come. `tools`: the names that a call may have."""
+    """The text from `at` on; `final` once no more will come. `tools`: schemas of arguments by the names
+    that a call may have."""
 
-    def __init__(self, tools: Collection[str]) -> None:
+    def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
         self.tools = tools
         self.items: list[Item] = []
         self.final = False
@@ -244,7 +245,7 @@ Read: TypeAlias = "Callable[[Source], Reading]"
 class Reader:
     """Items of one answer: give it the text as it comes."""
 
-    def __init__(self, read: Read, tools: Collection[str]) -> None:
+    def __init__(self, read: Read, tools: Mapping[str, Mapping[str, Any]]) -> None:
         self._source = Source(tools)
         self._reading: Reading | None = read(self._source)
 

@@ -21,7 +21,7 @@ def _call_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """read      of the schemas of the tools
+    """read      items of an answer
     body      the expression of calls behind `opening`, of one or many
     opening   the mark that begins calls, "" where the whole answer is one
     signs     of which each is in the templates of its models
@@ -29,7 +29,7 @@ class Format:
     """
 
     name: str
-    read: Callable[[Schemas], Read]
+    read: Read
     body: Callable[[Lark, Schemas, bool], str]
     opening: str
     signs: tuple[str, ...]
@@ -39,17 +39,17 @@ class Format:
 
 # The first whose signs a template has is meant.
 FORMATS = {f.name: f for f in (
-    Format("deepseek_v32", lambda _: deepseek_v32.read, deepseek_v32.body, deepseek_v32.OPEN, ("｜DSML｜",),
+    Format("deepseek_v32", deepseek_v32.read, deepseek_v32.body, deepseek_v32.OPEN, ("｜DSML｜",),
            ("｜DSML｜",)),
-    Format("glm", glm.reading, glm.body, glm.OPEN, ("<arg_key>",),
+    Format("glm", glm.read, glm.body, glm.OPEN, ("<arg_key>",),
            (glm.OPEN, glm.CLOSE, glm.KEY, glm.KEY_END, glm.VALUE, glm.VALUE_END)),
-    Format("qwen3_coder", qwen3_coder.reading, qwen3_coder.body, qwen3_coder.OPEN,
+    Format("qwen3_coder", qwen3_coder.read, qwen3_coder.body, qwen3_coder.OPEN,
            ("<tool_call>", "<function="), (qwen3_coder.OPEN, qwen3_coder.CLOSE)),
-    Format("mistral", lambda _: mistral.read, mistral.body, mistral.OPEN, ("[TOOL_CALLS]",),
+    Format("mistral", mistral.read, mistral.body, mistral.OPEN, ("[TOOL_CALLS]",),
            (mistral.OPEN, mistral.ARGS), mistral.call_id),
-    Format("hermes", lambda _: hermes.read, hermes.body, hermes.OPEN, ("<tool_call>",),
+    Format("hermes", hermes.read, hermes.body, hermes.OPEN, ("<tool_call>",),
            (hermes.OPEN, hermes.CLOSE)),
-    Format("llama3_json", lambda _: llama3_json.read, llama3_json.body, "", ("<|start_header_id|>", "tools"),
+    Format("llama3_json", llama3_json.read, llama3_json.body, "", ("<|start_header_id|>", "tools"),
            (llama3_json.TAG,)),
 )}
 

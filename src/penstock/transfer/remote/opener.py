@@ -7,15 +7,13 @@ from penstock.config.base.errors import ConfigError
 from penstock.config.base.storage_url import bound_mooncake
 from penstock.transfer.remote.carrier import Open
 
-PACKAGES = {"nixl": "nixl", "mooncake": "mooncake"}     # of an extra of the same name: what it imports
-
 
 def opener(backend: str) -> Open | None:
     """How carriers of a --disaggregation-transfer-backend are made; None: pages are in the stream. Raises
     ConfigError: it is not installed."""
     if backend == "stream":
         return None
-    if importlib.util.find_spec(PACKAGES[backend]) is None:
+    if importlib.util.find_spec(backend) is None:
         raise ConfigError(f"--disaggregation-transfer-backend {backend} is not installed: pip install "
                           f"'penstock[{backend}]', or leave the flag out")
     try:

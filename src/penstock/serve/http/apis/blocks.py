@@ -34,7 +34,6 @@ class BlockFormat(ABC):
     asked: Asked
     id: str = ""
     blocks: list[Block] = field(default_factory=list)
-    include_usage: bool = False
     named: bool = True
     _open: bool = False
     _reader: Reader | None = None

@@ -6,28 +6,26 @@ from collections.abc import Generator
 
 from penstock.serve.parsers.formats.parameters import Schemas, parameter, parameter_rules, read_parameters
 from penstock.serve.parsers.lark import Lark
-from penstock.serve.parsers.source import Read, Reading, Source
+from penstock.serve.parsers.source import Reading, Source
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 KEY, KEY_END = "<arg_key>", "</arg_key>"
 VALUE, VALUE_END = "<arg_value>", "</arg_value>"
 
 
-def reading(schemas: Schemas) -> Read:
-    def read(source: Source) -> Reading:
-        called = False
-        while (yield from source.until(OPEN, behind_call=called)):
-            name, mark = yield from source.take("\n", KEY, CLOSE)
-            source.at -= len(mark)
-            called = source.begin(name.strip())
-            if called:
-                def one(source: Source, name: str = name.strip()) -> Generator[None, None, str]:
-                    key, _ = yield from source.take(KEY_END)
-                    yield from source.one_of(VALUE)
-                    value, mark = yield from source.take(VALUE_END)
-                    return parameter(key.strip(), value, schemas[name]) if mark else ""
-                yield from read_parameters(source, KEY, CLOSE, one)
-    return read
+def read(source: Source) -> Reading:
+    called = False
+    while (yield from source.until(OPEN, behind_call=called)):
+        name, mark = yield from source.take("\n", KEY, CLOSE)
+        source.at -= len(mark)
+        called = source.begin(name.strip())
+        if called:
+            def one(source: Source, name: str = name.strip()) -> Generator[None, None, str]:
+                key, _ = yield from source.take(KEY_END)
+                yield from source.one_of(VALUE)
+                value, mark = yield from source.take(VALUE_END)
+                return parameter(key.strip(), value, source.tools[name]) if mark else ""
+            yield from read_parameters(source, KEY, CLOSE, one)
 
 
 def body(lark: Lark, tools: Schemas, many: bool) -> str:
