@@ -14,9 +14,9 @@ from penstock.core.plan import DramPage, Group, HbmPage, Move, MoveId, StepId, T
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
 from penstock.memory.pool import PageLayout, Part
-from penstock.transfer import PairLink
 from penstock.transfer.events import Down, Heard, LinkEvent, Pushed, Up
 from penstock.transfer.facts import Facts, group_facts
+from penstock.transfer.link import PairLink
 from penstock.transfer.pages import PoolPages
 from penstock.transfer.remote.carrier import Open
 from penstock.transfer.streams import LinkSettings

@@ -2,6 +2,3 @@
 
 The protocol, which decides what is granted, pushed and ended, is `core.pair`; this carries it.
 """
-from penstock.transfer.link import PairLink
-
-__all__ = ["PairLink"]

@@ -15,7 +15,6 @@ import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from penstock.config.base.errors import ConfigError, RequestError
@@ -329,8 +328,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +44,7 @@ from penstock.serve.http.types import (
     parse,
 )
 from penstock.serve.metrics import Metrics
-from penstock.serve.namespaces import Namespaces
+from penstock.serve.namespaces import namespace
 from penstock.serve.parsers.asked import Asked, Offer
 from penstock.serve.text.chat import ChatTemplate, too_many_messages
 from penstock.serve.text.detokenize import Detokenizer
@@ -109,7 +110,7 @@ class OpenAI:
     def __init__(self, engine: Engines, text: Text, metrics: Metrics, *, model: str,
                  choices_max: int, encoder: Encoder | None = None, also: Sequence[str] = (),
                  secret: bytes | None = None, routed: Routed = ALONE) -> None:
-        """secret: what tenants' namespaces are made with, see `Namespaces`. routed: which part of a pair."""
+        """secret: what tenants' namespaces are made with, None: drawn. routed: which part of a pair."""
         self.routed = routed
         self.engine = engine
         self.text = text
@@ -123,7 +124,7 @@ class OpenAI:
         # Routers fill in "unknown" where their client named none.
         self.names = self.own_names | {"unknown"}
         self.choices_max = choices_max
-        self.namespaces = Namespaces(secret)
+        self._secret = secret or secrets.token_bytes(32)
         self.draining = False
         self.running = Running()
         self.num_open = 0            # requests that have not been answered to the end
@@ -286,7 +287,7 @@ class OpenAI:
             raise RequestError("this model has no tokenizer: use stop_token_ids", "stop")
         _check_scores(prompts, params)
         await self._check_grammar(params, prompts.ids[0], tenant, blamed)
-        namespace = self.namespaces.number(tenant, request.cache_salt)
+        root = namespace(self._secret, tenant, request.cache_salt)
         room = self.routed.room(request)
         engine = self.engine.of(request.data_parallel_rank)
         generation = Generation(engine, self.tokenizer, self.metrics, began=began, shown=shown,
@@ -295,7 +296,7 @@ class OpenAI:
             with self.running.of(tenant, out.id, request.rid):
                 for prompt in prompts.ids:
                     generation.submit(
-                        prompt, params, eos_ids=self.eos_ids, namespace=namespace, room=room,
+                        prompt, params, eos_ids=self.eos_ids, namespace=root, room=room,
                         context=prompt if isinstance(request, CompletionRequest) else ())
                 if request.stream and not self.routed.prefills:
                     await self._stream(generation, request, out, reply)

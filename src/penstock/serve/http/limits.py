@@ -67,7 +67,7 @@ class Keys:
     """The API keys, as keyed hashes. Without any, everybody may ask. `admins` are keys too."""
 
     def __init__(self, keys: Iterable[str], admins: Iterable[str] = (), secret: bytes | None = None) -> None:
-        """secret: see `Namespaces`: what a tenant is called with it is the same in every process."""
+        """secret: see `namespace`: what a tenant is called with it is the same in every process."""
         self._secret = secret or secrets.token_bytes(32)
         self._admins = frozenset(self._hash(k.encode()) for k in admins)
         self._hashes = [*(self._hash(k.encode()) for k in keys), *self._admins]
