@@ -48,7 +48,7 @@ def strike(view: View, executor: SimExecutor, r: Live, rng: Random) -> Counter[s
             told[f"damaged page in {copy.tier.value}"] += 1
             told["damaged page in flight"] += copy.is_moving
     told["damaged after its drop"] += dropped and bool(pages)
-    for t, group in zip(r.groups, view.cfg.groups, strict=True):
+    for t, group in zip(r.tables, view.cfg.groups, strict=True):
         begin = first * view.cfg.page_size // (group.page_tokens or view.cfg.page_size)
         for tier, column in ((Tier.HBM, t.device), (Tier.DRAM, t.host)):
             pages |= {(tier, page.page) for page in column[begin:] if page is not None and page.node is None}
@@ -65,5 +65,5 @@ def distrusted(view: View, r: Live) -> list[Sealed]:
     """The pages that nobody may start from once `r` is found to be damaged: its own, and if it has ever
     given up its KV all that have its tokens, for those it may have computed. Where it goes on with pages
     that nobody finds any more, what is found now is not of its making."""
-    lost_track = r.has_lost_kv and not (r.path and view.is_banished(r.path[0]))
+    lost_track = r.kv_epoch > 0 and not (r.path and view.is_banished(r.path[0]))
     return list(view.sealed(r)) if lost_track else r.path

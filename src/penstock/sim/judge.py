@@ -40,7 +40,7 @@ from penstock.sim import states
 from penstock.sim.executor import SimExecutor
 from penstock.sim.policy import Policy
 from penstock.sim.scenario import Scenario
-from penstock.sim.view import Group, Live, Raw, Sealed, View
+from penstock.sim.view import Live, Pages, Sealed, View
 from penstock.sim.workload import Expect
 
 Edge = tuple[Phase, Trigger]
@@ -145,7 +145,7 @@ class Judge(Watcher):
         if (leader is None or not simple or leader.rid in self.gave_way
                 or not self.distrusted.isdisjoint(leader.path)):
             return
-        (t,) = leader.groups
+        (t,) = leader.tables
         if t.host or any(page is None or page.node is None for page in t.device[:len(leader.path)]):
             return    # a private twin of a page that others had computed first is not shared (seed 52887)
         # A fork waits until its leader's prompt is sealed, then shares all whole pages.
@@ -266,19 +266,20 @@ class Judge(Watcher):
                 assert start == e.cached, f"request {rid}: starts at {start}, {e.cached} cached"
             e.planned = True
             self.stats["hosted rows"] += live.place is Place.HOST
-            for group, t in enumerate(live.groups):
+            for group, t in enumerate(live.tables):
                 self._pages(p, live, row, group, t, start, count)
             self.stepped[row] = p.step
             if samples:
                 self.sampled[row] = p.step
 
-    def _pages(self, p: StepPlan, live: Live, row: Row, group: int, t: Group, start: int,
+    def _pages(self, p: StepPlan, live: Live, row: Row, group: int, t: Pages, start: int,
                count: int) -> None:
         """One group of one row: its device tables are its leases, and what it writes is its own."""
         pages, below = self.tables[row][1][group]
         hot = self.hot[row][group]
-        assert live.phase is Phase.SENDING or hot == t.hot, f"request {live.rid}: hot buffer is not its lease"
-        most = min(self.cfg.largest_hot, t.num_pages(live.num_prompt + live.max_new - 1))
+        assert live.phase is Phase.SENDING or hot == [c.page for c in t.hot], (
+            f"request {live.rid}: hot buffer is not its lease")
+        most = min(self.cfg.largest_hot, t.end(live.num_prompt + live.max_new - 1))
         least = 1 if self.cfg.role == "prefill" else min(self.cfg.hot_pages, most)     # that has prompts only
         assert not hot or least <= len(hot) <= most, "a hot buffer of no such size"
         view, rid, end, unit = self.view, live.rid, start + count, self.units[group]
@@ -287,7 +288,7 @@ class Judge(Watcher):
         assert len(pages) * unit >= end, f"request {rid}: too few pages"
         self.stats["rows in both places"] += hosted and max(pages) >= 0
         self.stats["longer than the device"] += len(pages) > self.longest[group]
-        for i in range(t.first_read(min(start, live.retired)), -(-end // unit)):
+        for i in range(t.begin(min(start, live.retired)), -(-end // unit)):
             assert pages[i] >= 0 or below[i] >= 0, f"request {rid}: page {i} is nowhere"
             for table, column, held in sides:
                 page, copy = table[i], column[i] if i < len(column) else None
@@ -331,10 +332,10 @@ class Judge(Watcher):
     # ---------------------------------------------------------------- who changes phase
     def event(self, event: Event) -> None:
         self._about = [(r, r.phase, r.visit) for r in states.met(self.view, event)]
-        if isinstance(event, Moved) and not event.ok:
-            self.failing = True
-            move, good = self.view.transfer(event.id), event.good
-            if move is not None and move.dst is not Tier.PEER:
+        if isinstance(event, Moved):
+            move, good = self.moves.pop(event.id, None), event.good
+            self.failing = not event.ok
+            if not event.ok and move is not None and move.dst is not Tier.PEER:
                 self.torn.update(move.dst_pages[good:])
                 if HEIGHT[move.dst] > HEIGHT[move.src]:
                     self.suspect.update(move.src_pages[good:])
@@ -348,8 +349,7 @@ class Judge(Watcher):
             if not self.blind:
                 self.policy.effect(event, r, (phase, visit))
 
-    def edge(self, r: Raw, trigger: Trigger) -> None:
-        live = self.view.of(r)
+    def edge(self, live: Live, trigger: Trigger) -> None:
         lost = self.failing or (live.phase is Phase.PAUSED and not self.view.is_complete(live))
         pressure = (trigger in (Trigger.PAUSE, Trigger.DROP, Trigger.SPILL) and live.rid not in self.forced
                     and not lost and live.phase not in (Phase.LOADING, Phase.STAGING, Phase.RECEIVING,
@@ -364,8 +364,7 @@ class Judge(Watcher):
                 better = error                 # an edge that waits for promised pages is not taken
         self._asked[live.rid] = Asked(pressure, better, live.computed)
 
-    def taken(self, r: Raw, source: Phase, trigger: Trigger) -> None:
-        live = self.view.of(r)
+    def taken(self, live: Live, source: Phase, trigger: Trigger) -> None:
         asked = self._asked[live.rid]
         if asked.better is not None:
             raise asked.better
@@ -391,13 +390,13 @@ class Judge(Watcher):
         return any([n for name, n in self.executor.stats.items() if name.endswith("failed")])
 
     def _admitted(self, r: Live) -> None:
-        mine = self.made[r.rid].arrived.priority, r.order[1]
+        mine = self.made[r.rid].arrived.priority, r.key[1]
         if self.view.num_running() == 1 and self.view.is_owed():
             return                             # nobody else ran, and a peer may keep its pages for ever
         for w in self.view.waiting:
             a = self.made[w.rid].arrived
-            if w.phase is Phase.QUEUED and a.leader is None and not w.is_asked_for:
-                assert (a.priority, w.order[1]) > mine, f"request {r.rid} overtook {w.rid}"
+            if w.phase is Phase.QUEUED and a.leader is None and not w.asked:
+                assert (a.priority, w.key[1]) > mine, f"request {r.rid} overtook {w.rid}"
 
     # ---------------------------------------------------------------- who owns what
     def _acquired(self, tier: Tier, pages: list[int]) -> None:
@@ -429,7 +428,7 @@ class Judge(Watcher):
         self._seen = taken, changes
         waiting, parked = view.waiting, self.parked
         self.stats["back-pressure"] += any([r.phase is Phase.QUEUED for r in waiting])
-        self.stats["window left behind"] += sum([r.is_windowed for r in view.live])
+        self.stats["window left behind"] += sum([any([t.first for t in r.tables]) for r in view.live])
         self.parked = {r.rid for r in waiting if r.is_saved}
         for r in waiting:
             if r.is_saved and r.rid not in parked:              # its DRAM lease begins here
@@ -448,7 +447,7 @@ class Judge(Watcher):
             f"request {running[0].rid} has a row, and waits for the peer")
         for r in view.waiting if not (asked or running) and view.head() is not None else ():
             idle = r.phase in (Phase.PAUSED, Phase.FETCHING) or (
-                r.is_saved if r.phase is Phase.RECEIVING else r.phase is Phase.SENDING and not r.has_grant)
+                r.is_saved if r.phase is Phase.RECEIVING else r.phase is Phase.SENDING and r.grant is None)
             assert not idle, f"request {r.rid} could give way, and waits for the peer"
 
     def end(self) -> None:

@@ -6,11 +6,25 @@ computed anew, from pools and tree, and what is judged shares no rule with the c
 """
 from __future__ import annotations
 
+import itertools
+
 from penstock.core.lifecycle import ACTIVE, WAITING, Phase, Place, Trigger
 from penstock.core.plan import Event, Expired, Rates, Tier
-from penstock.sim.view import Live, Sealed, View
+from penstock.sim.view import Live, Pages, Sealed, View
 
 GIVING_WAY = (Trigger.PAUSE, Trigger.DROP)
+
+
+def _num_own(t: Pages) -> int:
+    """Device pages that nobody else reads, behind the last that somebody does. Two who computed the same
+    first page can share the second: what lies before a shared page need not count (sim seed 11514). Nor
+    what rows in host pages read beside (sim seed 11467)."""
+    return sum(1 for _ in itertools.takewhile(lambda page: page is not None and page.pins == 1
+                                              and not page.readers, reversed(t.device)))
+
+
+def _on_device(r: Live) -> bool:
+    return any([any(t.device) for t in r.tables])
 
 
 class Policy:
@@ -40,8 +54,8 @@ class Policy:
             self._last_resort(r, trigger, failed)
         elif pressure and trigger is Trigger.DROP and r.phase is Phase.PAUSED and not failed:
             younger = [q.rid for q in self.view.waiting
-                       if q.phase is Phase.PAUSED and q.order > r.order and q is not self.view.head()
-                       and q.has_device_pages >= r.has_device_pages]        # the host was full: these first
+                       if q.phase is Phase.PAUSED and q.key > r.key and q is not self.view.head()
+                       and _on_device(q) >= _on_device(r)]        # the host was full: these first
             assert not younger, f"request {r.rid} is dropped, and {younger} are behind it"
 
     def gives_way(self, r: Live, trigger: Trigger) -> None:
@@ -67,7 +81,7 @@ class Policy:
         running, waiting = self.view.running, self.view.waiting
         if r.place is Place.HOST and trigger is Trigger.DROP and self.pausing != (r.rid, r.visit):
             idle = [q.rid for q in waiting if q.phase in (Phase.FETCHING, Phase.PAUSED) and any(
-                any(t.host) for t in q.groups)]
+                any(t.host) for t in q.tables)]
             assert not idle, f"request {r.rid} is dropped for host pages, and {idle} do not run"
             return
         if trigger is Trigger.DROP and (r.phase, Trigger.PAUSE) in self.view.edges:
@@ -80,15 +94,15 @@ class Policy:
 
     def _frees_pages(self, r: Live) -> bool:
         """Whether nobody else reads more of `r` than a hot buffer takes; of several groups, in slabs."""
-        own = [(t.num_own - r.hot) // (group.slab_pages if len(self.cfg.groups) > 1 else 1)
-               for t, group in zip(r.groups, self.cfg.groups, strict=True) if group.hosted]
+        own = [(_num_own(t) - r.hot_units) // (group.slab_pages if len(self.cfg.groups) > 1 else 1)
+               for t, group in zip(r.tables, self.cfg.groups, strict=True) if group.hosted]
         return any([n > 0 for n in own])
 
     def _fits_host(self, r: Live) -> bool:
         """Whether a free host page is there for each device page that `r` has no twin of; of several groups,
         a slab. It may need less, and find more by evicting."""
         want = sum([page is not None and not (i < len(t.host) and t.host[i])
-                    for t in r.groups for i, page in enumerate(t.device)])
+                    for t in r.tables for i, page in enumerate(t.device)])
         return want <= self.view.free(Tier.DRAM)
 
     # ---------------------------------------------------------------- prefixes

@@ -1,13 +1,12 @@
 """What the simulator and its judge see of a core: one read-only view, with public names of its own.
 
 Only this module and the seeded bugs look inside a core, so that it can change without the others
-(`tests/tidy` says so). Pages in use and sealed pages are handles; what is read of them is here.
+(`tests/tidy` says so). Requests, their tables and their pages are handles: their fields are read as they are.
 """
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple
 
 from penstock.core.core import Core
 from penstock.core.kv.page_table import PageTable
@@ -20,93 +19,9 @@ from penstock.core.policy import capacity as capacity  # arithmetic of what can 
 from penstock.core.request import Request
 from penstock.sim.device import name_of
 
-Sealed = Node              # a handle, see `View`
-Raw = Request              # as a watcher is given it, for `View.of`
-T = TypeVar("T")
-
-
-class Of(Generic[T]):
-    """What a request has, under a public name."""
-
-    def __init__(self, read: Callable[[Request], T]) -> None:
-        self.read = read
-
-    @overload
-    def __get__(self, live: None, owner: type) -> Of[T]: ...
-    @overload
-    def __get__(self, live: Live, owner: type) -> T: ...
-    def __get__(self, live: Live | None, owner: type) -> Of[T] | T:
-        return self if live is None else self.read(live.request)
-
-
-class Live:
-    """One request."""
-
-    __slots__ = ("arrived", "request", "rid")
-
-    def __init__(self, r: Request) -> None:
-        self.rid, self.arrived, self.request = r.rid, r.arrived, r
-
-    phase = Of(lambda r: r.phase)
-    place = Of(lambda r: r.place)
-    row = Of(lambda r: r.row)
-    visit = Of(lambda r: r.visit)                        # names its stay in the phase
-    order = Of(lambda r: r.key)                          # of service: smaller first
-    tokens = Of(lambda r: r.tokens)                      # prompt and retired outputs
-    num_prompt = Of(lambda r: r.num_prompt)
-    num_output = Of(lambda r: r.num_output)
-    max_new = Of(lambda r: r.max_new)                    # clipped to what can ever fit
-    computed = Of(lambda r: r.computed)                  # positions with KV, at most
-    retired = Of(lambda r: r.retired)                    # of these, seen to be computed
-    started = Of(lambda r: r.started)                    # its Started was sent
-    is_asked_for = Of(lambda r: bool(r.asked))           # storage was asked what it has of it
-    path = Of(lambda r: r.path)                          # its sealed pages
-    may_host = Of(lambda r: r.may_host)                  # it could decode from host pages, to its end
-    is_saved = Of(lambda r: r.is_saved)                 # it waits, and what it has is pinned on the host
-    has_grant = Of(lambda r: r.grant is not None)        # pages wait at the decode engine
-    has_lost_kv = Of(lambda r: r.kv_epoch > 0)               # it has given up its KV before
-    is_windowed = Of(lambda r: any([t.first for t in r.tables]))     # a window has left pages behind
-    has_device_pages = Of(lambda r: any([any(t.device) for t in r.tables]))
-    hot = Of(lambda r: r.hot_units)                            # pages of the hot buffer that it would have
-    groups = Of(lambda r: list(map(Group, r.tables)))
-
-
-class Group:
-    """One cache group's pages of one request: by page, None where it has none in that tier."""
-
-    __slots__ = ("_table", "device", "host")
-
-    def __init__(self, t: PageTable) -> None:
-        self.device, self.host, self._table = t.device, t.host, t
-
-    @property
-    def hot(self) -> list[int]:
-        return [page.page for page in self._table.hot]
-
-    @property
-    def num_own(self) -> int:
-        """Device pages that nobody else reads, behind the last that somebody does. Two who computed the same
-        first page can share the second: what lies before a shared page need not count (sim seed 11514). Nor
-        what rows in host pages read beside (sim seed 11467)."""
-        own = itertools.takewhile(lambda page: page is not None and page.pins == 1 and not page.readers,
-                                  reversed(self.device))
-        return sum(1 for _ in own)
-
-    def num_pages(self, positions: int) -> int:
-        return self._table.end(positions)
-
-    def first_read(self, position: int) -> int:
-        """The first page that the step which computes `position` reads."""
-        return self._table.begin(position)
-
-
-class Transfer(NamedTuple):
-    """A Move that was planned and has not been answered."""
-
-    src: Tier
-    dst: Tier
-    src_pages: list[int]
-    dst_pages: list[int]
+Live = Request            # handles, see `View`
+Pages = PageTable          # of one cache group of a request
+Sealed = Node
 
 
 class Where(NamedTuple):
@@ -124,55 +39,47 @@ class View:
     def __init__(self, core: Core) -> None:
         self._core, self._kv = core, core.kv
         self._pair = core.pairs.get(ONE_PEER)
-        self._seen: dict[RequestId, Live] = {}
         self.cfg = core.cfg
         self.edges = core.edges
         self.tiers = list(core.kv.arenas)
 
     # ---------------------------------------------------------------- requests
-    def of(self, r: Request) -> Live:
-        live = self._seen.get(r.rid)
-        if live is None:
-            live = self._seen[r.rid] = Live(r)
-        return live
-
     def get(self, rid: RequestId) -> Live | None:
-        r = self._core.live.get(rid)
-        return None if r is None else self.of(r)
+        return self._core.live.get(rid)
 
     @property
     def live(self) -> list[Live]:
-        return list(map(self.of, self._core.live.values()))
+        return list(self._core.live.values())
 
     @property
     def running(self) -> list[Live]:
-        return list(map(self.of, self._core.running))
+        return list(self._core.running)
 
     @property
     def waiting(self) -> list[Live]:
-        return list(map(self.of, self._core.waiting))
+        return list(self._core.waiting)
 
     def num_running(self) -> int:
         return len(self._core.running)
 
     def head(self) -> Live | None:
         """Who waits for a row before all others, of those that wait for nothing else."""
-        return next((self.of(r) for r in self._core.runnable if self._core.admission.may_start(r)), None)
+        return next((r for r in self._core.runnable if self._core.admission.may_start(r)), None)
 
-    def is_issued(self, live: Live) -> bool:
+    def is_issued(self, r: Live) -> bool:
         """Whether a step of it has not retired."""
-        return self._kv.in_flight(live.request)
+        return self._kv.in_flight(r)
 
-    def is_complete(self, live: Live) -> bool:
+    def is_complete(self, r: Live) -> bool:
         """Whether all its pages are somewhere."""
-        return self._kv.is_complete(live.request)
+        return self._kv.is_complete(r)
 
     def in_step(self, step: StepId) -> list[Live]:
-        return [self.of(row.request) for row in self._core.in_flight[step]]
+        return [row.request for row in self._core.in_flight[step]]
 
     def overtaken(self) -> list[Live]:
         """Who has rows in flight from before it gave up its KV, once for each row."""
-        return [self.of(row.request) for rows in self._core.in_flight.values() for row in rows
+        return [row.request for rows in self._core.in_flight.values() for row in rows
                 if row.kv_epoch != row.request.kv_epoch]
 
     # ---------------------------------------------------------------- steps
@@ -248,12 +155,6 @@ class View:
             watch(space.tier, space.pool)
 
     # ---------------------------------------------------------------- copies
-    def transfer(self, move: MoveId) -> Transfer | None:
-        flight = self._kv.moves.flying.get(move)
-        return None if flight is None else Transfer(
-            flight.src.tier, flight.dst.tier, [src.page for src, _ in flight.pairs],
-            [dst.page for _, dst in flight.pairs])
-
     def is_flying(self, move: MoveId) -> bool:
         return move in self._kv.moves.flying
 
@@ -267,7 +168,7 @@ class View:
         if flight is None:
             return []
         pages = {page for pair in flight.pairs for page in pair}
-        return [self.of(r) for r in self._core.live.values() if r is flight.request or not all(
+        return [r for r in self._core.live.values() if r is flight.request or not all(
             pages.isdisjoint(t.device) and pages.isdisjoint(t.host) for t in r.tables)]
 
     def is_owed(self) -> bool:
@@ -282,11 +183,11 @@ class View:
         return any([m.dst is Tier.PEER for m in self._kv.moves.outbox])
 
     # ---------------------------------------------------------------- the prefix tree
-    def sealed(self, live: Live) -> Iterator[Sealed]:
+    def sealed(self, r: Live) -> Iterator[Sealed]:
         """The sealed pages that have its tokens, as far as the tree knows them."""
-        size, node = self.cfg.page_size, self._kv.tree.roots.get(live.arrived.namespace)
-        for i in range(len(live.tokens) // size):
-            node = None if node is None else node.children.get(live.request.page_key(i, size))
+        size, node = self.cfg.page_size, self._kv.tree.roots.get(r.arrived.namespace)
+        for i in range(len(r.tokens) // size):
+            node = None if node is None else node.children.get(r.page_key(i, size))
             if node is None:
                 return
             yield node
@@ -326,13 +227,12 @@ class View:
 
     # ---------------------------------------------------------------- the pair
     def of_transfer(self, transfer: int) -> Live | None:
-        r = None if self._pair is None else self._pair.requests.get(transfer)
-        return None if r is None else self.of(r)
+        return None if self._pair is None else self._pair.requests.get(transfer)
 
     @property
     def at_peer(self) -> list[Live]:
         """Live requests that name a transfer."""
-        return [] if self._pair is None else list(map(self.of, self._pair.requests.values()))
+        return [] if self._pair is None else list(self._pair.requests.values())
 
     def generation(self, transfer: int) -> int:
         """Of the grant or the request that the protocol knows, 0 if it knows none."""

@@ -14,7 +14,7 @@ from penstock.core.plan import Advance, Arrived, Event, Finished, Outcome, Reque
 from penstock.core.settings import CoreConfig
 from penstock.core.watch import Watcher
 from penstock.sim.scenario import Scenario, draw
-from penstock.sim.view import Raw, View, capacity
+from penstock.sim.view import Live, View, capacity
 from penstock.sim.world import World
 
 GAVE_WAY_MAX = 3                  # docs/adr/0011
@@ -163,10 +163,9 @@ class Fed(Waiting, Watcher):
                 self.finish(out.rid, out.outcome)
         return result
 
-    def taken(self, r: Raw, source: Phase, trigger: Trigger) -> None:
-        live = self.view.of(r)
-        if source in ACTIVE and live.phase in WAITING:
-            self.give_way(live.rid, self._running())
+    def taken(self, r: Live, source: Phase, trigger: Trigger) -> None:
+        if source in ACTIVE and r.phase in WAITING:
+            self.give_way(r.rid, self._running())
 
 
 # Nobody is asked to give way, nobody leaves before the end, no copy fails, nothing comes from storage.

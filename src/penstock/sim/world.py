@@ -25,8 +25,6 @@ from penstock.core.plan import (
     Expired,
     Finished,
     Flushed,
-    HotUse,
-    Listed,
     Lookup,
     Moved,
     Outcome,
@@ -398,8 +396,6 @@ class World(Watcher):
         match event:
             case Retired(step):
                 self.judge.retired = step
-            case Moved(id, _):
-                self.judge.moves.pop(id, None)
             case Arrived(rid):
                 made[rid].sent = True
                 if self.link is not None and self.sc.cfg.role == "decode" and event.transfer:
@@ -436,16 +432,8 @@ class World(Watcher):
                     r is not None and r.phase is Phase.DROPPED and not r.started))
                 self.stats[f"{phase} expired" if fresh else "stale deadline"] += 1
                 self.judge.forced.add(rid)
-            case Rates():
-                self.stats["rates"] += 1
-            case HotUse():
-                self.stats["hot uses"] += 1
-            case Flushed():
-                self.stats["flushed"] += 1
-            case Listed():
-                self.stats["storage answered"] += 1
             case _:
-                self.stats["from the peer"] += 1
+                self.stats[type(event).__name__.lower()] += 1
 
     def _maybe_stop(self, out: Token) -> None:
         """The detokenizer sees a stop string in what it was given, and says so a little late."""
