@@ -47,7 +47,7 @@ class Request:
     may_host: bool = False                     # it selects, and host pages can hold it to its end
     drafts: int = 0                            # of a step in which it decodes, at most
     hot_units: int = 0                          # units of its hot buffer, in each hosted group, at least,
-    hot_units_max: int = 0                     # and at most
+    hot_units_max: int = 0                     # and at most, while pages lie idle
     at_end: dict[Place, tuple[list[int], list[int]]] = field(default_factory=dict)  # pages, when asked for
     phase: Phase = Phase.QUEUED
     place: Place = Place.DEVICE

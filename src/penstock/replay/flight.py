@@ -90,7 +90,7 @@ def digest_as(turn: Turn, answer: Advance) -> str:
 def write(flight: Flight, version: str, error: str = "") -> Iterator[str]:
     """The lines of a file, each with its end. `error` names what ended the engine, if anything did."""
     yield _line({
-        "penstock": version, "format": FORMAT, "complete": flight.complete, "lost": flight.lost,
+        "penstock": version, "format": FORMAT, "complete": flight.lost == 0, "lost": flight.lost,
         "turns": len(flight.legs), "error": error, "config": plain_config(flight.cfg),
         "held": [[_runs_in(h.arrived), _runs(h.outputs), h.phase] for h in flight.held]}) + "\n"
     for leg in flight.legs:

@@ -64,10 +64,6 @@ class Flight:
     held: tuple[Held, ...]
     legs: tuple[Leg, ...]
 
-    @property
-    def complete(self) -> bool:
-        return self.lost == 0
-
 
 @dataclass(slots=True, eq=False)
 class _Story:

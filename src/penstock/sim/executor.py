@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import Random
-from typing import Protocol
+from typing import NamedTuple
 
 from penstock.core.plan import (
     Arrived,
@@ -57,18 +57,14 @@ class Speeds:
     dead: float = 0.0
 
 
-class Wire(Protocol):
+class Wire(NamedTuple):
     """Writes of one engine of a pair into pages of the other."""
 
-    def granted(self, move: Move) -> None:
-        """Pages of the decode engine may be written under this transfer and generation."""
-
-    def connection(self) -> object:
-        """That a push belongs to which is ordered now."""
-
-    def write(self, move: Move, values: dict[int, int], connection: object,
-              done: Callable[[bool], None]) -> None:
-        """Send what a group stores of some positions; `done` when none of it is to be read any more."""
+    granted: Callable[[Move], None]        # pages may be written under this transfer and generation
+    connection: Callable[[], object]       # that a push belongs to which is ordered now
+    # Send what a group stores of some positions over a connection; says when none of it is to be read any
+    # more, and whether all has gone.
+    write: Callable[[Move, dict[int, int], object, Callable[[bool], None]], None]
 
 
 class SimExecutor:

@@ -391,7 +391,7 @@ class Judge(Watcher):
 
     def _admitted(self, r: Live) -> None:
         mine = self.made[r.rid].arrived.priority, r.key[1]
-        if self.view.num_running() == 1 and self.view.is_owed():
+        if len(self.view.running) == 1 and self.view.is_owed():
             return                             # nobody else ran, and a peer may keep its pages for ever
         for w in self.view.waiting:
             a = self.made[w.rid].arrived

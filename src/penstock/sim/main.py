@@ -109,7 +109,7 @@ def run(config: object, args: argparse.Namespace) -> int:
             return 0
     gc.set_threshold(200_000, 20, 20)          # a run makes much that lives as long as it does
     report = _sweep(args, seeds)
-    silent = _silent(report)
+    silent = [name for name in MUST_FIRE if not report.fired[name]]
     # Whoever fixes dimensions turns faults off; a short sweep meets not all of them.
     whole = doing == "seeds" and not args.mode
     holes = [name for name in silent if whole and report.runs >= (LONG if name in RARE else MEDIUM)]
@@ -119,7 +119,6 @@ def run(config: object, args: argparse.Namespace) -> int:
         print(json.dumps(report.plain() | {"missing": missing}))
     else:
         _print(report, time.monotonic() - began)
-        _faults(report)
         if args.edges:
             _edges(report)
         for line in never:
@@ -143,10 +142,6 @@ def _sweep(args: argparse.Namespace, seeds: range) -> Report:
         mode = ["--mode", args.mode] if args.mode else []
         return jobs.spread(seeds, workers, [*mode, *blind])
     return sweep(seeds, args.mode, blind=args.blind, command=" ".join(("penstock sim", *blind)))
-
-
-def _silent(report: Report) -> list[str]:
-    return [name for name in MUST_FIRE if not report.fired[name]]
 
 
 def _never(report: Report) -> list[str]:
@@ -220,8 +215,6 @@ def _print(report: Report, seconds: float) -> None:
           f"{60 * report.runs / seconds:.0f} runs a minute, "
           f"{1e6 * seconds / max(1, report.steps):.0f} us a step")
 
-
-def _faults(report: Report) -> None:
     fired = ", ".join(f"{name} {report.fired[name]}" for name in sorted({*MUST_FIRE, *report.fired}))
     print(textwrap.fill(f"fired: {fired}", 110, subsequent_indent="  "))
 

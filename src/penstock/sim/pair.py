@@ -35,6 +35,7 @@ from penstock.core.plan import (
     Spilled,
 )
 from penstock.sim.clock import Clock
+from penstock.sim.executor import Wire
 from penstock.sim.scenario import Scenario, of_role
 from penstock.sim.shared import Engines, Shared
 from penstock.sim.view import Live
@@ -116,24 +117,6 @@ class Connection:
     def way(self, world: World) -> Way:
         """To one of the two."""
         return self.to_decode if world is self.decode else self.to_prefill
-
-
-@dataclass(frozen=True, slots=True)
-class Wired:
-    """`executor.Wire` of one engine."""
-
-    pair: Pair
-    world: World
-
-    def granted(self, move: Move) -> None:
-        self.pair.grants[move.transfer, move.generation, move.group] = self.world, move
-
-    def connection(self) -> object:
-        return self.world.line
-
-    def write(self, move: Move, values: dict[int, int], connection: object,
-              done: Callable[[bool], None]) -> None:
-        self.pair.write(self.world, move, values, connection, done)
 
 
 class Pair(Engines):
@@ -341,10 +324,13 @@ class Pair(Engines):
             world.send(event)
 
     # ---------------------------------------------------------------- writes
-    def wire(self, world: World) -> Wired:
-        return Wired(self, world)
+    def wire(self, world: World) -> Wire:
+        return Wire(partial(self._granted, world), lambda: world.line, partial(self._write, world))
 
-    def write(self, writer: World, move: Move, values: dict[int, int], line: object,
+    def _granted(self, world: World, move: Move) -> None:
+        self.grants[move.transfer, move.generation, move.group] = world, move
+
+    def _write(self, writer: World, move: Move, values: dict[int, int], line: object,
               done: Callable[[bool], None]) -> None:
         rng = self.rng
         if line is not writer.line or not isinstance(line, Connection):

@@ -41,6 +41,7 @@ class View:
         self._pair = core.pairs.get(ONE_PEER)
         self.cfg = core.cfg
         self.edges = core.edges
+        self.running, self.waiting = core.running, core.waiting
         self.tiers = list(core.kv.arenas)
 
     # ---------------------------------------------------------------- requests
@@ -50,17 +51,6 @@ class View:
     @property
     def live(self) -> list[Live]:
         return list(self._core.live.values())
-
-    @property
-    def running(self) -> list[Live]:
-        return list(self._core.running)
-
-    @property
-    def waiting(self) -> list[Live]:
-        return list(self._core.waiting)
-
-    def num_running(self) -> int:
-        return len(self._core.running)
 
     def head(self) -> Live | None:
         """Who waits for a row before all others, of those that wait for nothing else."""

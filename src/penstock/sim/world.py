@@ -97,13 +97,13 @@ class World(Watcher):
                  record: bool = False, ticks: int = 0, link: Link | None = None,
                  epoch: int = 1) -> None:
         """`epoch`: which incarnation of the engine it is."""
-        self.sc, self.link, self.epoch = sc, link, epoch
-        self.clock = Clock() if link is None else link.clock
+        self.sc, self.alone, self.link, self.epoch = sc, link is None, link or Link(), epoch
+        self.clock = self.link.clock
         self.rng = Random(f"faults {sc.seed} {sc.cfg.role} {epoch}")
         self.core = make(sc.cfg)
         self.executor = SimExecutor(sc.cfg, self.clock, Random(f"device {sc.seed} {sc.cfg.role}"),
                                     ranks=sc.ranks, speeds=sc.speeds, wake=self.wake,
-                                    wire=None if link is None else link.wire(self))
+                                    wire=self.link.wire(self))
         if (bend := getattr(self.core, "bend", None)) is not None:
             bend(self.executor)           # a seeded bug of the ranks
         self.load = Workload(sc)
@@ -133,7 +133,7 @@ class World(Watcher):
         self.line: object = None          # the one that it is joined by
         self._scheduled = False
         self._held = False                # the loop turns late
-        if link is None:
+        if self.alone:
             for e in self.load.initial():
                 self.schedule(e)
             self.faults()
@@ -141,8 +141,7 @@ class World(Watcher):
     # ---------------------------------------------------------------- what happens when
     def schedule(self, e: Expect) -> None:
         a, rng = e.arrived, self.rng
-        self.executor.register(a, e.seed)
-        self.plans_max += 6 * (len(a.prompt) + a.max_new) + 40
+        self._register(e)
         at = e.at - self.clock.now
         self.clock.after(at, partial(self.send, a))
         if rng.random() < self.sc.abort:
@@ -150,6 +149,10 @@ class World(Watcher):
             for _ in range(rng.choice((1, 1, 2))):
                 self.clock.after(late, partial(self.send, Aborted(a.rid)))
         self._expire(a, at)
+
+    def _register(self, e: Expect) -> None:
+        self.executor.register(e.arrived, e.seed)
+        self.plans_max += 6 * (len(e.arrived.prompt) + e.arrived.max_new) + 40
 
     def _expire(self, a: Arrived, at: float) -> None:
         rng = self.rng
@@ -168,8 +171,7 @@ class World(Watcher):
 
     def expect(self, e: Expect) -> None:
         """A request arrives now, from the other engine."""
-        self.executor.register(e.arrived, e.seed)
-        self.plans_max += 6 * (len(e.arrived.prompt) + e.arrived.max_new) + 40
+        self._register(e)
         self._expire(e.arrived, 0.0)
         self.send(e.arrived)
 
@@ -210,15 +212,13 @@ class World(Watcher):
             self.stats["aimed"] += 1
             self.aims.remove((phase, kind))
             if kind == "cut":
-                if self.link is not None:
-                    self.link.cut(self)
+                self.link.cut(self)
             elif kind == "stop":
                 self.send(Stopped(rid, len(made[rid].got)))
             elif kind == "expire":
                 self.send(Expired(rid, phase.value, next(r for r in self.view.live if r.rid == rid).visit))
             elif kind == "leave":
-                if self.link is not None:
-                    self.link.leave(rid)
+                self.link.leave(rid)
             elif kind == "flush":
                 self.send(Flushed())
             elif kind == "rates":
@@ -299,7 +299,7 @@ class World(Watcher):
 
     def send(self, event: Event) -> None:
         """An event from outside reaches the engine."""
-        if self.dead and self.link is not None:
+        if self.dead:
             self.link.forward(self, event)
             return
         self.inbox.append(event)
@@ -375,7 +375,7 @@ class World(Watcher):
             assert adv.plan.step <= self.plans_max, "starvation: too many steps"
             self.executor.submit(adv.plan)
         for out in adv.outputs:
-            if isinstance(out, Say) and out.peer == ONE_PEER and self.link is not None:
+            if isinstance(out, Say) and out.peer == ONE_PEER:
                 self.link.say(self, out.what)
 
     def _changes(self) -> tuple[int, int, int]:
@@ -398,7 +398,7 @@ class World(Watcher):
                 self.judge.retired = step
             case Arrived(rid):
                 made[rid].sent = True
-                if self.link is not None and self.sc.cfg.role == "decode" and event.transfer:
+                if self.sc.cfg.role == "decode" and event.transfer:
                     self.link.asked(self, made[rid])
             case PeerJoined():
                 self.line = self.lines.pop(0)
@@ -465,7 +465,7 @@ class World(Watcher):
     def close(self) -> None:
         """Everything has happened: all requests ended, and all that was taken came back."""
         for e in self.load.made:
-            if e.sent or self.link is None:
+            if e.sent or self.alone:
                 assert e.finished is not None, f"stalled: request {e.arrived.rid} never finished"
         if not self.judge.blind:
             self.core.check()                  # what came after the last step

@@ -31,11 +31,6 @@ def hot_units(cfg: CoreConfig, tokens: int) -> int:
     return min(cfg.hot_pages, -(-tokens // cfg.page_size))
 
 
-def hot_units_max(cfg: CoreConfig, tokens: int) -> int:
-    """The same, while pages lie idle."""
-    return min(cfg.largest_hot, -(-tokens // cfg.page_size))
-
-
 def needs(cfg: CoreConfig, place: Place, tokens: int) -> tuple[list[int], list[int]]:
     """Device and host pages of each group that a request of `tokens` positions needs at once."""
     device, host = [], []
