@@ -151,7 +151,7 @@ def test_who_gave_up_its_kv_may_have_computed_whatever_has_its_tokens() -> None:
     assert first is not None and second is not None
     core.advance([Retired(first.step, ((5,),))])           # the other is still computing the same page
     view = View(core)
-    one, two = (view.of(core.live[RequestId(i)]) for i in (1, 2))
+    one, two = (core.live[RequestId(i)] for i in (1, 2))
     assert one.path and damage.distrusted(view, two) == []
     core.advance([Dropped(RequestId(2))])
     assert two.phase is Phase.DROPPED and damage.distrusted(view, two) == one.path == list(view.sealed(two))
