@@ -88,7 +88,10 @@ def parse_gguf_header(file: BinaryIO, size: int, where: str) -> GGUFHeader:
         if key in metadata:
             raise ConfigError(f"{where}: key {show(key)} is there twice")
         metadata[key] = _value(cursor, key)
-    return GGUFHeader(metadata, _tensors(cursor, num_tensors, _alignment(metadata, where)))
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or not 8 <= alignment <= ALIGNMENT_MAX or alignment & (alignment - 1):
+        raise ConfigError(f"{where}: general.alignment {show(alignment)}; expected a power of two from 8")
+    return GGUFHeader(metadata, _tensors(cursor, num_tensors, alignment))
 
 
 class _Cursor:
@@ -178,13 +181,6 @@ def _array_value(cursor: _Cursor, key: str) -> Any:
     values = array("B" if kind == _BOOL else _SCALARS[kind][0])
     values.frombytes(cursor.take(count * least))
     return values
-
-
-def _alignment(metadata: dict[str, Any], where: str) -> int:
-    value = metadata.get("general.alignment", 32)
-    if type(value) is not int or not 8 <= value <= ALIGNMENT_MAX or value & (value - 1):
-        raise ConfigError(f"{where}: general.alignment {show(value)}; expected a power of two from 8")
-    return value
 
 
 def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, GGUFTensor]:
