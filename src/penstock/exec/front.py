@@ -46,37 +46,29 @@ class Ranked(Protocol):
              stop_ids: tuple[int, ...]) -> None:
         """Make `rid` known, before the first plan that names it. Raises RequestError, the same on
         every rank."""
-        ...
 
     def compiled(self, grammar: Grammar) -> bool:
         """See `Front.compiled`."""
-        ...
 
     def close(self, rid: RequestId) -> None:
         """No plan that is still to come names `rid`."""
-        ...
 
     def given(self, rid: RequestId, tokens: Sequence[int]) -> None:
         """See `Front.given`."""
-        ...
 
     def start(self, plan: StepPlan) -> None:
         """Queue a plan. Never blocks on the device."""
-        ...
 
     def checked(self, step: StepId, right: Mapping[Row, int]) -> None:
         """See `Rank.checked`. Before what it then reports."""
-        ...
 
     def collect(self, *, block: bool) -> list[Report]:
         """Reports since the last call, in order; with `block`, at least one unless nothing that is
         in flight can end before another plan comes, or the rank waits for `checked`."""
-        ...
 
     def stats(self) -> dict[str, float]:
         """Seconds, bytes and moves of this rank, by metric name, as it has last told: never waits for it.
         Those of all ranks are added, but ONCE."""
-        ...
 
 
 @dataclass(slots=True)
