@@ -20,8 +20,7 @@ from prompts_engine import PROMPTS, SHARED, SMALL, Engine, dense, model, play
 
 from penstock.core.plan import Aborted, Dropped, Paused, RequestId
 from penstock.exec.drafts.mtp import MTP as DraftMTP
-from penstock.exec.drafts.mtp import Heads
-from penstock.exec.step.attend import Latent
+from penstock.exec.step.attend import Grouped, Latent
 
 FAMILIES = ["mtp", "mtp_chosen", "mtp_state", "eagle"]
 
@@ -176,7 +175,7 @@ def hidden_state_of_the_first_token_kept(mp):
 
 def first_entry_is_seen(mp):
     """Which is of no hidden state."""
-    for kind in (Latent, Heads):
+    for kind in (Latent, Grouped):
         mp.setattr(kind, "__init__", functools.partialmethod(
             lambda self, was, *args, first=0: was(self, *args, first=0), kind.__init__))
 

@@ -76,7 +76,8 @@ def layout_of(step, size: int, generator: torch.Generator) -> tuple[Ragged, int]
 @pytest.mark.parametrize("size", [16, 64])
 @pytest.mark.parametrize("way", ["flash-attn-4", "torch", "masked"])
 @pytest.mark.parametrize("name", [*STEPS, *LARGE])
-@pytest.mark.parametrize("scores", [{}, {"window": 70, "sinks": True}, {"window": 5, "softcap": 2.0}],
+@pytest.mark.parametrize("scores", [{}, {"window": 70, "sinks": True}, {"window": 5, "softcap": 2.0},
+                                    {"first": 1}],
                          ids=str)
 def test_prompts_of_a_step_equal_the_reference(name, way, size, scores, monkeypatch):
     if way == "flash-attn-4" and scores:
@@ -104,7 +105,7 @@ def test_prompts_of_a_step_equal_the_reference(name, way, size, scores, monkeypa
     spec = AttentionSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, dtype=dtype, scale=0.1,
                          **scores)
     for row, (count, context) in zip(layout.rows, step, strict=True):
-        gone = spec.first_seen(context - count) // size
+        gone = spec.first_seen(context - count) // size if spec.window else 0
         pool[layout.pages_RM[row, :gone].long()] = float("nan")
         layout.pages_RM[row, :gone] = -1
     sinks = torch.randn(heads, device=DEVICE) if spec.sinks else None

@@ -40,7 +40,8 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
         (dict(q=BF16, k=BF16, v=BF16, table=I32, row=I32, context=I32, sinks=F32, out=BF16, part=F32,
               peak=F32, scale="fp32", cap="fp32", **STRIDES),
          dict(GROUP=4, GROUP_PAD=16, BLOCK=64, PARTS=4, EXACT=False, WINDOW=window, CAPPED=special,
-              SINKS=special, **PAGED), 4, 5) for window, special in ((0, False), (128, True))],
+              SINKS=special, FIRST=first, **PAGED), 4, 5)
+        for window, special, first in ((0, False, 0), (128, True, 0), (0, False, 1))],
     ("attention.paged_attention.triton_decode", "join_parts"): [
         (dict(part=F32, peak=F32, out=BF16), dict(DIM=80, DIM_PAD=128, PARTS=3, PARTS_PAD=4), 1, 3)],
     ("attention.paged_attention.triton_decode", "write_rows"): [

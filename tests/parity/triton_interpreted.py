@@ -58,11 +58,12 @@ def attention() -> None:
         assert pool[:, 0].isnan().all()
         q = torch.randn(len(contexts), kv_heads * group + 1, dim).to(dtype)[:, 1:]
         starts = [sum(contexts[:i]) for i in range(len(contexts))]
-        for window, softcap, sinks in ((0, 0.0, False), (3, 0.0, True), (16, 2.0, False), (0, 2.0, True)):
+        for window, softcap, sinks, first in ((0, 0.0, False, 0), (3, 0.0, True, 0), (16, 2.0, False, 0),
+                                              (0, 2.0, True, 0), (0, 0.0, False, 1)):
             spec = AttentionSpec(num_heads=q.shape[1], num_kv_heads=kv_heads, head_dim=dim, dtype=dtype,
-                                 scale=0.3, window=window, softcap=softcap, sinks=sinks)
+                                 scale=0.3, window=window, softcap=softcap, sinks=sinks, first=first)
             sinks_N = torch.randn(q.shape[1]) if sinks else None
-            begins = [spec.first_seen(n - 1) for n in contexts]
+            begins = [spec.first_seen(max(0, n - 1)) for n in contexts]
             want = torch.stack([
                 attended(q[i], k_new[s + b:s + n], v_new[s + b:s + n], 0.3, softcap, sinks_N) if n else
                 torch.zeros(q.shape[1:])
@@ -74,7 +75,7 @@ def attention() -> None:
                 got = triton_decode.decode(
                     q, k, v, seen, rows, torch.tensor(contexts, dtype=torch.int32), spec=spec,
                     cut=triton_decode.Tuning(block=16, parts=parts), sinks_N=sinks_N)
-                check(got, want, dtype, ("decode", kv_heads, group, dim, size, parts, window, softcap, sinks))
+                check(got, want, dtype, ("decode", kv_heads, group, dim, size, parts, spec))
 
 
 def chunks() -> None:

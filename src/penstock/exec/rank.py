@@ -446,7 +446,7 @@ def _attending(parts: RankParts, groups: Sequence[CacheShape], tables: RowTables
     if selector is None:
         if isinstance(attention, LatentOps):
             return Latent(model.attention, groups, attention, hbm)
-        return Grouped(model, groups, attention, hbm)
+        return Grouped(model.attention, groups, attention, hbm)
     for pool in dram:           # its address goes to kernels before any page: they must know it
         pool.index(pool.base)
     given = selector, model, groups, tables, hbm, dram

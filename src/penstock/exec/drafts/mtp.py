@@ -2,70 +2,27 @@
 
 Owns what of a rank's pools only drafts read. Knows rows and tokens; refuses to know how drafts are checked.
 
-    T tokens of the step   B rows   D model dim   P pages   G page size   C planes   K KV heads
-    N query heads   H head dim   S slots of a row
+    T tokens of the step   B rows   D model dim   P pages
 """
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.core.plan import RequestId, StepId, StepPlan
 from penstock.exec.drafts.drafter import Ask, Drafter
-from penstock.exec.step.attend import Attending, Latent, LatentOps, OfHeads, check_pools
+from penstock.exec.step.attend import Attending, Grouped, Latent, LatentOps
 from penstock.exec.step.states import StatePools
 from penstock.exec.step.tables import Lowered, RowTables
-from penstock.kernels.attention.paged_attention import Prepare, write_kv
-from penstock.kernels.types.ragged import Ragged
+from penstock.kernels.attention.paged_attention import Prepare
 from penstock.kernels.types.states import States
 from penstock.memory.hbm import HbmPool
-from penstock.model.base import Attend, AttentionShape, CacheShape, LocalLayer, Model
+from penstock.model.base import AttentionShape, CacheShape, LocalLayer, Model
 
 LAYER = LocalLayer(0)
-
-
-class Heads(Attending):
-    """KV heads of one layer, of which others see the entries from `first` on: by torch, row by row."""
-
-    def __init__(self, shape: AttentionShape, groups: Sequence[CacheShape], pool: HbmPool,
-                 first: int) -> None:
-        """As of `Latent`."""
-        check_pools(groups, (pool,))
-        assert not (shape.latent_dim or shape.softcap or shape.sinks), "attention that drafts has not"
-        self.scale, self.first = shape.scale, first
-        self.kv_CPKGH = pool.pages[:, 0].permute(2, 0, 1, 3, 4)
-
-    def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
-        return _HeadsStep(self, lowered.ragged[0])
-
-
-class _HeadsStep(OfHeads):
-    def __init__(self, heads: Heads, ragged: Ragged) -> None:
-        self._heads, self._ragged = heads, ragged
-
-    def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
-                 chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:
-        assert chosen_TS is None and sinks_N is None, "KV heads are attended to as a whole here"
-        ragged, (k_PKGH, v_PKGH) = self._ragged, self._heads.kv_CPKGH
-        write_kv(kv_TCKH[:, 0], kv_TCKH[:, 1], k_PKGH, v_PKGH, ragged.page_T, ragged.offset_T)
-        outs = []
-        for row, context, (begin, end) in zip(ragged.rows, ragged.context, pairwise(ragged.query_start),
-                                              strict=True):
-            at_S = torch.arange(context, device=q_TNH.device)
-            at_T1 = at_S[context - (end - begin):, None]
-            page_S = ragged.pages_RM[row, at_S // ragged.page_size].long()
-            k_KSH, v_KSH = (pool[page_S, :, at_S % ragged.page_size].transpose(0, 1)
-                            for pool in (k_PKGH, v_PKGH))
-            outs.append(F.scaled_dot_product_attention(
-                q_TNH[begin:end].transpose(0, 1)[None], k_KSH[None], v_KSH[None], enable_gqa=True,
-                attn_mask=(at_S <= at_T1) & (at_S >= at_T1.clamp(max=self._heads.first)),
-                scale=self._heads.scale)[0].transpose(0, 1))
-        return torch.cat(outs)
 
 
 class MTP(Drafter):
@@ -79,10 +36,7 @@ class MTP(Drafter):
         self.name = model.drafter
         self._model, self._tables = model, tables
         kv, self._hidden = (replace(group, drafts=False) for group in groups[-2:])
-        self._kv: Attending = (
-            Latent(model.drafting, (kv,), ops, hbm[-2:-1], first=1)
-            if isinstance(ops, LatentOps) and model.drafting.latent_dim else
-            Heads(model.drafting, (kv,), hbm[-2], first=1))
+        self._kv = _attending(model.drafting, kv, ops, hbm[-2])
         self._states = StatePools((self._hidden,), hbm[-1:])
         self._pool_PD = hbm[-1].pages[:, 0, 0, 0, 0]
 
@@ -143,3 +97,13 @@ class MTP(Drafter):
 def _position(ask: Ask) -> int:
     """Of its last token, which no step has computed."""
     return len(ask.prompt) + len(ask.outputs) - 1
+
+
+def _attending(shape: AttentionShape, kv: CacheShape, ops: Prepare | LatentOps, pool: HbmPool) -> Attending:
+    """The first entry is of no hidden state: others do not see it."""
+    if isinstance(ops, LatentOps):
+        if shape.latent_dim:
+            return Latent(shape, (kv,), ops, (pool,), first=1)
+        assert ops.heads is not None, "no op for KV heads was chosen"
+        ops = ops.heads
+    return Grouped(shape, (kv,), ops, (pool,), first=1)

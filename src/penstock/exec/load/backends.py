@@ -40,7 +40,8 @@ def backends_of(config: Config, model: dict[str, Any], scaled: bool,
     on_device = config.device.device == "cuda"
     ops = (*spec.ops, *(("scaled_linear",) if scaled else ()),
            *(("experts",) if spec.moe is not None and on_device else ()), *(("draw",) if on_device else ()),
-           *(("mask",) if config.model.grammar_backend != "none" else ()))
+           *(("mask",) if config.model.grammar_backend != "none" else ()),
+           *(("paged_attention",) if config.schedule.speculative_method == "eagle3" else ()))
     more = (registry.HOSTING if "index_select" in ops else
             registry.SELECTING if selection_of(config.kv) else ())
     return choose_backends(config, ("linear", "layer", *ops, *more), log)
@@ -124,10 +125,13 @@ def packer(backends: Mapping[str, registry.Choice]) -> LinearFactory:
 
 def _attention_of(backends: Mapping[str, registry.Choice]) -> paged_attention.Prepare | LatentOps:
     """What a rank attends with, of the ops that the model's family needs."""
+    heads = (functools.partial(paged_attention.prepare, backend=backends["paged_attention"].name)
+             if "paged_attention" in backends else None)
     if "latent_attention" in backends:
         select = index_select.OP.use(backends["index_select"].name) if "index_select" in backends else None
-        return LatentOps(select, latent_attention.OP.use(backends["latent_attention"].name))
-    return functools.partial(paged_attention.prepare, backend=backends["paged_attention"].name)
+        return LatentOps(select, latent_attention.OP.use(backends["latent_attention"].name), heads)
+    assert heads is not None, "a model that attends"
+    return heads
 
 
 def selection_for(config: Config, model: Model) -> Selection | None:

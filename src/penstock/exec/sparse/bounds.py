@@ -68,7 +68,7 @@ class Selecting(Selects):
         self._kv, self._bounds = tables.groups[0], tables.groups[1]
         self._local = {layer: i for i, layer in enumerate(groups[0].layers)}
         attends = [*zip(groups, device, strict=True)][:sum(not group.snapshot for group in groups)]
-        self._specs = [spec_of(model, *of) for of in attends]
+        self._specs = [spec_of(model.attention, *of) for of in attends]
         self.states = StatePools(groups, device)
         self._dense = {layer: (g, pool.pages[:, i, :, 0], pool.pages[:, i, :, 1])
                        for g, (group, pool) in enumerate(attends)

@@ -37,10 +37,11 @@ ANY = 1 << 30       # queries of a row, where nothing bounds them
 @dataclass(frozen=True, slots=True)
 class LatentOps:
     """The ops of a model with latent rows, as a `Prepare` is that of one with KV heads. select: None where
-    the model has no indexer."""
+    the model has no indexer; heads: of a layer that drafts with KV heads, None: there is none."""
 
     select: IndexSelect | None
     attend: LatentAttention
+    heads: Prepare | None = None
 
 
 Reads: TypeAlias = Callable[[], tuple[tuple[RequestId, tuple[int, ...]], ...]]
@@ -122,13 +123,12 @@ class Arriving:
         return self._attend.state(layer, tokens)
 
 
-def spec_of(model: Model, group: CacheShape, pool: BlockPool) -> AttentionSpec:
-    """Attention of the layers of a cache group with KV heads."""
-    shape = model.attention
+def spec_of(shape: AttentionShape, group: CacheShape, pool: BlockPool, first: int = 0) -> AttentionSpec:
+    """Attention of the layers of a cache group with KV heads. first: as there."""
     return AttentionSpec(
         num_heads=shape.num_heads, num_kv_heads=group.num_kv_heads, head_dim=group.head_dim,
         dtype=pool.layout.dtype, scale=shape.scale, window=group.window, softcap=shape.softcap,
-        sinks=shape.sinks)
+        sinks=shape.sinks, first=first)
 
 
 class OfHeads:
@@ -142,13 +142,14 @@ class Grouped(Attending):
     """Layers that write k and v of their KV heads, in one cache group or several, and layers that keep a
     state."""
 
-    def __init__(self, model: Model, groups: Sequence[CacheShape], prepare: Prepare,
-                 hbm: Sequence[HbmPool]) -> None:
-        assert not model.attention.latent_dim, "a model of latent rows and ops for KV heads"
+    def __init__(self, shape: AttentionShape, groups: Sequence[CacheShape], prepare: Prepare,
+                 hbm: Sequence[HbmPool], first: int = 0) -> None:
+        """first: position of the first token that others than its own query see, 0 or 1."""
+        assert not shape.latent_dim, "a model of latent rows and ops for KV heads"
         check_pools(groups, hbm)
         self._prepare = prepare
         attends = [*zip(groups, hbm, strict=True)][:sum(not group.snapshot for group in groups)]
-        self.specs = [spec_of(model, *of) for of in attends]
+        self.specs = [spec_of(shape, *of, first) for of in attends]
         self.states = StatePools(groups, hbm)
         # Of each layer: the group that attention reads, its k and v pools [P, K, G, H].
         self.places = {layer: (g, pool.pages[:, i, :, 0], pool.pages[:, i, :, 1])

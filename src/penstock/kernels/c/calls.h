@@ -26,6 +26,7 @@ typedef struct {                                /* attention of decode rows (pag
     float scale, softcap;           /* softcap: 0: scores stay as they are */
     int64_t window;                 /* tokens that a query sees; 0: all */
     const float *sinks;             /* [N], or NULL: none */
+    int64_t first;                  /* 1: the first token is seen by its own query alone; without a window */
 } Decode;
 
 #endif

@@ -16,5 +16,5 @@ class Step(ctypes.Structure):
         *((name, ctypes.c_int64)
           for name in ("num_queries", "num_chunks", "heads", "kv_heads", "page_size")),
         ("scale", ctypes.c_float), ("softcap", ctypes.c_float), ("window", ctypes.c_int64),
-        ("sinks", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p), ("first", ctypes.c_int64),
     )

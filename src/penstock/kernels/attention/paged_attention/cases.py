@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -35,9 +36,11 @@ _STEPS: dict[str, tuple[tuple[int, int], ...]] = {
 # (KV heads, group, head dim)
 _HEADS = ((3, 3, 64), (2, 1, 80), (1, 8, 16), (2, 4, 128))
 _PAGE_SIZES = (1, 3, 16, 64)
-# (window, softcap, sinks)
-_PLAIN = (0, 0.0, False)
-_SCORES = ((5, 0.0, False), (64, 0.0, True), (0, 3.0, False), (0, 0.0, True), (130, 2.0, True))
+# (window, softcap, sinks, first)
+Scores: TypeAlias = tuple[int, float, bool, int]
+_PLAIN = (0, 0.0, False, 0)
+_SCORES = ((5, 0.0, False, 0), (64, 0.0, True, 0), (0, 3.0, False, 0), (0, 0.0, True, 0),
+           (130, 2.0, True, 0), (0, 0.0, False, 1))
 
 
 def cases(device: str) -> Iterator[Case]:
@@ -61,7 +64,7 @@ def cases(device: str) -> Iterator[Case]:
                            TOLERANCE[dtype])
         rows = ((1, 1500), (1, 20), (300, 1400), (5, 1037))
         yield Case(f"{name}-long windows", partial(_run, device, dtype, rows, (3, 3, 64), 16, True,
-                                                   (512, 0.0, True)), TOLERANCE[dtype])
+                                                   (512, 0.0, True, 0)), TOLERANCE[dtype])
         for scattered in (False, True):
             yield Case(f"{name}-long decodes-{'scattered' if scattered else 'runs'}",
                        partial(_run, device, dtype, ((1, 1500), (1, 20), (1, 1037)), (3, 3, 64), 16,
@@ -81,13 +84,13 @@ class Inputs:
 
 def make(dtype: torch.dtype, rows: tuple[tuple[int, int], ...], heads: tuple[int, int, int],
          page_size: int, scattered: bool, device: str = "cpu",
-         scores: tuple[int, float, bool] = _PLAIN) -> Inputs:
+         scores: Scores = _PLAIN) -> Inputs:
     """A step of `rows` (queries, context) with its pools; q is a view of wider rows. scores: window, softcap,
-    sinks."""
+    sinks, first."""
     num_kv_heads, group, head_dim = heads
     spec = AttentionSpec(num_heads=num_kv_heads * group, num_kv_heads=num_kv_heads, head_dim=head_dim,
                          dtype=dtype, scale=head_dim ** -0.5, window=scores[0], softcap=scores[1],
-                         sinks=scores[2])
+                         sinks=scores[2], first=scores[3])
     generator = torch.Generator().manual_seed(len(rows) * 100 + page_size)
     needed = [-(-context // page_size) for _, context in rows]
     free = list(range(2, sum(needed) + 5))
@@ -110,7 +113,7 @@ def make(dtype: torch.dtype, rows: tuple[tuple[int, int], ...], heads: tuple[int
         for part in (k_PKGH, v_PKGH):
             part[page_S, :, offset_S] = torch.randn(
                 context, num_kv_heads, head_dim, generator=generator).to(device, dtype)
-        gone = spec.first_seen(context - count) // page_size
+        gone = spec.first_seen(context - count) // page_size if spec.window else 0
         tables[row, :gone] = -1
         for part in (k_PKGH, v_PKGH):
             part[pages[:gone]] = float("nan")
@@ -136,7 +139,7 @@ def pool(dtype: torch.dtype, num_pages: int, layers: int, num_kv_heads: int, pag
 
 
 def _run(device: str, dtype: torch.dtype, rows: tuple[tuple[int, int], ...],
-         heads: tuple[int, int, int], page_size: int, scattered: bool, scores: tuple[int, float, bool],
+         heads: tuple[int, int, int], page_size: int, scattered: bool, scores: Scores,
          prepare: Prepare) -> Tensor:
     inputs = make(dtype, rows, heads, page_size, scattered, device, scores)
     attend = prepare(inputs.layout, inputs.spec)

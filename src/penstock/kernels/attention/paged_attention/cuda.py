@@ -57,7 +57,7 @@ def prompts(rows: Sequence[Row], layout: Ragged, spec: AttentionSpec) -> Prepare
                                   layout.page_size, len(layout.pages_RM)):
         return _Paged(rows, layout, spec)
     fused = spec.dtype in flash.TYPES and spec.head_dim % 8 == 0 and spec.head_dim <= flash.DIM_MAX
-    return (_Gathered if fused and not spec.softcap else _Masked)(rows, layout, spec)
+    return (_Gathered if fused and not spec.softcap and not spec.first else _Masked)(rows, layout, spec)
 
 
 class _Decodes:
@@ -164,15 +164,19 @@ class _Masked:
         for part, begin, pages_p in self._parts:
             k_KSH, v_KSH = (pool[pages_p].transpose(0, 1).flatten(1, 2)[:, :part.context - begin]
                             for pool in (k_PKGH, v_PKGH))
-            outs.append(self._part(q_TNH[first:first + part.count], k_KSH, v_KSH, sinks_N))
+            alone = part.context == part.count      # the first token's query, to which it is all there is
+            outs.append(self._part(q_TNH[first:first + part.count], k_KSH, v_KSH, sinks_N, int(alone)))
             first += part.count
         return torch.cat(outs)
 
-    def _part(self, q_CNH: Tensor, k_KSH: Tensor, v_KSH: Tensor, sinks_N: Tensor | None) -> Tensor:
+    def _part(self, q_CNH: Tensor, k_KSH: Tensor, v_KSH: Tensor, sinks_N: Tensor | None,
+              alone: int) -> Tensor:
         spec, count, keys = self._spec, len(q_CNH), k_KSH.shape[1]
         seen_CS = torch.ones(count, keys, dtype=torch.bool, device=q_CNH.device).tril_(keys - count)
         if spec.window:
             seen_CS.triu_(keys - count - spec.window + 1)
+        if spec.first:
+            seen_CS[alone:, 0] = False
         if not (spec.softcap or spec.sinks):
             out = F.scaled_dot_product_attention(q_CNH.transpose(0, 1)[None], k_KSH[None], v_KSH[None],
                                                  attn_mask=seen_CS, scale=spec.scale, enable_gqa=True)

@@ -13,7 +13,9 @@
 /* The first position that a query of this context sees. */
 INLINE int64_t seen_from(const Decode *s, int64_t context)
 {
-    return s->window && context > s->window ? context - s->window : 0;
+    if (s->window)
+        return context > s->window ? context - s->window : 0;
+    return s->first < context ? s->first : context - 1;
 }
 
 /* Scores up to the cap: cap * tanh(score / cap). */

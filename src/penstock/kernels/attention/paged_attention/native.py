@@ -100,7 +100,8 @@ class Decodes:
             table=layout.pages_RM.data_ptr(), table_stride=layout.pages_RM.stride(0),
             queries=queries_T3.data_ptr(), partial=partial.data_ptr(), num_queries=len(queries),
             num_chunks=chunks, heads=spec.num_heads, kv_heads=spec.num_kv_heads,
-            page_size=layout.page_size, scale=spec.scale, softcap=spec.softcap, window=spec.window)
+            page_size=layout.page_size, scale=spec.scale, softcap=spec.softcap, window=spec.window,
+            first=spec.first)
         self._constants = (spec.head_dim, int(spec.dtype == torch.bfloat16),
                            torch.get_num_threads())
 

@@ -173,6 +173,9 @@ class Chunk:
             visible = self._length - self._count + end
             first = spec.first_seen(visible - (end - start))
             mask = self._mask[start - end:, first - visible:]
+            if spec.first and not first:        # the first token's own query is in this block
+                mask = mask.clone()
+                mask[1:, 0] = float("-inf")
             self._run(q_CKgH[start:end], k_KSH[:, first:visible], v_KSH[:, first:visible], mask,
                       out_CKgH[start:end])
         return out_TNH

@@ -18,6 +18,7 @@ class AttentionSpec:
     window    tokens that a query sees, itself and those just before it; 0: all
     softcap   scores s become softcap * tanh(s / softcap), scaled before; 0: they stay
     sinks     each call has a logit of each query head, which counts in the weights' sum and has no value
+    first     1: the first token is seen by its own query alone; 0: by all. Only without a window
     """
 
     num_heads: int
@@ -28,8 +29,10 @@ class AttentionSpec:
     window: int = 0
     softcap: float = 0.0
     sinks: bool = False
+    first: int = 0
 
     def __post_init__(self) -> None:
+        assert self.first in (0, 1) and not (self.first and self.window), "a first token beside a window"
         assert self.num_heads % self.num_kv_heads == 0, "query heads must share KV heads evenly"
 
     @property
@@ -39,11 +42,11 @@ class AttentionSpec:
     @property
     def plain(self) -> bool:
         """Every earlier key counts with its score alone."""
-        return not (self.window or self.softcap or self.sinks)
+        return not (self.window or self.softcap or self.sinks or self.first)
 
     def first_seen(self, position: int) -> int:
         """The first position that a query sees."""
-        return max(0, position + 1 - self.window) if self.window else 0
+        return max(0, position + 1 - self.window) if self.window else min(self.first, position)
 
 
 class Prepared(Protocol):
@@ -79,6 +82,8 @@ def rows_of(layout: Ragged) -> list[Row]:
 
 def begin_of(row: Row, spec: AttentionSpec, layout: Ragged) -> int:
     """The position that the first page which the row reads begins with: those before it may be gone."""
+    if not spec.window:
+        return 0
     return spec.first_seen(row.context - row.count) // layout.page_size * layout.page_size
 
 

@@ -42,7 +42,7 @@ def build(platform: Platform) -> bool:
 
 def takes(row: Row, spec: AttentionSpec) -> bool:
     """Whether `Chunk` has the row's queries: enough of them, of a type and size that tiles take."""
-    return (_runs and spec.dtype is torch.bfloat16 and row.count >= _QUERIES
+    return (_runs and spec.dtype is torch.bfloat16 and not spec.first and row.count >= _QUERIES
             and spec.head_dim % _DIM == 0 and spec.head_dim <= _DIM_MAX)
 
 

@@ -33,7 +33,7 @@ def attend_parts(q, k, v, table, row, context, sinks, out, part, peak, scale, ca
                  q_row, q_head, kv_page, kv_head, kv_token, table_row,
                  GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
                  PAGE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, EXACT: tl.constexpr,
-                 WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr):
+                 WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, FIRST: tl.constexpr):
     """Part `s` of row `b`, all query heads of one KV head. One part: straight into `out`; several:
     the mean into `part` and log2 of the weights' sum into `peak`, -inf for an empty one. What is before a
     window is not looked at; a sink is in the sum of part 0."""
@@ -41,7 +41,7 @@ def attend_parts(q, k, v, table, row, context, sinks, out, part, peak, scale, ca
     heads = tl.num_programs(1)
     n = tl.load(context + b)
     blocks = tl.cdiv(n, BLOCK)
-    begin = tl.maximum(n - WINDOW, 0) if WINDOW else 0
+    begin = tl.maximum(n - WINDOW, 0) if WINDOW else (tl.where(n > 1, 1, 0) if FIRST else 0)
     share = tl.cdiv(blocks - begin // BLOCK, PARTS)
     first = begin // BLOCK + s * share
     last = tl.minimum(first + share, blocks)
@@ -158,7 +158,7 @@ def decode(q_BNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor, table_RP: Tensor, row_
         q_BNH.stride(0), q_BNH.stride(1), k_PKGH.stride(0), k_PKGH.stride(1), k_PKGH.stride(2),
         table_RP.stride(0), GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)), DIM=dim,
         DIM_PAD=dim_pad, PAGE=page_size, BLOCK=cut.block, PARTS=cut.parts,
-        EXACT=q_BNH.dtype == torch.float32, WINDOW=spec.window, CAPPED=spec.softcap > 0, SINKS=spec.sinks,
+        EXACT=q_BNH.dtype == torch.float32, WINDOW=spec.window, CAPPED=spec.softcap > 0, SINKS=spec.sinks, FIRST=spec.first,
         num_warps=cut.warps, num_stages=cut.stages)
     if cut.parts > 1:
         join_parts[(rows * heads,)](part, peak, out_BNH, DIM=dim, DIM_PAD=dim_pad, PARTS=cut.parts,
