@@ -80,6 +80,7 @@ gpu:  ## on a machine with a CUDA device, PYTHON's own torch and triton: kernels
 		tests/conformance/test_executor_latent.py tests/conformance/test_executor_storage.py \
 		tests/conformance/test_executor_states.py tests/conformance/test_executor_windows.py \
 		tests/conformance/test_executor_drafts.py tests/conformance/test_hosted_drafts.py \
+		tests/conformance/test_mtp.py \
 		tests/conformance/test_executor_prompt_logprobs.py tests/conformance/test_late_choice.py \
 		tests/parity/test_recall_model.py \
 		tests/e2e/test_pair.py tests/e2e/test_pair_faults.py tests/e2e/test_pair_http.py \

@@ -65,7 +65,7 @@ class DiceOnDevice(OnDevice):
             self._draft_RL[row, len(prompt):len(prompt) + len(drafts)] = torch.tensor(drafts)
 
     def propose(self, index_N: torch.Tensor, at_N: torch.Tensor, last_N: torch.Tensor,
-                most: int) -> torch.Tensor:
+                most_N: torch.Tensor, most: int) -> torch.Tensor:
         self._dice.asked[most] += 1
         next_ND = at_N.clamp(min=0).long()[:, None] + torch.arange(1, most + 1, device=at_N.device)
         return self._draft_RL[index_N[:, None], next_ND]

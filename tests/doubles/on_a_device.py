@@ -12,7 +12,8 @@ import where
 
 from penstock.exec.drafts.device import Ahead
 from penstock.exec.graphs import capture
-from penstock.exec.graphs.drafts import DraftGraphs, widths
+from penstock.exec.graphs.drafts import DraftGraphs, every, widths
+from penstock.exec.graphs.layer import LayerDrafts
 from penstock.exec.sampling.on_device import Draws
 from penstock.exec.sampling.tokens import Drawn
 from penstock.exec.sparse import bounds, indexer
@@ -94,10 +95,11 @@ def drafting(engine: Any, drafts: int) -> Any:
         return engine
     rows, max_len = rank._tables.last_R.numel() - 1, 64 * 16
     drafter = rank._widths._narrowing._drafter
-    ahead = Ahead(drafter.on_device(rows, max_len, torch.device("cpu")), rank._tokens.history,
+    layer = rank._mtp and LayerDrafts(rank._mtp, rank._tables)
+    ahead = Ahead(layer or drafter.on_device(rows, max_len, torch.device("cpu")), rank._tokens.history,
                   rank._tokens.simple, rank._at_once, rank._tables.index)
-    buckets = widths(rows, 1 + drafts, 32)
-    decodes = (capture.GroupedDecodes(rank._attending, rank._tables)
+    buckets = every((1, 2, rows), 1 + drafts, 32) if layer else widths(rows, 1 + drafts, 32)
+    decodes = (capture.GroupedDecodes(rank._attending, rank._tables.groups)
                if isinstance(rank._attending, Grouped) else rank._attending.decodes(32))
     rank._drafts = EagerDrafts(rank._model, rank._tables, decodes, rank._tokens.draws, buckets, None, ahead)
     rank._widths.leave()

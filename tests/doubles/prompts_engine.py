@@ -101,8 +101,8 @@ def _teach(made) -> None:
         half.op = functools.partial(_scaled, half.op, 0.3)
     with torch.inference_mode():
         for _ in range(40):
-            ids_T = torch.randint(61, (24,), generator=random)
-            hidden_TD = made.forward(ids_T, torch.arange(24), Dense(made.attention, made.groups))
+            ids_T, at_T = where.sequence(torch.randint(61, (24,), generator=random).tolist())
+            hidden_TD = made.forward(ids_T, at_T, Dense(made.attention, made.groups))
             both = [torch.nn.functional.rms_norm(x, x.shape[-1:], norm.value, 1e-6) for x, norm in (
                 (made.embed(ids_T[1:]).h_TD, draft.norm_token), (hidden_TD[:-1], draft.norm_hidden))]
             seen.append(torch.cat(both, 1))
@@ -118,15 +118,16 @@ def _eagle(of) -> Eagle3:
     made = Eagle3(spec, torch.float32, pack, of._slots.ops)
     random = torch.Generator().manual_seed(2)
     for name, shape in made.shapes():
-        made.load(name, torch.randn(shape, generator=random) * (1 if name.endswith("norm.weight") else 0.3))
-    word_V = torch.arange(61)[torch.randperm(61, generator=random)[:spec.words].sort().values]
-    made.load("d2t", word_V - torch.arange(spec.words))
+        weight = torch.randn(shape, generator=random) * (1 if name.endswith("norm.weight") else 0.3)
+        made.load(name, weight.to(where.DEVICE))
+    word_V = torch.randperm(61, generator=random)[:spec.words].sort().values.to(where.DEVICE)
+    made.load("d2t", word_V - torch.arange(spec.words, device=where.DEVICE))
     made.finish()
     seen, want = [], []
     of.take_drafts(made)
     with torch.inference_mode():
         for _ in range(60):
-            ids_T, at_T = torch.randint(61, (24,), generator=random), torch.arange(24)
+            ids_T, at_T = where.sequence(torch.randint(61, (24,), generator=random).tolist())
             hidden_TD = of.made(last_TD := of.forward(ids_T, at_T, Dense(of.attention, of.groups)))
             out_TD = of.draft(ids_T[1:], hidden_TD[:-1], at_T[1:], Dense(made.attention))
             seen.append(torch.nn.functional.rms_norm(out_TD, out_TD.shape[-1:], made.norm_last.value, 1e-6))

@@ -23,11 +23,12 @@ from penstock.config.request.grammar import Grammar
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.scores import Scores
 from penstock.core.plan import Moved, RequestId, Row, StepId, StepPlan
-from penstock.exec.drafts.device import Ahead
+from penstock.exec.drafts.device import Ahead, OnDevice
 from penstock.exec.drafts.drafter import Drafter
 from penstock.exec.drafts.mtp import MTP
 from penstock.exec.drafts.narrow import Narrowing, Widths
 from penstock.exec.graphs.drafts import DraftGraphs
+from penstock.exec.graphs.layer import LayerDrafts
 from penstock.exec.graphs.mixed import START_S
 from penstock.exec.graphs.steps import captured
 from penstock.exec.sampling.grammar import Grammars
@@ -161,7 +162,11 @@ class Rank:
                 forced=self._tokens.forced))
             self._links = self._widths.links
             whole = self._links.before is None and self._links.after is None
-            if not cpu and whole and (there := drafter.on_device(rows, max_len, device)) is not None:
+            there: OnDevice | None = None
+            if not cpu and whole:
+                there = (LayerDrafts(self._mtp, self._tables) if self._mtp is not None else
+                         drafter.on_device(rows, max_len, device))
+            if there is not None:
                 self._makes = Ahead(there, self._tokens.history, self._tokens.simple, self._at_once,
                                     self._tables.index)
         self._prompts = PromptReader(model.logits, model.vocab_size) if self._links.after is None else None
@@ -264,14 +269,16 @@ class Rank:
     def checked(self, step: StepId, right: Mapping[Row, int]) -> None:
         """Of the rows that sampled in a step with drafts, how many of these were right, as the last stage has
         found: one in front of it hears this once its own part has run."""
-        with torch.inference_mode():
-            self._settle(step, right)
-
-    def _settle(self, step: StepId, right: Mapping[Row, int]) -> None:
         by_index = {self._tables.index(row): n for row, n in right.items()}
-        self._attending.states.settle(step, by_index)
-        if self._mtp is not None:
-            self._mtp.settle(step, by_index)
+        with torch.inference_mode():
+            self._attending.states.settle(step, by_index)
+            if self._mtp is not None:
+                self._mtp.settle(step, by_index)
+
+    def _settle(self, plan: StepPlan, answers: Answers) -> None:
+        """Once the answers of a step are known."""
+        if answers.drafts:
+            self.checked(plan.step, right_of(plan, answers.tokens))
 
     def _launch_ahead(self) -> None:
         """All but a plan that waits for copies, or for tokens that drafts follow: once the steps in front of
@@ -328,6 +335,8 @@ class Rank:
         started = time.perf_counter()
         with torch.inference_mode():
             flight.answers.choose()
+        if flight.answers.learnt:
+            self._settle(flight.plan, flight.answers)
         flight.done = self._done()
         self._sampling_s += time.perf_counter() - started
 
@@ -337,6 +346,7 @@ class Rank:
             flight.done.synchronize()
         if not flight.answers.learnt:
             flight.answers.learn()
+            self._settle(flight.plan, flight.answers)
 
     def _execute(self, plan: StepPlan) -> tuple[Answers, list[Read]]:
         for bind in plan.binds:
@@ -377,8 +387,7 @@ class Rank:
         self._forward_s += stepped - started
         prompts = told.read(plan, ran.hidden_TD) if told and ran.hidden_TD is not None else []
         answers = self._tokens.sample(plan, ran) if ran.rows else Answers()
-        if answers.drafts:
-            self._settle(plan.step, right_of(plan, answers.tokens))
+        self._settle(plan, answers)
         self._sampling_s += time.perf_counter() - stepped
         return answers, prompts
 

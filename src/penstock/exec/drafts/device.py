@@ -19,20 +19,33 @@ OUT = -2            # of a row's position: it follows from steps in flight
 
 
 class OnDevice(Protocol):
-    """A drafter whose tables are on a device. Whatever it proposes, no token changes."""
+    """A drafter whose tables are on a device. Whatever it proposes, no token changes.
+
+    layer    it computes with the model: every step of rows that decode is one of its, whether any may draft
+             or not, and rows that the host samples draft nothing, as what it keeps is of what the device said
+    """
+
+    layer: bool = False
 
     def put(self, row: int, first: int, prompt: Sequence[int], outputs: Sequence[int]) -> None:
         """Of a row of the tables its tokens, of which it has those before index `first`. Does not wait."""
+        return
+
+    def propose(self, index_N: Tensor, at_N: Tensor, last_N: Tensor, most_N: Tensor, most: int) -> Tensor:
+        """[N, most] int64: what follows the tokens `last` at indices `at` of these rows, each id in the
+        vocabulary; -1: nothing from there on. Of each row `most_N` are read, and no more of its pages are its
+        own. Captured: a function of tensors alone."""
         ...
 
-    def propose(self, index_N: Tensor, at_N: Tensor, last_N: Tensor, most: int) -> Tensor:
-        """[N, most] int64: what follows the tokens `last` at indices `at` of these rows, each id in the
-        vocabulary; -1: nothing from there on. Captured: a function of tensors alone."""
-        ...
+    def ran(self, token_B: Tensor, hidden_BD: Tensor, row_B: Tensor, position_B: Tensor, turn_B: Tensor,
+            counts_B: Tensor) -> None:
+        """The step's positions, as `Draws.checked` has them, what they took and what the model made of it,
+        behind its last norm. Captured, behind the step."""
+        return
 
     def said(self, index_N: Tensor, at_N: Tensor, token_NW: Tensor) -> None:
         """What these rows may have said behind `at`. Captured. A part of it is said again otherwise."""
-        ...
+        return
 
 
 class Lookup(OnDevice):
@@ -51,7 +64,7 @@ class Lookup(OnDevice):
             there = there.pin_memory()
         self._said_RL[row, first:first + len(tokens)].copy_(there, non_blocking=True)
 
-    def propose(self, index_N: Tensor, at_N: Tensor, last_N: Tensor, most: int) -> Tensor:
+    def propose(self, index_N: Tensor, at_N: Tensor, last_N: Tensor, most_N: Tensor, most: int) -> Tensor:
         length = len(self._end_L)
         at_N1 = at_N.clamp(0, length - 1).long()[:, None]
         self._said_RL[index_N, at_N1[:, 0]] = last_N.int()
@@ -90,8 +103,8 @@ class Ahead:
 
     def asks(self, plan: StepPlan) -> bool:
         """Whether a row may draft, of a plan of rows that decode."""
-        return any(count > 1 and self._at_once(row) > 1
-                   for row, count in zip(plan.rows, plan.count, strict=True))
+        return self.drafter.layer or any(
+            count > 1 and self._at_once(row) > 1 for row, count in zip(plan.rows, plan.count, strict=True))
 
     def passed(self, plan: StepPlan) -> None:
         """Another kind of step is launched: what its rows say has to be put."""
@@ -112,7 +125,9 @@ class Ahead:
             if (there := self._there.pop(r, known)) < known:
                 self.drafter.put(r, there, prompt, outputs)
             positions.append(OUT if rid in out else known + flying.get(rid, 0) - 1)
-            most.append(max(0, min(count, width, self._at_once(row)) - 1))
-            if not self._simple(rid):
+            simple = self._simple(rid)
+            drafts = max(0, min(count, width, self._at_once(row)) - 1)
+            most.append(drafts if simple or not self.drafter.layer else 0)
+            if not simple:
                 self._there[r] = known
         return positions, most

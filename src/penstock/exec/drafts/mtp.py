@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.core.plan import RequestId, StepId, StepPlan
 from penstock.exec.drafts.drafter import Ask, Drafter
-from penstock.exec.step.attend import Attending, Grouped, Latent, LatentOps
+from penstock.exec.step.attend import Grouped, Latent, LatentOps
 from penstock.exec.step.states import StatePools
 from penstock.exec.step.tables import Lowered, RowTables
 from penstock.kernels.attention.paged_attention import Prepare
@@ -34,20 +34,20 @@ class MTP(Drafter):
         """groups and pools of all cache groups: the last two are the layer's KV and the hidden states."""
         assert model.drafting is not None, "nothing drafts"
         self.name = model.drafter
-        self._model, self._tables = model, tables
+        self.model, self._tables = model, tables
         kv, self._hidden = (replace(group, drafts=False) for group in groups[-2:])
-        self._kv = _attending(model.drafting, kv, ops, hbm[-2])
+        self.attending = _attending(model.drafting, kv, ops, hbm[-2])
         self._states = StatePools((self._hidden,), hbm[-1:])
-        self._pool_PD = hbm[-1].pages[:, 0, 0, 0, 0]
+        self.pool_PD = hbm[-1].pages[:, 0, 0, 0, 0]
 
     def step(self, plan: StepPlan, lowered: Lowered, hidden_TD: Tensor) -> None:
         """What a step leaves behind for drafts: its tokens' KV, and the hidden state of the last one of each
         row and page. hidden_TD: behind the model's last norm."""
-        hidden_TD = self._model.made(hidden_TD)
+        hidden_TD = self.model.made(hidden_TD)
         states = self._states.step(plan.step, replace(lowered, ragged=lowered.ragged[-1:]))(
             LAYER, len(hidden_TD))
         before_TD = hidden_TD.roll(1, 0)
-        kept_BD = self._pool_PD[states.from_B]
+        kept_BD = self.pool_PD[states.from_B]
         before_TD[states.start_B[:-1]] = torch.where((states.from_B >= 0)[:, None], kept_BD, 0)
         self._layer(plan, lowered, before_TD)
         self._keep(hidden_TD, states)
@@ -56,12 +56,14 @@ class MTP(Drafter):
 
     def _layer(self, plan: StepPlan, lowered: Lowered, before_TD: Tensor) -> Tensor:
         """hidden_TD of the layer."""
-        attend = self._kv.step(plan, replace(lowered, ragged=lowered.ragged[-2:-1]))
-        return self._model.draft(lowered.ids_T, before_TD, lowered.positions_T, attend)
+        attend = self.attending.step(plan, replace(lowered, ragged=lowered.ragged[-2:-1]))
+        return self.model.draft(lowered.ids_T, before_TD, lowered.positions_T, attend)
 
     def _keep(self, hidden_TD: Tensor, states: States) -> None:
-        at_t = (states.to_T >= 0).nonzero().flatten()
-        self._pool_PD[states.to_T[at_t]] = hidden_TD[at_t]
+        writes_T = states.to_T >= 0
+        # As the first that is kept, which others write again: nothing asks a device how many are.
+        from_T = torch.arange(len(writes_T), device=writes_T.device).where(writes_T, writes_T.int().argmax())
+        self.pool_PD[states.to_T[from_T]] = hidden_TD[from_T]
 
     def settle(self, step: StepId, right: Mapping[int, int]) -> None:
         """As `StatePools.settle`."""
@@ -78,7 +80,7 @@ class MTP(Drafter):
                 samples=(True,) * len(live), tokens=tuple(said[i][-1] for i in live), grows=(), moves=(),
                 binds=())
             hidden_BD = self._layer(plan, self._tables.lower(plan), hidden_BD)
-            best_B, id_B = self._model.guess(hidden_BD)
+            best_B, id_B = self.model.guess(hidden_BD)
             for i, token in zip(live, id_B.where(best_B.isfinite(), -1).tolist(), strict=True):
                 said[i].append(token)
         return [tokens[1:] for tokens in said]
@@ -88,7 +90,7 @@ class MTP(Drafter):
         table = self._tables.groups[-1]
         pages = [table.device_RM[self._tables.index(ask.row), (_position(ask) - 1) // table.size]
                  for ask in asks]
-        return self._pool_PD[torch.stack(pages).long()]
+        return self.pool_PD[torch.stack(pages).long()]
 
     def forget(self, rid: RequestId) -> None:
         return
@@ -99,7 +101,8 @@ def _position(ask: Ask) -> int:
     return len(ask.prompt) + len(ask.outputs) - 1
 
 
-def _attending(shape: AttentionShape, kv: CacheShape, ops: Prepare | LatentOps, pool: HbmPool) -> Attending:
+def _attending(shape: AttentionShape, kv: CacheShape, ops: Prepare | LatentOps,
+               pool: HbmPool) -> Grouped | Latent:
     """The first entry is of no hidden state: others do not see it."""
     if isinstance(ops, LatentOps):
         if shape.latent_dim:

@@ -24,7 +24,7 @@ from penstock.exec.sampling.on_device import Draws
 from penstock.exec.step.attend import Grouped, OfHeads
 from penstock.exec.step.eager import Ran, Steps
 from penstock.exec.step.states import DecodeStates
-from penstock.exec.step.tables import RowTables
+from penstock.exec.step.tables import GroupTable, RowTables
 from penstock.kernels.attention.paged_attention import AttentionSpec
 from penstock.memory.mover import Arrivals
 from penstock.model.base import Attend, LocalLayer, Model
@@ -234,14 +234,15 @@ class GroupedDecodes(Decodes):
     """Of layers that read all of their KV, from device pages: several positions of a row are
     queries like others, each with its own context."""
 
-    def __init__(self, grouped: Grouped, tables: RowTables) -> None:
+    def __init__(self, grouped: Grouped, tables: Sequence[GroupTable]) -> None:
+        """tables: of its cache groups; more may follow."""
         self._grouped, self._tables = grouped, tables
 
     def attend(self, kind: str, row_B: Tensor, position_B: Tensor, turn_B: Tensor | None = None) -> Attend:
         return _Attend(self._grouped, [
             PagedDecode(spec, table.device_RM, table.size, row_B, position_B)
-            for spec, table in zip(self._grouped.specs, self._tables.groups, strict=False)],
-            self._grouped.states.decode(self._tables.groups, row_B, position_B))
+            for spec, table in zip(self._grouped.specs, self._tables, strict=False)],
+            self._grouped.states.decode(self._tables, row_B, position_B))
 
 
 class _Attend(OfHeads):

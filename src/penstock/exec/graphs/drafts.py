@@ -32,6 +32,11 @@ def widths(rows: int, width: int, most: int) -> dict[int, int]:
     return found
 
 
+def every(buckets: Sequence[int], width: int, most: int) -> dict[int, int]:
+    """As `widths`, of all steps with so many rows: one position where there is no room for more."""
+    return {rows: max(1, min(width, most // rows)) for rows in buckets}
+
+
 class DraftGraphs:
     """Of up to so many rows, each with up to so many positions: as `widths` has them. The tokens become the
     rows' last ones, and `tables.length_R` says how many tokens there are by now."""
@@ -90,19 +95,21 @@ def draft_step(model: Model, tables: RowTables, decodes: Decodes, kind: str, inp
     index_N = index_of(tables, row_N, torch.where(given_N == OUT, 0, given_N))
     at_N = torch.where(given_N == OUT, tables.length_R[index_N] - 1, given_N)
     last_N, turn_W = tables.last_R[index_N], torch.arange(width, dtype=torch.int32, device=row_N.device)
-    draft_ND = drafter.propose(index_N, at_N, last_N, width - 1)
+    draft_ND = drafter.propose(index_N, at_N, last_N, most_N, width - 1)
     good_ND = (draft_ND >= 0) & (draft_ND < model.vocab_size) & (turn_W[:-1] < most_N[:, None])
     may_ND = good_ND.long().cumprod(1) > 0
     id_NW = torch.cat((torch.full_like(last_N, -1)[:, None], draft_ND.where(may_ND, -1)), 1)
     computes_NW = torch.cat(((at_N >= 0)[:, None], may_ND & (at_N >= 0)[:, None]), 1)
-    token_NW = torch.where(turn_W == 0, last_N[:, None], id_NW.clamp(min=0))
+    token_B = torch.where(turn_W == 0, last_N[:, None], id_NW.clamp(min=0)).flatten()
     position_B = torch.where(computes_NW, at_N[:, None] + turn_W, -1).flatten()
     row_B, index_B = (x.repeat_interleave(width) for x in (row_N, index_N))
     turn_B = turn_W.repeat(len(row_N))
     attend = decodes.attend(kind, row_B, position_B, turn_B)
-    logits_BV = model.logits(model.forward(token_NW.flatten(), position_B.clamp(min=0).long(), attend))
+    hidden_BD = model.forward(token_B, position_B.clamp(min=0).long(), attend)
+    logits_BV = model.logits(hidden_BD)
     answer_3B, counts_B = draws.checked(logits_BV, tables.last_R, row_B, index_B, position_B,
                                         id_NW.flatten().int(), turn_B, width)
+    drafter.ran(token_B, hidden_BD, row_B, position_B, turn_B, counts_B)
     drafter.said(index_N, at_N, answer_3B[0].view(-1, width))
     says_N = counts_B.view(-1, width).sum(1).int()
     tables.length_R.index_copy_(0, index_N, at_N + 1 + says_N)

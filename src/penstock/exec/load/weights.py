@@ -252,7 +252,8 @@ def _eagle(config: Config, checkpoint: Checkpoint, dtype: torch.dtype, pack: Lin
 
 def _fill(eagle: Eagle3, config: Config) -> None:
     """With its weights. Raises ConfigError."""
-    for name, tensor in open_checkpoint(locate(config.schedule.speculative_model or "")).tensors(eagle.wants):
+    files = locate(config.schedule.speculative_model or "")
+    for name, tensor in open_checkpoint(files).tensors(eagle.wants, config.device.device):
         eagle.load(name, tensor)
     eagle.finish()
 

@@ -204,7 +204,7 @@ class IndexedDecodes(Decodes):
         self._nowhere_T = torch.full_like(tables.last_R[:1], -1).repeat(most)
 
     def attend(self, kind: str, row_B: Tensor, position_B: Tensor, turn_B: Tensor | None = None) -> Attend:
-        rows, keys, nowhere_B = self._tables[0], self._tables[-1], self._nowhere_T[:len(row_B)]
+        rows, keys, nowhere_B = self._tables[0], self._tables[1], self._nowhere_T[:len(row_B)]
         assert len(nowhere_B) == len(row_B), f"a step of {len(row_B)} tokens"
         row_T = row_B.where(position_B >= 0, -1)
         at = WriteAt(

@@ -29,7 +29,7 @@ from penstock.memory.copying import parts_of
 from penstock.memory.hbm import HbmPool
 from penstock.memory.mover import Arrivals
 from penstock.memory.pool import BlockPool
-from penstock.model.base import Attend, AttendsStates, AttentionShape, CacheShape, LocalLayer, Model
+from penstock.model.base import Attend, AttendsStates, AttentionShape, CacheShape, LocalLayer
 
 ANY = 1 << 30       # queries of a row, where nothing bounds them
 
@@ -189,6 +189,18 @@ class Latent(Attending):
         return _LatentStep(self, lowered)
 
 
+def seen_slots(pages_RM: Tensor, size: int, row_B: Tensor, position_B: Tensor, first: int,
+             longest: int) -> Tensor:
+    """[B, S] int32: where the rows are that queries at these positions see, from position `first` on, of
+    tables in which the longest has so many tokens; -1 behind them, and throughout for a position of -1."""
+    position_B1 = position_B[:, None]
+    at_S = torch.arange(first, max(longest, first + 1), dtype=torch.int32, device=pages_RM.device)
+    if first:                   # a query before it sees its own
+        at_S = at_S - first * (position_B1 < first).int()
+    page_BS = pages_RM[row_B[:, None], at_S // size]
+    return torch.where(at_S <= position_B1, page_BS * size + at_S % size, -1)
+
+
 class _LatentStep:
     def __init__(self, latent: Latent, lowered: Lowered) -> None:
         self._latent, self._lowered, self._ragged = latent, lowered, lowered.ragged[0]
@@ -199,14 +211,8 @@ class _LatentStep:
 
     def _slots_of(self, part: slice) -> Tensor:
         """[B, S] int32: where the rows are that each of these queries sees, in the order of positions."""
-        ragged, size = self._ragged, self._ragged.page_size
-        first, position_B1 = self._latent.first, self._lowered.positions_T[part, None]
-        at_S = torch.arange(first, max(self._longest, first + 1), dtype=torch.int32,
-                            device=ragged.pages_RM.device)
-        if first:               # a query before it sees its own
-            at_S = at_S - first * (position_B1 < first).int()
-        page_BS = ragged.pages_RM[self._lowered.row_T[part, None], at_S // size]
-        return torch.where(at_S <= position_B1, page_BS * size + at_S % size, -1)
+        return seen_slots(self._ragged.pages_RM, self._ragged.page_size, self._lowered.row_T[part],
+                        self._lowered.positions_T[part], self._latent.first, self._longest)
 
     def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
                  chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:

@@ -158,8 +158,8 @@ def decode(q_BNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor, table_RP: Tensor, row_
         q_BNH.stride(0), q_BNH.stride(1), k_PKGH.stride(0), k_PKGH.stride(1), k_PKGH.stride(2),
         table_RP.stride(0), GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)), DIM=dim,
         DIM_PAD=dim_pad, PAGE=page_size, BLOCK=cut.block, PARTS=cut.parts,
-        EXACT=q_BNH.dtype == torch.float32, WINDOW=spec.window, CAPPED=spec.softcap > 0, SINKS=spec.sinks, FIRST=spec.first,
-        num_warps=cut.warps, num_stages=cut.stages)
+        EXACT=q_BNH.dtype == torch.float32, WINDOW=spec.window, CAPPED=spec.softcap > 0, SINKS=spec.sinks,
+        FIRST=spec.first, num_warps=cut.warps, num_stages=cut.stages)
     if cut.parts > 1:
         join_parts[(rows * heads,)](part, peak, out_BNH, DIM=dim, DIM_PAD=dim_pad, PARTS=cut.parts,
                                     PARTS_PAD=triton.next_power_of_2(cut.parts), num_warps=1)

@@ -1,0 +1,98 @@
+"""The layer of a model that drafts, in captured steps: it proposes in front of a step's positions, and keeps
+what these leave behind for it once it is known which are right.
+
+    N rows of the step, each of W positions: B in all   D model dim   P pages   G page size   H row dim
+    S positions of the longest row
+"""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.exec.drafts.device import OnDevice
+from penstock.exec.drafts.mtp import LAYER, MTP
+from penstock.exec.graphs.capture import GroupedDecodes
+from penstock.exec.step.attend import Grouped, Latent, seen_slots
+from penstock.exec.step.tables import GroupTable, RowTables
+from penstock.kernels.types import fp8
+from penstock.model.base import Attend, LocalLayer
+
+
+class LayerDrafts(OnDevice):
+    """`MTP` as a function of tensors on the device alone."""
+
+    layer = True
+
+    def __init__(self, mtp: MTP, tables: RowTables) -> None:
+        self._mtp = mtp
+        self._kv, self._hidden = tables.groups[-2:]
+
+    def propose(self, index_N: Tensor, at_N: Tensor, last_N: Tensor, most_N: Tensor, most: int) -> Tensor:
+        row_N = index_N.clamp(max=len(self._kv.device_RM) - 1).int()
+        hidden_ND, token_N, drafts = self._before(row_N, at_N), last_N, list[Tensor]()
+        for n in range(most):
+            position_N = (at_N + n).where((at_N >= 0) & (n < most_N), -1)
+            hidden_ND = self._layer(token_N, hidden_ND, row_N, position_N)
+            best_N, id_N = self._mtp.model.guess(hidden_ND)
+            drafts.append(id_N.where(best_N.isfinite(), -1))
+            token_N = drafts[-1].clamp(min=0)
+        return torch.stack(drafts, 1) if drafts else last_N[:, None][:, :0]
+
+    def ran(self, token_B: Tensor, hidden_BD: Tensor, row_B: Tensor, position_B: Tensor, turn_B: Tensor,
+            counts_B: Tensor) -> None:
+        hidden_BD = self._mtp.model.made(hidden_BD)
+        before_BD = torch.where((turn_B == 0)[:, None], self._before(row_B, position_B), hidden_BD.roll(1, 0))
+        self._layer(token_B, before_BD, row_B, position_B)
+        self._keep(hidden_BD, row_B, position_B, turn_B, counts_B)
+
+    def _keep(self, hidden_BD: Tensor, row_B: Tensor, position_B: Tensor, turn_B: Tensor,
+              counts_B: Tensor) -> None:
+        """Behind the last position of each row and page that counts."""
+        table, goes_on_B = self._hidden, (counts_B & (turn_B > 0)).roll(-1)
+        keeps_B = counts_B & (position_B >= 0) & (~goes_on_B | ((position_B + 1) % table.size == 0))
+        page_B = table.device_RM[row_B.long(), position_B.clamp(min=0) // table.size]
+        _put(self._mtp.pool_PD[:, None], page_B.long().where(keeps_B, -1), hidden_BD)
+
+    def _before(self, row_B: Tensor, position_B: Tensor) -> Tensor:
+        """hidden_BD of the tokens in front of these, as pages have it; 0 for a first token."""
+        at_B = (position_B - 1).clamp(min=0)
+        page_B = self._hidden.device_RM[row_B.long(), at_B // self._hidden.size].clamp(min=0)
+        return torch.where((position_B > 0)[:, None], self._mtp.pool_PD[page_B.long()], 0)
+
+    def _layer(self, token_B: Tensor, before_BD: Tensor, row_B: Tensor, position_B: Tensor) -> Tensor:
+        kv = self._mtp.attending
+        attend: Attend = (
+            GroupedDecodes(kv, (self._kv,)).attend("all", row_B, position_B) if isinstance(kv, Grouped) else
+            _LatentDecode(kv, self._kv, row_B, position_B))
+        return self._mtp.model.draft(token_B, before_BD, position_B.clamp(min=0).long(), attend)
+
+
+class _LatentDecode:
+    """`model.base.Attend` of queries over latent rows, all of a row's as far as they see."""
+
+    def __init__(self, latent: Latent, table: GroupTable, row_B: Tensor, position_B: Tensor) -> None:
+        table_RM, size = table.device_RM, table.size
+        self._latent, row_B, at_B = latent, row_B.long(), position_B.clamp(min=0)
+        self._slot_BS = seen_slots(table_RM, size, row_B, position_B, latent.first, size * table_RM.shape[1])
+        self._new_B = (table_RM[row_B, at_B // size].long() * size + at_B % size).where(position_B >= 0, -1)
+
+    def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
+                 chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:
+        assert layer == LAYER and chosen_TS is None and sinks_N is None, "it reads all of its rows"
+        shape, pool_PGH = self._latent.shape, self._latent.rows[layer]
+        _put(pool_PGH, self._new_B, fp8.kept(kv_TCKH[:, 0], pool_PGH.dtype, shape.latent_dim)[:, 0])
+        return self._latent.attend(q_TNH, pool_PGH, self._slot_BS, value_dim=shape.latent_dim,
+                                   scale=shape.scale)[0]
+
+    def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
+        raise AssertionError("a layer without an indexer")
+
+
+def _put(pool_PGH: Tensor, slot_B: Tensor, row_BH: Tensor) -> None:
+    """Write these rows to their slots, token n % G of page n // G; those of -1 nowhere: they write what
+    another one does, and if nobody writes what is there, so that nothing asks the host."""
+    size, writes_B = pool_PGH.shape[1], slot_B >= 0
+    from_B = torch.arange(len(slot_B), device=slot_B.device).where(writes_B, writes_B.int().argmax())
+    slot_B = slot_B[from_B].clamp(min=0)
+    page_B, offset_B = slot_B // size, slot_B % size
+    pool_PGH[page_B, offset_B] = torch.where(writes_B.any(), row_BH[from_B], pool_PGH[page_B, offset_B])
