@@ -186,10 +186,11 @@ def test_speculation_by_a_layer_on_a_device(family, stages, monkeypatch):
     assert 0 < right < proposed == engine.proposed.total() and dropped == 0 < engine.core.stats()["pauses"]
     captured = engine.rank._drafts is not None
     assert (engine.rank._launches["ahead"] > len(engine.plans) / 2) is captured is (family in CAPTURED)
-    engine.add(8, PROMPTS[1], 12, SamplingParams(temperature=0.0, logprobs=2))
+    engine.add(8, PROMPTS[1], 5, SamplingParams(temperature=0.0, logprobs=2))
     engine.add(9, PROMPTS[4], 12)
     engine.drain()
-    assert [tuple(engine.got[rid]) for rid in (8, 9)] == [dense(PROMPTS[i], 12, family) for i in (1, 4)]
+    assert [tuple(engine.got[rid]) for rid in (8, 9)] == [
+        dense(PROMPTS[1], 5, family), dense(PROMPTS[4], 12, family)]
     assert engine.proposed[9] > 0 and (engine.proposed[8] == 0) is captured
 
 
