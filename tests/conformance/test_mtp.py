@@ -117,9 +117,10 @@ def test_speculation_by_a_layer_of_the_model(num, family, overlap):
     assert ranks.NUM[0] > 1 or proposed == engine.proposed.total()
 
 
-def test_speculation_by_a_layer_with_the_kernel_that_an_engine_chooses():
-    """Which reads slots up to the first that is none."""
-    engine = drafting("mtp_lanes", backend=None)
+@pytest.mark.parametrize("family", ["mtp_lanes", "eagle_latent"])
+def test_speculation_by_a_layer_with_the_kernel_that_an_engine_chooses(family):
+    """Which reads slots up to the first that is none; and KV heads that draft for latent rows."""
+    engine = drafting(family, backend=None)
     play(engine)
     assert engine.proposed.total() > 20
 

@@ -182,6 +182,8 @@ class InProcess(Driven):
                             **settings})
         whole = model(None)
         more = () if selection is None else registry.HOSTING if selection.native else registry.SELECTING
+        if whole.drafter == "eagle3":
+            more = (*more, "paged_attention")
         parts = parts_of(whole, backends((*whole.spec.attention.ops, *more), backend), selection,
                          cfg.largest_hot)
         executor, self.device, self.host = ranks.front(

@@ -59,7 +59,8 @@ MTP = {"mtp": {**MLA, "num_nextn_predict_layers": 1}, "mtp_chosen": {**LATENT, "
        "mtp_state": STATE}
 # Rows that the CPU's own kernel takes.
 MTP["mtp_lanes"] = {**MTP["mtp"], "kv_lora_rank": 32, "qk_rope_head_dim": 16}
-# What drafts for CONFIG, with half of its words.
+# What drafts for these, with half of their words.
+EAGLES = {"eagle": CONFIG, "eagle_latent": MLA}
 EAGLE = {**CONFIG, "model_type": "llama", "num_hidden_layers": 1, "draft_vocab_size": 40,
          "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}}
 EXPERTS = {**CONFIG, "model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2,
@@ -69,18 +70,18 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @functools.cache
 def model(family="grouped", stage=None):
-    config = {**CONFIGS, **MTP, "experts": EXPERTS, "eagle": CONFIG}[family]
+    config = {**CONFIGS, **MTP, **EAGLES, "experts": EXPERTS}[family]
     drafts = family in MTP
     if stage is not None:
         made = where.model(config, torch.float32, 5, 10, replace(
-            stage, drafts=drafts and stage.heads, inputs=(drafts or family == "eagle") and stage.heads))
+            stage, drafts=drafts and stage.heads, inputs=(drafts or family in EAGLES) and stage.heads))
         if drafts and stage.heads:                      # as the whole one was taught
             made._draft = model(family)._draft
-        if family == "eagle":
+        if family in EAGLES:
             draft = model(family)._draft
             made.take_drafts(draft) if stage.heads else made.tap(draft.taps)
         return made
-    if family == "eagle":
+    if family in EAGLES:
         made = where.model(config, torch.float32, 5, 10)
         made.take_drafts(_eagle(made))
         return made
@@ -183,7 +184,7 @@ class Engine(InProcess):
 
     def __post_init__(self) -> None:
         latent = self.family in ("latent", "mtp_chosen")
-        rows = latent or self.family in ("mla", "mtp", "mtp_lanes")
+        rows = latent or self.family in ("mla", "mtp", "mtp_lanes", "eagle_latent")
         groups = tuple(replace(group, page_tokens=PAGE if group.drafts else INTERVAL)
                        if group.snapshot else group for group in self.groups or model(self.family).groups)
         self.build(functools.partial(model, self.family), groups,
@@ -209,7 +210,7 @@ SHARED = (7, 3, 29, 41, 5, 5, 18, 60, 2, 33, 9)
 BACKENDS = where.backends()
 # Device pages of group 0, too few.
 SMALL = {"grouped": 11, "latent": 18, "experts": 11, "window": 13, "mla": 11, "sinks": 13, "state": 12,
-         "mtp": 20, "mtp_chosen": 34, "mtp_state": 24, "mtp_lanes": 20, "eagle": 16}
+         "mtp": 20, "mtp_chosen": 34, "mtp_state": 24, "mtp_lanes": 20, "eagle": 16, "eagle_latent": 20}
 PROMPTS = {1: (*SHARED, 1, 2), 2: (*SHARED, 40), 3: (50,), 4: SHARED * 2, 5: (12, 8, 30, 21),
            6: SHARED[:8], 7: (*SHARED, *SHARED, 4, 4)}
 
