@@ -64,12 +64,9 @@ class Thrown(OnDevice):
             self._draft_RL[row, len(prompt):] = torch.tensor(self._dice.propose(
                 [Ask(RequestId(0), Row(0), tuple(prompt), (), most)])[0])
 
-    def propose(self, index_N: Tensor, at_N: Tensor, last_N: Tensor, most: int) -> Tensor:
+    def propose(self, index_N: Tensor, at_N: Tensor, last_N: Tensor, most_N: Tensor, most: int) -> Tensor:
         next_ND = at_N.clamp(min=0).long()[:, None] + torch.arange(1, most + 1, device=at_N.device)
         return self._draft_RL[index_N[:, None], next_ND]
-
-    def said(self, index_N: Tensor, at_N: Tensor, token_NW: Tensor) -> None:
-        return
 
 
 def main() -> None:

@@ -70,9 +70,6 @@ class DiceOnDevice(OnDevice):
         next_ND = at_N.clamp(min=0).long()[:, None] + torch.arange(1, most + 1, device=at_N.device)
         return self._draft_RL[index_N[:, None], next_ND]
 
-    def said(self, index_N: torch.Tensor, at_N: torch.Tensor, token_NW: torch.Tensor) -> None:
-        return
-
 
 class Noise(Dice):
     """Never mind what the row has said."""
