@@ -25,7 +25,7 @@ BACKENDS = ("reference", "native")
 def usable(op: str, name: str):
     implementation = OPS[op].get(name)
     try:
-        implementation.probe(probe())
+        implementation.usable_on(probe())
     except Unusable as why:
         pytest.skip(str(why))
     return implementation.run
