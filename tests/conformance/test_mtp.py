@@ -239,6 +239,25 @@ def first_entry_is_seen(mp):
             lambda self, was, *args, first=0: was(self, *args, first=0), kind.__init__))
 
 
+def test_a_layer_waits_for_its_own_pages(stages, monkeypatch):
+    """Which loads bring as they do those of the model's layers."""
+    if stages > 1:
+        pytest.skip("one stage has all groups")
+    engine, waited = Engine(family="mtp"), []
+    eager, groups = engine.rank._steps[-1], range(len(model("mtp").groups))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_event=waited.append))
+    step, own = eager.step, engine.rank._mtp.step
+    eager.step = lambda plan, _: step(plan, [(g, (g,)) for g in groups])
+
+    def behind(*given):
+        assert waited[-len(groups):] == [*groups]
+        own(*given)
+    engine.rank._mtp.step = behind
+    engine.add(1, PROMPTS[4], 3)
+    engine.drain()
+    assert tuple(engine.got[1]) == dense(PROMPTS[4], 3, "mtp") and len(waited) == 3 * len(groups)
+
+
 def drafts_that_were_wrong_are_kept(mp):
     was = LayerDrafts.ran
     mp.setattr(LayerDrafts, "ran", lambda self, *step: was(self, *step[:-1], torch.ones_like(step[-1])))

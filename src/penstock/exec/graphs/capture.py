@@ -22,7 +22,7 @@ from torch import Tensor
 from penstock.core.plan import StepPlan
 from penstock.exec.sampling.on_device import Draws
 from penstock.exec.step.attend import Grouped, OfHeads
-from penstock.exec.step.eager import Ran, Steps
+from penstock.exec.step.eager import Ran, Steps, wait
 from penstock.exec.step.states import DecodeStates
 from penstock.exec.step.tables import GroupTable, RowTables
 from penstock.kernels.attention.paged_attention import AttentionSpec
@@ -183,12 +183,6 @@ def fill(values: np.ndarray, lines: Sequence[Sequence[int]], bucket: int) -> Non
     host, rows = values.reshape(len(lines), bucket), len(lines[0])
     host[:, :rows], host[:, rows:] = lines, 0
     host[1, rows:] = -1
-
-
-def wait(arrivals: Arrivals) -> None:
-    """Have the device wait for all of them."""
-    for _, events in arrivals:
-        torch.cuda.current_stream().wait_event(events[-1])
 
 
 def index_of(tables: RowTables, row_S: Tensor, position_S: Tensor) -> Tensor:

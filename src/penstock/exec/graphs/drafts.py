@@ -15,9 +15,9 @@ from torch import Tensor
 
 from penstock.core.plan import RequestId, StepPlan
 from penstock.exec.drafts.device import OUT, Ahead, OnDevice
-from penstock.exec.graphs.capture import Decodes, Recorded, Replays, fill, index_of, wait
+from penstock.exec.graphs.capture import Decodes, Recorded, Replays, fill, index_of
 from penstock.exec.sampling.on_device import Draws
-from penstock.exec.step.eager import Ran
+from penstock.exec.step.eager import Ran, wait
 from penstock.exec.step.tables import RowTables
 from penstock.memory.mover import Arrivals
 from penstock.model.base import Model

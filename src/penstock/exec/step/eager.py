@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from penstock.core.plan import StepPlan
@@ -45,6 +46,12 @@ class Steps(Protocol):
         return {}
 
 
+def wait(arrivals: Arrivals) -> None:
+    """Have the device wait for all of them."""
+    for _, events in arrivals:
+        torch.cuda.current_stream().wait_event(events[-1])
+
+
 class Eager(Steps):
     """Takes every step. groups: that `attending` knows; mtp: has cache groups behind these."""
 
@@ -56,8 +63,9 @@ class Eager(Steps):
     def step(self, plan: StepPlan, arrivals: Arrivals) -> Ran:
         lowered = self._tables.lower(plan)
         own = replace(lowered, ragged=lowered.ragged[:len(self._groups)])
-        hidden_TD = self._forward(plan, own, arrivals)
+        hidden_TD = self._forward(plan, own, [of for of in arrivals if of[0] < len(self._groups)])
         if self._mtp is not None:
+            wait([of for of in arrivals if of[0] >= len(self._groups)])
             self._mtp.step(plan, lowered, hidden_TD)
         if self._links.after is not None:
             return Ran(lowered.sample_rows)
