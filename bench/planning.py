@@ -172,20 +172,23 @@ def missing(pages: float) -> float:
     return CURVE[-1][1]
 
 
-def residency(rows: int, length: int, over: float, hits: float, most: int = 0,
-              ) -> tuple[float, int, int, float, float]:
+def residency(rows: int, length: int, over: float, hits: float, most: int = 0, *, bounds: bool = False,
+              ) -> tuple[float, int, int, float, float, float]:
     """A closed loop of `rows` requests that select, of so many tokens give or take a fifth, on a device that
     holds 1/`over` of them; of what a row selects and no device page has, `hits` is in its hot buffer of the
-    least size, which grows to `most` pages. Returns the part of the device that is free while a row lacks
-    pages, promotions, those of them that load more than they save, what they load for each token that is
-    missed, and tokens that a step misses."""
+    least size, which grows to `most` pages. bounds: of each row an eighth of its KV stays on the device, for
+    what chooses. Returns the part of the device that is free while a row lacks pages, promotions, those of
+    them that load more than they save, what they load for each token that is missed, tokens that a step
+    misses, and those missed for each token that comes out."""
     page, budget, out, rng = 64, 2048, 512, Random(1)
     pages = rows * ((length + out) // page + 1)
+    groups = (CacheGroup(name="full", page_bytes=0),
+              CacheGroup(name="selector", page_bytes=0, selector=True, slab_pages=8))
     core = Core(CoreConfig(page_size=page, rows=rows, hbm_pages=int(pages / over), dram_pages=3 * pages,
                            hot_pages=budget // page + 1, hot_pages_max=most, budget=budget, step_tokens=8192,
-                           max_len=1 << 18))
+                           max_len=1 << 18, groups=groups[:1 + bounds]))
     ids, back = itertools.count(1), set[RequestId]()
-    idle = steps = loaded = vain = 0.0
+    idle = steps = loaded = vain = came = 0.0
     missed, promotions = 1.0, 0
 
     def new() -> Arrived:
@@ -203,6 +206,7 @@ def residency(rows: int, length: int, over: float, hits: float, most: int = 0,
         plan, events = advance.plan, [new() for o in advance.outputs if isinstance(o, Finished)]
         if plan is None:
             continue
+        came += sum(plan.samples)
         hosted = [r for r in core.running if r.phase in (Phase.HOSTED, Phase.PROMOTING)]
         lacking = any(r.phase is Phase.HOSTED and None in r.tables[0].device for r in hosted)
         idle, steps = idle + lacking * core.kv.device[0].pool.free / int(pages / over), steps + lacking
@@ -216,7 +220,8 @@ def residency(rows: int, length: int, over: float, hits: float, most: int = 0,
         events += answer(plan, 9)
         if plan.step % 16 == 0:
             events.append(HotUse(plan.step, tuple((r.rid, budget, int(misses(r))) for r in hosted)))
-    return idle / max(1.0, steps), promotions, int(vain), loaded / missed, missed / max(1.0, steps)
+    return (idle / max(1.0, steps), promotions, int(vain), loaded / missed, missed / max(1.0, steps),
+            missed / came)
 
 
 def report_residency() -> None:
@@ -225,16 +230,18 @@ def report_residency() -> None:
     sizes = (8, 65_536), (16, 32_768)
     for (rows, length), over, hits in itertools.product(sizes, (1.2, 1.5, 2, 4), (0.79, 0.93)):
         arms = [residency(rows, length, over, hits, most) for most in (0, GROWN_PAGES)]
-        for name, (free, tried, lost, loaded, missed) in zip(("one size", "growing"), arms, strict=True):
+        for name, (free, tried, lost, loaded, missed, _) in zip(("one size", "growing"), arms, strict=True):
             print(f"{rows} x {length >> 10}k, {over} times the device, {hits} hits, hot buffers of {name}: "
                   f"{100 * free:.1f} % idle, {tried} promotions, {lost} in vain, {loaded:.2f} tokens loaded "
                   f"for each missed, {missed:.0f} missed a step")
-        free, tried, lost, *_, missed = arms[1]
-        idle.append(free)
-        ratios.append(missed / arms[0][-1])
-        promotions, vain = promotions + tried, vain + lost
+            promotions, vain = promotions + tried, vain + lost    # of growing ones alone there are too few
+        idle.append(arms[1][0])
+        ratios.append(arms[1][-2] / arms[0][-2])
     assert 10 * vain <= promotions, f"{vain} of {promotions} promotions do not pay back"
     print(f"missed a step, growing over one size: {', '.join(f'{ratio:.2f}' for ratio in ratios)}")
+    for over in (4 / 3, 2, 3, 4):
+        print(f"8 x 64k beside their bounds, {over:.2f} times the device: "
+              f"{residency(8, 65_536, over, 0.79, GROWN_PAGES, bounds=True)[-1]:.0f} missed for each token")
     free = sum(idle) / len(idle)
     assert free <= 0.01, f"{free:.3f} of the device is idle beside rows that lack pages"
 

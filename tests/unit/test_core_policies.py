@@ -91,6 +91,19 @@ def test_a_hot_buffer_that_misses_nothing_does_not_grow() -> None:
     assert not resized(d.retire())
 
 
+@pytest.mark.parametrize(("prompt", "spills"), [(28, 1), (8, 0)])
+def test_hot_buffers_that_starve_send_a_whole_row_to_the_host(prompt: int, spills: int) -> None:
+    d = Driver(hbm_pages=16, dram_pages=64, hot_pages=2, hot_pages_max=7)
+    d.arrive(1, range(prompt), max_new=12, selects=True)
+    d.arrive(2, range(100, 160), max_new=12, selects=True)        # in device pages the two do not fit
+    for step in range(8):
+        d.tell(HotUse(StepId(step), ((RequestId(2), 10, 5),)))
+        d.land() if d.moves else d.retire()
+    assert d.core.counters["spills"] == spills and d.phase(2) is Phase.HOSTED
+    assert d.phase(1) is (Phase.HOSTED if spills else Phase.RESIDENT)
+    assert d.core.stats()["hot_buffer_pages_max"] == 7
+
+
 def test_a_short_request_takes_a_small_hot_buffer() -> None:
     d = Driver(hbm_pages=16, dram_pages=32, hot_pages=6, always_hosted=True)
     (plan,) = d.arrive(1, range(5), max_new=4, selects=True)         # two pages, ever

@@ -191,7 +191,7 @@ class Core(CoreState):
         most = min(n + r.max_new - 1, r.compute_limit)
         r.drafts = self.cfg.draft_tokens if a.drafts is None else min(self.cfg.draft_tokens, a.drafts)
         r.hot_units = capacity.hot_units(self.cfg, most)
-        r.hot_units_max = min(self.cfg.largest_hot, -(-most // self.cfg.page_size))
+        r.hot_units_max = capacity.hot_units(self.cfg, most, grown=True)
         r.may_host = hosted and capacity.fits(self.cfg, lifecycle.Place.HOST, n + r.max_new - 1)
         self._seq += 1
         self.live[a.rid] = r

@@ -48,7 +48,8 @@ class Request:
     drafts: int = 0                            # of a step in which it decodes, at most
     hot_units: int = 0                          # units of its hot buffer, in each hosted group, at least,
     hot_units_max: int = 0                     # and at most, while pages lie idle
-    at_end: dict[Place, tuple[list[int], list[int]]] = field(default_factory=dict)  # pages, when asked for
+    at_end: dict[tuple[Place, bool], tuple[list[int], list[int]]] = field(
+        default_factory=dict)                  # pages, when asked for, also with the largest hot buffer
     phase: Phase = Phase.QUEUED
     place: Place = Place.DEVICE
     computed: int = 0

@@ -25,14 +25,15 @@ def may_host(cfg: CoreConfig, a: Arrived) -> bool:
     return cfg.sparse and a.selects
 
 
-def hot_units(cfg: CoreConfig, tokens: int) -> int:
-    """The hot buffer, of each hosted group, of a request of `tokens` positions: what is short needs no more
-    of it than it has pages."""
-    return min(cfg.hot_pages, -(-tokens // cfg.page_size))
+def hot_units(cfg: CoreConfig, tokens: int, *, grown: bool = False) -> int:
+    """The hot buffer, of each hosted group, of a request of `tokens` positions, at least, or `grown`: what is
+    short needs no more of it than it has pages."""
+    return min(cfg.largest_hot if grown else cfg.hot_pages, -(-tokens // cfg.page_size))
 
 
-def needs(cfg: CoreConfig, place: Place, tokens: int) -> tuple[list[int], list[int]]:
-    """Device and host pages of each group that a request of `tokens` positions needs at once."""
+def needs(cfg: CoreConfig, place: Place, tokens: int, *, grown: bool = False) -> tuple[list[int], list[int]]:
+    """Device and host pages of each group that a request of `tokens` positions needs at once; `grown`: with
+    the largest hot buffer."""
     device, host = [], []
     for group in cfg.groups:
         unit = group.page_tokens or cfg.page_size
@@ -40,7 +41,7 @@ def needs(cfg: CoreConfig, place: Place, tokens: int) -> tuple[list[int], list[i
         if group.reach:                        # the window, and the page that is being written
             pages = min(pages, -(-group.reach // unit) + 1)
         hosted = place is Place.HOST and group.hosted
-        device.append(hot_units(cfg, tokens) if hosted else pages)
+        device.append(hot_units(cfg, tokens, grown=grown) if hosted else pages)
         host.append(pages if hosted else 0)
     return device, host
 
@@ -101,11 +102,11 @@ def ways_in(core: CoreState, r: Request) -> tuple[Trigger, ...]:
 PageCounts: TypeAlias = tuple[list[int], list[int]]           # of each group: device, host
 
 
-def _at_end(core: CoreState, r: Request, place: Place) -> PageCounts:
-    """What `r` needs in `place` when its last position is computed."""
-    if place not in r.at_end:
-        r.at_end[place] = needs(core.cfg, place, r.num_prompt + r.max_new - 1)
-    return r.at_end[place]
+def _at_end(core: CoreState, r: Request, place: Place, grown: bool = False) -> PageCounts:
+    """What `r` needs in `place` when its last position is computed; `grown`: with the largest hot buffer."""
+    if (place, grown) not in r.at_end:
+        r.at_end[place, grown] = needs(core.cfg, place, r.num_prompt + r.max_new - 1, grown=grown)
+    return r.at_end[place, grown]
 
 
 def _add(total: PageCounts, pages: PageCounts, times: int = 1) -> None:
@@ -114,11 +115,11 @@ def _add(total: PageCounts, pages: PageCounts, times: int = 1) -> None:
             column[g] += times * n
 
 
-def _demand(core: CoreState) -> PageCounts:
-    """What all that run need at their ends, where they are now."""
+def _demand(core: CoreState, *, grown: bool = False) -> PageCounts:
+    """What all that run need at their ends, where they are now; `grown`: with the largest hot buffers."""
     total: PageCounts = [0] * len(core.cfg.groups), [0] * len(core.cfg.groups)
     for r in core.running:
-        _add(total, _at_end(core, r, r.place))
+        _add(total, _at_end(core, r, r.place, grown))
     return total
 
 
@@ -140,6 +141,11 @@ def all_end(core: CoreState, r: Request, place: Place) -> bool:
     total = _demand(core)
     _add(total, _at_end(core, r, place))
     return _all_fit(core, total)
+
+
+def is_crowded(core: CoreState) -> bool:
+    """Whether all that run cannot end beside each other with the largest hot buffers."""
+    return not _all_fit(core, _demand(core, grown=True))
 
 
 def _total(cfg: CoreConfig, arena: Arena, pages: list[int], kept: int) -> bool:
@@ -173,20 +179,21 @@ def growing(core: CoreState) -> Headroom:
 
 
 def promote(core: CoreState) -> bool:
-    """Bring back the hosted row that is worth it most, if any is, and all that run could then end on the
-    device. Returns whether that failed because pages are still in use."""
+    """Bring back the hosted row that is worth it most, if any is, and all that run could then end with the
+    largest hot buffers: a page of these saves more than one of a whole row. Returns whether that failed
+    because pages are still in use."""
     if core.cfg.always_hosted or any(r.phase is Phase.PROMOTING for r in core.hosted):
         return False                           # one at a time
-    total, best, price = _demand(core), None, 1.0
+    total, best, price = _demand(core, grown=True), None, 1.0
     for r in core.hosted:
         if r.promotion_undone_at >= core.kv.issued:
             continue
-        _add(total, _at_end(core, r, Place.HOST), -1)
+        _add(total, _at_end(core, r, Place.HOST, grown=True), -1)
         _add(total, _at_end(core, r, Place.DEVICE))
         # Its tables are long: what it is worth is asked where there may be room.
         if _all_fit(core, total) and (ratio := worth(core, r)) > price:
             best, price = r, ratio
         _add(total, _at_end(core, r, Place.DEVICE), -1)
-        _add(total, _at_end(core, r, Place.HOST))
+        _add(total, _at_end(core, r, Place.HOST, grown=True))
     device, host = growing(core)
     return best is not None and not core.transition(best, Trigger.PROMOTE, Headroom(device + 1, host - 1))

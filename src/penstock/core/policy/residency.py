@@ -2,8 +2,10 @@
 
 Sizes follow what the device has counted: a row that misses grows, by its least at a time, of pages that are
 free, that are cached and on the host too, or that hosted rows have on loan: as hot buffers they serve more of
-what is selected. Everybody else comes first: `Pages.make_free` takes back what buffers have beyond their
-least before it evicts anything.
+what is selected. Where these are not enough a row with all of its KV on the device goes on from the host: a
+page of a hot buffer saves more than one of a whole row, which comes back when all have their largest.
+Everybody else comes first: `Pages.make_free` takes back what buffers have beyond their least before it evicts
+anything.
 """
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from penstock.core.kv import promote
 from penstock.core.lifecycle import Phase
 from penstock.core.plan import RequestId, Tier
-from penstock.core.policy import capacity
+from penstock.core.policy import capacity, reclaim
 from penstock.core.policy.queue import Admission
 from penstock.core.request import Request
 from penstock.core.state import CoreState
@@ -80,6 +82,19 @@ class Residency:
             if n:
                 promote.grow_hot_buffer(kv, r, n)
                 self._grown += 1
+            else:
+                return self._spill()
+
+    def _spill(self) -> None:
+        """Hot buffers want more than there is: the youngest row that has all of its KV on the device goes on
+        from the host, if all that run cannot have both."""
+        core = self._core
+        if self._waits or reclaim.promised(core) or not capacity.is_crowded(core):
+            return
+        for r in reversed(core.running):
+            if r.num_preemptions < reclaim.PREEMPTIONS_MAX - 1 and reclaim.spillable(core, r) and (
+                    reclaim.spill(core, r)):
+                return
 
     def stats(self) -> dict[str, float]:
         """Gauges and counters for metrics."""
