@@ -33,7 +33,7 @@ CAPTURED = ["mtp_chosen", "eagle"]
 
 
 @pytest.fixture(autouse=True)
-def refused(request):
+def refused(stages, request):
     if request.node.callspec.params.get("family") == "mtp_state" and where.DEVICE == "cuda":
         pytest.skip("refused")
 
