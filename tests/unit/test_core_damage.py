@@ -76,6 +76,24 @@ def test_damaged_pages_that_others_name_serve_nobody_new() -> None:
     assert not core.kv.tree.roots and core.kv.device[0].pool.free == 60
 
 
+def test_who_goes_on_from_damaged_pages_gets_no_other_page_of_who_damaged_them() -> None:
+    """Its next page has the same tokens, and the other's is still on its way to the host (sim seed 147,
+    hot_pages=1,hot_pages_max=6)."""
+    core = Core(CoreConfig(page_size=2, rows=2, hbm_pages=40, dram_pages=40, step_tokens=5))
+    first = core.advance([Arrived(RequestId(0), PROMPT, 9)]).plan
+    assert first is not None
+    second = core.advance([Retired(first.step, ()), Arrived(RequestId(1), PROMPT, 9)]).plan
+    assert second is not None and (second.start, second.count) == ((5, 4), (4, 1))
+    third = core.advance([Retired(second.step, ((5,),))]).plan
+    damaged, other = core.live[RequestId(0)].path[2:], core.live[RequestId(1)]
+    assert third is not None and len(damaged) == 2 and len(other.path) == 2
+    assert all(node.copies[core.kv.host[0]].moves for node in damaged)
+    fourth = core.advance([Aborted(RequestId(0), damaged=True), Retired(third.step, ((6,), (5,)))]).plan
+    assert fourth is not None and len(other.path) == 4
+    assert not {*map(id, damaged)} & {*map(id, other.path)}, "it reads what was found to be damaged"
+    core.check()
+
+
 def test_a_page_that_is_still_being_loaded_is_not_copied_on_to_the_host() -> None:
     """Its load and that copy would fly beside each other: the host would get what was there before."""
     kv = KVCache(CoreConfig(page_size=2, rows=2, hbm_pages=8, dram_pages=8, hot_pages=1))

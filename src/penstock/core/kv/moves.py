@@ -240,13 +240,15 @@ class Moves:
 
     def invalidate(self, path: list[Node]) -> tuple[bytes, ...]:
         """The KV of a request that has left is damaged: nobody else may start from its pages, nor from what
-        was computed from them. Who has done so already goes on; what nobody names goes at once. Returns the
-        keys under which storage may have any of it."""
+        was computed from them. Who has done so already goes on, but to pages of its own: what nobody names
+        goes at once, or once its copies have landed. Returns the keys under which storage may have any."""
         keys: tuple[bytes, ...] = ()
         if path:
             if self.cfg.store_root and not path[0].banished:
                 keys = tuple(map(self.tree.digest, self.tree.below(path[0])))
             self.tree.banish(path[0])
+            if left := [node for node in path[1:] if not node.refs]:
+                self.tree.banish(left[0])
         for node in reversed(path):
             self.discard_node(node)
         return keys
