@@ -41,6 +41,12 @@ GLM = {
     "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
     "indexer_types": ["full", "shared", "full", "shared"],
 }
+STATES = {
+    **CONFIG, "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 6,
+    "linear_value_head_dim": 4, "num_experts": 0, "partial_rotary_factor": 0.5,
+}
 GGUF_NAMES = {"model.layers.": "blk.", "model.embed_tokens": "token_embd", "model.norm": "output_norm",
               "self_attn.o_proj": "attn_output", "self_attn.": "attn_", "mlp.": "ffn_", "_proj": "",
               "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}

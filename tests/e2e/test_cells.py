@@ -12,16 +12,17 @@ from pathlib import Path
 
 import pytest
 from pair_engines import End, PairOfEnds
-from pipeline_engine import CONFIG, GLM, PROMPTS, checkpoint
+from pipeline_engine import CONFIG, GLM, PROMPTS, STATES, checkpoint
 
 from penstock.serve.wire import Flush
 
 MOE = {**CONFIG, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 5,
        "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True, "rms_norm_eps": 1e-6,
        "tie_word_embeddings": False}
-MODELS = {"ordinary": CONFIG, "selecting": CONFIG, "latent": GLM, "experts": MOE}
+MODELS = {"ordinary": CONFIG, "selecting": CONFIG, "latent": GLM, "experts": MOE, "states": STATES}
 SELECTS: dict[str, dict[str, object]] = {
-    "ordinary": {}, "selecting": {"sparse_top_k": 96}, "latent": {}, "experts": {"sparse_top_k": 96}}
+    "ordinary": {}, "selecting": {"sparse_top_k": 96}, "latent": {}, "experts": {"sparse_top_k": 96},
+    "states": {"sparse_top_k": 96}}
 LAYOUTS: dict[str, tuple[dict[str, object], ...]] = {      # of one engine, or of both ends
     "one": ({},), "pp": ({"pp": 2},), "tp": ({"tp": 2},), "nodes": ({"pp": 2, "nnodes": 2},),
     "pair": ({}, {}), "both": ({"pp": 2}, {"tp": 2})}
@@ -30,7 +31,7 @@ NEW, ATTEMPTS = 12, 20
 # Proven there at once; the others of `across` by the sweep.
 QUICK = {("ordinary", "resident", "pair"), ("latent", "hosted", "one"), ("experts", "hosted", "one")}
 CELLS = [(kind, place, across) for kind in MODELS for place in ("resident", "hosted") for across in LAYOUTS
-         if (kind, place) != ("ordinary", "hosted")]
+         if (kind, place) != ("ordinary", "hosted") and (kind != "states" or across in ("one", "pp", "pair"))]
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +96,8 @@ def test_with_every_tier_it_says_what_one_rank_says_from_its_device(
     want = wanted(kind, selects)
     options = {"hbm_bytes": "1M", "dram_bytes": "8M", "kv_storage": f"file://{tmp_path}/store",
                "kv_storage_policy": "wait_complete", **(SELECTS[kind] if selects else {}),
-               **({"sparse_kv": "always" if place == "hosted" else "off"} if selects else {})}
+               **({"sparse_kv": "always" if place == "hosted" else "off"} if selects else {}),
+               **({"state_interval": 32} if kind == "states" else {})}
     with engines(models[kind], tmp_path, LAYOUTS[across], options) as tried:
         assert tried.say() == want, "computed"
         assert tried.say() == want, "cached"

@@ -3,14 +3,8 @@ from __future__ import annotations
 
 import pytest
 from pair_server import PAIR, SERVED, prompts, said, serving
-from pipeline_engine import CONFIG, checkpoint
+from pipeline_engine import STATES, checkpoint
 
-STATES = {**{key: value for key, value in CONFIG.items() if "num_k" not in key}, "model_type": "qwen3_next",
-          "architectures": ["Qwen3NextForCausalLM"],
-          "num_key_value_heads": 2, "num_hidden_layers": 4, "linear_num_key_heads": 1,
-          "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
-          "linear_num_value_heads": 2, "linear_key_head_dim": 6, "linear_value_head_dim": 4, "num_experts": 0,
-          "partial_rotary_factor": 0.5}
 KEPT = ("--state-interval", "64")
 HOSTED = (*SERVED["hosted"], *KEPT)
 RESIDENT = (*SERVED["resident"], *KEPT)

@@ -110,6 +110,8 @@ _VIEW: tuple[tuple[str, tuple[Proof, ...]], ...] = (
      (Proof("", "selecting", "resident hosted"),)),
     ("latent rows (DeepSeek-V3.2, GLM-5), either", (Proof("", "latent", "resident hosted"),)),
     ("experts", (Proof("", "experts"),)),
+    ("layers that keep a state (Qwen3-Next and others), on several stages, in pairs",
+     (Proof("", "states", across="one pp pair"),)),
     ("host tier, pause and resume", (Proof("", "ordinary", feature="tier paused"),
                                      Proof("", "selecting", "hosted", "tier paused"))),
     ("prefix cache over both tiers", (Proof("", "ordinary", feature="cache"),

@@ -84,11 +84,11 @@ PROOFS: tuple[Proof, ...] = (
     Proof("tests/parity/test_latent_parity.py::test_bf16_follows_transformers", "latent", weights="bfloat16"),
     Proof("tests/unit/test_fp8_checkpoint.py::"
           "test_blocks_equal_their_dequantised_twin_with_scales_in_another_shard", "ordinary", weights="fp8"),
-    Proof(_CORE + "any_chunk_size_in_mixed_batches", "states"),
-    Proof(_CORE + "a_device_pool_that_is_too_small", "states", feature="tier"),
-    Proof(_CORE + "pause_or_drop_of_anyone_at_any_moment", "states", feature="paused"),
+    Proof(_CORE + "any_chunk_size_in_mixed_batches", "states", device=BOTH),
+    Proof(_CORE + "a_device_pool_that_is_too_small", "states", feature="tier", device=BOTH),
+    Proof(_CORE + "pause_or_drop_of_anyone_at_any_moment", "states", feature="paused", device=BOTH),
     Proof("tests/conformance/test_executor_states.py::test_a_prefix_is_found_where_a_state_is_kept", "states",
-          feature="tier cache"),
+          feature="tier cache", device=BOTH),
     # Decode that selects.
     Proof(_HOSTED + "budgets_differ_by_request", "selecting", "resident hosted", device=BOTH),
     Proof(_HOSTED + "prompts_longer_than_the_device_in_any_chunks", "selecting", "hosted", device=BOTH),
@@ -108,6 +108,7 @@ PROOFS: tuple[Proof, ...] = (
     # All tiers at once, on every layout.
     Proof(_CELLS, "ordinary", "resident", EVERY, "one pp tp nodes pair both"),
     Proof(_CELLS, "selecting latent experts", "resident hosted", EVERY, "one pp tp nodes pair both"),
+    Proof(_CELLS, "states", "resident hosted", EVERY, "one pp pair"),
     # GGUF.
     Proof(_DEMO + "all_chats_in_one_batch", "ordinary", weights="gguf"),
     Proof(_DEMO + "one_after_another_then_again_from_the_cache", "ordinary", feature="cache", weights="gguf"),
