@@ -98,9 +98,9 @@ def device_page_given_back_without_a_remap(real: Real, r: Request) -> list[Remap
 
 
 @instead_of(capacity, "hot_units")
-def hot_buffer_longer_than_the_request(real: Real, cfg: CoreConfig, tokens: int) -> int:
+def hot_buffer_longer_than_the_request(real: Real, cfg: CoreConfig, _: int, *, grown: bool = False) -> int:
     """A request that is short takes all of a hot buffer."""
-    return cfg.hot_pages
+    return cfg.largest_hot if grown else cfg.hot_pages
 
 
 # ---------------------------------------------------------------- hot buffers that grow and shrink
