@@ -2,7 +2,7 @@
 
 Owns what of a rank's pools only drafts read. Knows rows and tokens; refuses to know how drafts are checked.
 
-    T tokens of the step   B rows   D model dim   P pages
+    T tokens of the step   B rows   D model dim   P pages   G page size   H row dim
 """
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from penstock.exec.step.attend import Grouped, Latent, LatentOps
 from penstock.exec.step.states import StatePools
 from penstock.exec.step.tables import Lowered, RowTables
 from penstock.kernels.attention.paged_attention import Prepare
-from penstock.kernels.types.states import States
 from penstock.memory.hbm import HbmPool
 from penstock.model.base import AttentionShape, CacheShape, LocalLayer, Model
 
@@ -50,20 +49,15 @@ class MTP(Drafter):
         kept_BD = self.pool_PD[states.from_B]
         before_TD[states.start_B[:-1]] = torch.where((states.from_B >= 0)[:, None], kept_BD, 0)
         self._layer(plan, lowered, before_TD)
-        self._keep(hidden_TD, states)
+        pages_P1D = self.pool_PD[:, None]
+        put_rows(pages_P1D, states.to_T, hidden_TD)
         if states.again is not None:
-            states.again.append(lambda at_t, more: self._keep(hidden_TD[at_t], more))
+            states.again.append(lambda at_t, more: put_rows(pages_P1D, more.to_T, hidden_TD[at_t]))
 
     def _layer(self, plan: StepPlan, lowered: Lowered, before_TD: Tensor) -> Tensor:
         """hidden_TD of the layer."""
         attend = self.attending.step(plan, replace(lowered, ragged=lowered.ragged[-2:-1]))
         return self.model.draft(lowered.ids_T, before_TD, lowered.positions_T, attend)
-
-    def _keep(self, hidden_TD: Tensor, states: States) -> None:
-        writes_T = states.to_T >= 0
-        # As the first that is kept, which others write again: nothing asks a device how many are.
-        from_T = torch.arange(len(writes_T), device=writes_T.device).where(writes_T, writes_T.int().argmax())
-        self.pool_PD[states.to_T[from_T]] = hidden_TD[from_T]
 
     def settle(self, step: StepId, right: Mapping[int, int]) -> None:
         """As `StatePools.settle`."""
@@ -110,3 +104,13 @@ def _attending(shape: AttentionShape, kv: CacheShape, ops: Prepare | LatentOps,
         assert ops.heads is not None, "no op for KV heads was chosen"
         ops = ops.heads
     return Grouped(shape, (kv,), ops, (pool,), first=1)
+
+
+def put_rows(pool_PGH: Tensor, slot_B: Tensor, row_BH: Tensor) -> None:
+    """Write these rows to their slots, token n % G of page n // G; those of -1 nowhere: they write what
+    another one does, and if nobody writes what is there, so that nothing asks the host."""
+    size, writes_B = pool_PGH.shape[1], slot_B >= 0
+    from_B = torch.arange(len(slot_B), device=slot_B.device).where(writes_B, writes_B.int().argmax())
+    slot_B = slot_B[from_B].clamp(min=0)
+    page_B, offset_B = slot_B // size, slot_B % size
+    pool_PGH[page_B, offset_B] = torch.where(writes_B.any(), row_BH[from_B], pool_PGH[page_B, offset_B])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.exec.drafts.device import OnDevice
-from penstock.exec.drafts.mtp import LAYER, MTP
+from penstock.exec.drafts.mtp import LAYER, MTP, put_rows
 from penstock.exec.graphs.capture import GroupedDecodes
 from penstock.exec.step.attend import Grouped, Latent, seen_slots
 from penstock.exec.step.tables import GroupTable, RowTables
@@ -51,7 +51,7 @@ class LayerDrafts(OnDevice):
         table, goes_on_B = self._hidden, (counts_B & (turn_B > 0)).roll(-1)
         keeps_B = counts_B & (position_B >= 0) & (~goes_on_B | ((position_B + 1) % table.size == 0))
         page_B = table.device_RM[row_B.long(), position_B.clamp(min=0) // table.size]
-        _put(self._mtp.pool_PD[:, None], page_B.long().where(keeps_B, -1), hidden_BD)
+        put_rows(self._mtp.pool_PD[:, None], page_B.long().where(keeps_B, -1), hidden_BD)
 
     def _before(self, row_B: Tensor, position_B: Tensor) -> Tensor:
         """hidden_BD of the tokens in front of these, as pages have it; 0 for a first token."""
@@ -80,19 +80,9 @@ class _LatentDecode:
                  chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:
         assert layer == LAYER and chosen_TS is None and sinks_N is None, "it reads all of its rows"
         shape, pool_PGH = self._latent.shape, self._latent.rows[layer]
-        _put(pool_PGH, self._new_B, fp8.kept(kv_TCKH[:, 0], pool_PGH.dtype, shape.latent_dim)[:, 0])
+        put_rows(pool_PGH, self._new_B, fp8.kept(kv_TCKH[:, 0], pool_PGH.dtype, shape.latent_dim)[:, 0])
         return self._latent.attend(q_TNH, pool_PGH, self._slot_BS, value_dim=shape.latent_dim,
                                    scale=shape.scale)[0]
 
     def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
         raise AssertionError("a layer without an indexer")
-
-
-def _put(pool_PGH: Tensor, slot_B: Tensor, row_BH: Tensor) -> None:
-    """Write these rows to their slots, token n % G of page n // G; those of -1 nowhere: they write what
-    another one does, and if nobody writes what is there, so that nothing asks the host."""
-    size, writes_B = pool_PGH.shape[1], slot_B >= 0
-    from_B = torch.arange(len(slot_B), device=slot_B.device).where(writes_B, writes_B.int().argmax())
-    slot_B = slot_B[from_B].clamp(min=0)
-    page_B, offset_B = slot_B // size, slot_B % size
-    pool_PGH[page_B, offset_B] = torch.where(writes_B.any(), row_BH[from_B], pool_PGH[page_B, offset_B])

@@ -225,7 +225,7 @@ class Process:
 
     def _handle(self, message: wire.ToRank | Landed | None) -> None:
         if message is None:
-            self._collect_copies()
+            self._collect_ended()
             return
         if isinstance(message, Landed):
             self._awaits = False
@@ -262,7 +262,7 @@ class Process:
                 rank.given(rid, tokens)
             case wire.Checked(step, rows, right):
                 rank.checked(step, dict(zip(rows, right, strict=True)))
-                self._collect_copies()
+                self._collect_ended()
             case wire.Plan(plan):
                 rank.start(plan)
                 self._queued += 1
@@ -283,7 +283,8 @@ class Process:
         self._computed.append((began, time.monotonic()))
         self._report(reports)
 
-    def _collect_copies(self) -> None:
+    def _collect_ended(self) -> None:
+        """What has ended beside a plan: copies, and steps whose states waited."""
         if self._rank is not None and (reports := self._rank.collect(block=False)):
             self._report(reports)
 

@@ -212,7 +212,7 @@ class _LatentStep:
     def _slots_of(self, part: slice) -> Tensor:
         """[B, S] int32: where the rows are that each of these queries sees, in the order of positions."""
         return seen_slots(self._ragged.pages_RM, self._ragged.page_size, self._lowered.row_T[part],
-                        self._lowered.positions_T[part], self._latent.first, self._longest)
+                          self._lowered.positions_T[part], self._latent.first, self._longest)
 
     def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
                  chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:
