@@ -163,7 +163,7 @@ def _again(mp, change) -> None:
 
 def state_not_replayed(mp):
     """Of tokens that were right when they were drafts."""
-    mp.setattr(StatePools, "settle", lambda self, step, right: self._open.pop(step, None))
+    mp.setattr(StatePools, "settle", lambda self, step, right: bool(self._open.pop(step, None)))
 
 
 def state_of_a_rejected_token(mp):

@@ -64,7 +64,7 @@ def test_rows_that_read_all_beside_them(captured):
         assert tuple(engine.got[rid]) == resident(prompt, NEW, budgets[rid]), rid
 
 
-@pytest.mark.parametrize("name", ["bounds", "latent"])
+@pytest.mark.parametrize("name", ["bounds", "states", "latent"])
 @pytest.mark.parametrize("budgets", [1, 4])
 def test_rows_that_draft_as_far_as_their_hot_buffers_hold_it(captured, budgets, name, monkeypatch):
     """All that a row's positions miss comes at once, and steps are launched ahead of answers."""

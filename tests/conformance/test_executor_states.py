@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 from itertools import pairwise
 
+import on_a_device
 import prompts_engine
 import pytest
 import torch
@@ -143,19 +144,20 @@ class Late:
 
 
 @THREE
+@pytest.mark.parametrize("way", on_a_device.WAYS)
 @pytest.mark.parametrize("drafter", ["dice", "ngram"])
 @pytest.mark.parametrize("config", [SPLIT, MAMBA, NEMOTRON], ids=lambda config: config["model_type"])
-def test_states_of_rows_that_draft(config, drafter, stages, monkeypatch):
+def test_states_of_rows_that_draft(config, drafter, way, stages, monkeypatch):
     """They pause, drop and abort; what they have said is then found, with the state that drafts have left."""
-    if where.DEVICE == "cuda":
-        pytest.skip("refused")
     family = f"{config['model_type']} that drafts"
     monkeypatch.setitem(prompts_engine.CONFIGS, family, config)
     monkeypatch.setattr(scan, "PAGE_BYTES", 512 if config is SPLIT else scan.PAGE_BYTES)
     monkeypatch.setattr(prompts_engine, "INTERVAL", 4)
     said = functools.partial(dense, family=family)
-    engine = Engine(family=family, hbm_pages=70, dram_pages=300, step_tokens=9, draft_tokens=3,
-                    drafter=NGram(1) if drafter == "ngram" else Dice(said, .7), lateness=Latest())
+    dice = Dice(lambda prompt, n: said(prompt, min(n, 15)), .7)
+    engine = on_a_device.by(way, lambda: Engine(
+        family=family, hbm_pages=70, dram_pages=300, step_tokens=9, draft_tokens=3,
+        drafter=NGram(1) if drafter == "ngram" else dice, lateness=Latest()), 3, monkeypatch)
     late = engine.ex._ranks[:-1] = [Late(rank) for rank in engine.ex._ranks[:-1]]
     for turn in range(60):
         if (rid := 1 + turn // 2) in PROMPTS and turn % 2 == 0:

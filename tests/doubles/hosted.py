@@ -1,10 +1,10 @@
 """An engine of tiny models whose requests select, for conformance: pools with several groups, NaN in all that
 is free, disjoint ids.
 
-Four kinds, by the same scenes: KV heads chosen by bounds (page 4, unit 2; a budget of 12 tokens, a hot
-buffer of 16, contexts of 130 and more), the same beside a layer with a window, without and with sinks, and
-latent rows chosen by the
-model's indexer (index_topk 16, a hot buffer of 20, contexts of 161 and more).
+Five kinds, by the same scenes: KV heads chosen by bounds (page 4, unit 2; a budget of 12 tokens, a hot
+buffer of 16, contexts of 130 and more), the same beside a layer with a window, without and with sinks, or
+beside one that keeps a state, and latent rows chosen by the model's indexer (index_topk 16, a hot buffer of
+20, contexts of 161 and more).
 """
 from __future__ import annotations
 
@@ -43,7 +43,11 @@ LATENT = {
 # One of the layers keeps a window, of no whole number of pages, and stays on the device.
 WINDOW = {**CONFIG, "use_sliding_window": True, "sliding_window": 10,
           "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
-# As that, and heads have sinks.
+# One of the layers keeps a state.
+STATES = {**CONFIG, "model_type": "qwen3_next", "num_experts": 0, "partial_rotary_factor": 0.5,
+          "layer_types": ["full_attention", "linear_attention", "full_attention"], "linear_num_key_heads": 1,
+          "linear_num_value_heads": 2, "linear_key_head_dim": 6, "linear_value_head_dim": 4}
+# As with a window, and heads have sinks.
 SINKS = {
     "model_type": "gpt_oss", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 24,
     "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -87,6 +91,8 @@ KINDS = {
         1: text(1, 130), 2: text(2, 131), 3: text(1, 96) + text(3, 40), 4: text(4, 129)}, device=29),
     "sinks": Kind(SINKS, Selection(selector="bounds", version=1, unit=2, budget=12, sinks=2, window=3), {
         1: text(1, 130), 2: text(2, 131), 3: text(1, 96) + text(3, 40), 4: text(4, 129)}, device=29),
+    "states": Kind(STATES, Selection(selector="bounds", version=1, unit=2, budget=12, sinks=2, window=3), {
+        1: text(1, 130), 2: text(2, 131), 3: text(1, 96) + text(3, 40), 4: text(4, 129)}),
     "latent": Kind(LATENT, indexer_selection(16), {
         1: text(1, 162), 2: text(2, 163), 3: text(1, 128) + text(3, 40), 4: text(4, 161)}),
 }

@@ -4,9 +4,12 @@ With doubles of the kernels that only Triton has."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
+import ranks
 import torch
 import where
 
@@ -97,10 +100,32 @@ def drafting(engine: Any, drafts: int) -> Any:
     drafter = rank._widths._narrowing._drafter
     layer = rank._mtp and LayerDrafts(rank._mtp, rank._tables)
     ahead = Ahead(layer or drafter.on_device(rows, max_len, torch.device("cpu")), rank._tokens.history,
-                  rank._tokens.simple, rank._at_once, rank._tables.index)
+                  rank._tokens.simple, rank._at_once, rank._tables.index,
+                  keeps=layer is not None or bool(rank._attending.states))
     buckets = every((1, 2, rows), 1 + drafts, 32) if layer else widths(rows, 1 + drafts, 32)
     decodes = (capture.GroupedDecodes(rank._attending, rank._tables.groups)
                if isinstance(rank._attending, Grouped) else rank._attending.decodes(32))
     rank._drafts = EagerDrafts(rank._model, rank._tables, decodes, rank._tokens.draws, buckets, None, ahead)
     rank._widths.leave()
     return engine
+
+
+# How steps of rows that draft run: by a host that has all answers, by one that launches ahead of them, and
+# captured, with drafts that the device makes.
+WAYS = ("host", "launched", "captured")
+
+
+def by(way: str, make: Callable[[], Any], drafts: int, monkeypatch: Any) -> Any:
+    """The engine that `make` makes, whose steps run so, on whichever device."""
+    whole = ranks.NUM[0] == 1
+    if way == "host":
+        if whole and where.DEVICE == "cuda":
+            pytest.skip("a GPU launches ahead")
+        return make()
+    if not whole:
+        pytest.skip("stages launch nothing ahead")
+    plainly(monkeypatch)
+    if way == "captured":
+        return drafting(make(), drafts)
+    monkeypatch.setattr(where, "captured", lambda rank, drafts: rank)
+    return as_a_device(make())

@@ -168,7 +168,8 @@ class Rank:
                          drafter.on_device(rows, max_len, device))
             if there is not None:
                 self._makes = Ahead(there, self._tokens.history, self._tokens.simple, self._at_once,
-                                    self._tables.index)
+                                    self._tables.index,
+                                    keeps=self._mtp is not None or bool(self._attending.states))
         self._prompts = PromptReader(model.logits, model.vocab_size) if self._links.after is None else None
         self._steps: list[Steps] = [
             Eager(model, own, self._tables, self._attending, self._links, self._mtp)]
@@ -271,9 +272,11 @@ class Rank:
         found: one in front of it hears this once its own part has run."""
         by_index = {self._tables.index(row): n for row, n in right.items()}
         with torch.inference_mode():
-            self._attending.states.settle(step, by_index)
+            launched = self._attending.states.settle(step, by_index)
             if self._mtp is not None:
-                self._mtp.settle(step, by_index)
+                launched |= self._mtp.settle(step, by_index)
+        if launched and self._tables.last_R.is_cuda:
+            torch.cuda.current_stream().synchronize()   # who is told copies on other streams
 
     def _settle(self, plan: StepPlan, answers: Answers) -> None:
         """Once the answers of a step are known."""

@@ -22,7 +22,7 @@ class OnDevice(Protocol):
     """A drafter whose tables are on a device. Whatever it proposes, no token changes.
 
     layer    it computes with the model: every step of rows that decode is one of its, whether any may draft
-             or not, and rows that the host samples draft nothing, as what it keeps is of what the device said
+             or not
     """
 
     layer: bool = False
@@ -91,10 +91,11 @@ class Ahead:
     they may draft, and where they are, unless that follows from steps in flight."""
 
     def __init__(self, drafter: OnDevice, history: History, simple: Callable[[RequestId], bool],
-                 at_once: Callable[[Row], int], index: Callable[[Row], int]) -> None:
+                 at_once: Callable[[Row], int], index: Callable[[Row], int], keeps: bool) -> None:
         """As `Narrowing` takes them; simple: whether a device samples a row by itself; index: of a row in the
-        tables."""
-        self.drafter = drafter
+        tables; keeps: steps leave more behind than KV, of what the device has said, so that rows which the
+        host samples draft nothing."""
+        self.drafter, self._keeps = drafter, keeps
         self._history, self._simple, self._at_once, self._index = history, simple, at_once, index
         self._there: dict[int, int] = {}        # tokens of each row that the drafter has; all of them: absent
 
@@ -127,7 +128,7 @@ class Ahead:
             positions.append(OUT if rid in out else known + flying.get(rid, 0) - 1)
             simple = self._simple(rid)
             drafts = max(0, min(count, width, self._at_once(row)) - 1)
-            most.append(drafts if simple or not self.drafter.layer else 0)
+            most.append(drafts if simple or not self._keeps else 0)
             if not simple:
                 self._there[r] = known
         return positions, most

@@ -59,9 +59,9 @@ class MTP(Drafter):
         attend = self.attending.step(plan, replace(lowered, ragged=lowered.ragged[-2:-1]))
         return self.model.draft(lowered.ids_T, before_TD, lowered.positions_T, attend)
 
-    def settle(self, step: StepId, right: Mapping[int, int]) -> None:
+    def settle(self, step: StepId, right: Mapping[int, int]) -> bool:
         """As `StatePools.settle`."""
-        self._states.settle(step, right)
+        return self._states.settle(step, right)
 
     def propose(self, asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
         said = [[ask.outputs[-1]] for ask in asks]

@@ -110,9 +110,9 @@ class Decodes(Protocol):
         """Of a step with these rows of the tables."""
         return self.kinds[0]
 
-    def attend(self, kind: str, row_B: Tensor, position_B: Tensor, turn_B: Tensor | None = None) -> Attend:
-        """Of queries, int32, one of a row, or with `turn_B` several, as `kernels.choose.resolve` takes them;
-        a position of -1 is padding: no context, and nothing is written for it."""
+    def attend(self, kind: str, row_B: Tensor, position_B: Tensor, turn_NW: Tensor | None = None) -> Attend:
+        """Of queries, int32, one of a row, or with `turn_NW` W of each of N rows, as `kernels.choose.resolve`
+        takes them; a position of -1 is padding: no context, and nothing is written for it."""
 
 
 class DecodeGraphs(Steps):
@@ -232,16 +232,21 @@ class GroupedDecodes(Decodes):
         """tables: of its cache groups; more may follow."""
         self._grouped, self._tables = grouped, tables
 
-    def attend(self, kind: str, row_B: Tensor, position_B: Tensor, turn_B: Tensor | None = None) -> Attend:
+    def attend(self, kind: str, row_B: Tensor, position_B: Tensor, turn_NW: Tensor | None = None) -> Attend:
         return _Attend(self._grouped, [
             PagedDecode(spec, table.device_RM, table.size, row_B, position_B)
             for spec, table in zip(self._grouped.specs, self._tables, strict=False)],
-            self._grouped.states.decode(self._tables, row_B, position_B))
+            self._grouped.states.decode(self._tables, row_B, position_B, turn_NW))
 
 
-class _Attend(OfHeads):
-    """`model.base.Attend` of a captured step: its tokens T are the B rows."""
+class Decoding(OfHeads):
+    """`model.base.Attend` of a captured step over KV heads: its tokens T are the B queries. `state`: where
+    those are of layers that keep one."""
 
+    state: DecodeStates
+
+
+class _Attend(Decoding):
     def __init__(self, grouped: Grouped, decodes: Sequence[PagedDecode], state: DecodeStates) -> None:
         self._grouped, self._decodes, self.state = grouped, decodes, state
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.core.plan import RequestId, StepPlan
 from penstock.exec.drafts.device import OUT, Ahead, OnDevice
-from penstock.exec.graphs.capture import Decodes, Recorded, Replays, fill, index_of
+from penstock.exec.graphs.capture import Decodes, Decoding, Recorded, Replays, fill, index_of
 from penstock.exec.sampling.on_device import Draws
 from penstock.exec.step.eager import Ran, wait
 from penstock.exec.step.tables import RowTables
@@ -104,11 +104,13 @@ def draft_step(model: Model, tables: RowTables, decodes: Decodes, kind: str, inp
     position_B = torch.where(computes_NW, at_N[:, None] + turn_W, -1).flatten()
     row_B, index_B = (x.repeat_interleave(width) for x in (row_N, index_N))
     turn_B = turn_W.repeat(len(row_N))
-    attend = decodes.attend(kind, row_B, position_B, turn_B)
+    attend = decodes.attend(kind, row_B, position_B, turn_B.view(-1, width))
     hidden_BD = model.forward(token_B, position_B.clamp(min=0).long(), attend)
     logits_BV = model.logits(hidden_BD)
     answer_3B, counts_B = draws.checked(logits_BV, tables.last_R, row_B, index_B, position_B,
                                         id_NW.flatten().int(), turn_B, width)
+    if isinstance(attend, Decoding):
+        attend.state.checked(counts_B)
     drafter.ran(token_B, hidden_BD, row_B, position_B, turn_B, counts_B)
     drafter.said(index_N, at_N, answer_3B[0].view(-1, width))
     says_N = counts_B.view(-1, width).sum(1).int()

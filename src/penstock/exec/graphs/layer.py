@@ -13,6 +13,7 @@ from penstock.exec.drafts.device import OnDevice
 from penstock.exec.drafts.mtp import LAYER, MTP, put_rows
 from penstock.exec.graphs.capture import GroupedDecodes
 from penstock.exec.step.attend import Grouped, Latent, seen_slots
+from penstock.exec.step.states import lasts
 from penstock.exec.step.tables import GroupTable, RowTables
 from penstock.kernels.types import fp8
 from penstock.model.base import Attend, LocalLayer
@@ -48,8 +49,8 @@ class LayerDrafts(OnDevice):
     def _keep(self, hidden_BD: Tensor, row_B: Tensor, position_B: Tensor, turn_B: Tensor,
               counts_B: Tensor) -> None:
         """Behind the last position of each row and page that counts."""
-        table, goes_on_B = self._hidden, (counts_B & (turn_B > 0)).roll(-1)
-        keeps_B = counts_B & (position_B >= 0) & (~goes_on_B | ((position_B + 1) % table.size == 0))
+        table = self._hidden
+        keeps_B = lasts(counts_B, position_B, turn_B, table.size)
         page_B = table.device_RM[row_B.long(), position_B.clamp(min=0) // table.size]
         put_rows(self._mtp.pool_PD[:, None], page_B.long().where(keeps_B, -1), hidden_BD)
 

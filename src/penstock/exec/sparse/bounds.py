@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.plan import Bind, StepPlan
-from penstock.exec.graphs.capture import Decodes, PagedDecode
+from penstock.exec.graphs.capture import Decodes, Decoding, PagedDecode
 from penstock.exec.sparse.layers import BoundsSelector, SparseLayers, SparseStep, slots_of, unit_attention
 from penstock.exec.sparse.prompts import GPU_WINDOW, Chunk, HostedPrompts
 from penstock.exec.sparse.rows import HotRows, Selects
@@ -200,27 +200,26 @@ class SelectingDecodes(Decodes):
     def kind(self, rows: Sequence[int]) -> str:
         return SELECT if all(self._of.rows[r].budget for r in rows) else MIXED
 
-    def attend(self, kind: str, row_B: Tensor, position_B: Tensor, turn_B: Tensor | None = None) -> Attend:
-        return _DecodeStep(self._of, kind, row_B, position_B, turn_B)
+    def attend(self, kind: str, row_B: Tensor, position_B: Tensor, turn_NW: Tensor | None = None) -> Attend:
+        return _DecodeStep(self._of, kind, row_B, position_B, turn_NW)
 
 
-class _DecodeStep(OfHeads):
-    """`model.base.Attend` of a captured step: its tokens T are the B rows."""
-
+class _DecodeStep(Decoding):
     def __init__(self, of: Selecting, kind: str, row_B: Tensor, position_B: Tensor,
-                 turn_B: Tensor | None) -> None:
+                 turn_NW: Tensor | None) -> None:
         self._of, self._at = of, _write_at(of, row_B, position_B)
         self._budget_B = of._budget_R[row_B.long()]
         self._selects_B = self._budget_B > 0
         select_B = position_B.where(self._selects_B, -1)
-        self._step = SparseStep(row_B, select_B, (slice(None),), of.rows.hot.tick(1), turn_B)
+        self._step = SparseStep(row_B, select_B, (slice(None),), of.rows.hot.tick(1),
+                                None if turn_NW is None else turn_NW.flatten())
 
         def whole(group: int, position_B: Tensor) -> PagedDecode:
             table = of._tables.groups[group]
             return PagedDecode(of._specs[group], table.device_RM, table.size, row_B, position_B)
         self._whole = whole(0, position_B.where(~self._selects_B, -1)) if kind == MIXED else None
         self._others = {g: whole(g, position_B) for g, *_ in of._dense.values()}
-        self.state = of.states.decode(of._tables.groups, row_B, position_B)
+        self.state = of.states.decode(of._tables.groups, row_B, position_B, turn_NW)
 
     def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
                  chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:

@@ -203,7 +203,7 @@ class IndexedDecodes(Decodes):
         self._indexed, self._tables = indexed, tables.groups
         self._nowhere_T = torch.full_like(tables.last_R[:1], -1).repeat(most)
 
-    def attend(self, kind: str, row_B: Tensor, position_B: Tensor, turn_B: Tensor | None = None) -> Attend:
+    def attend(self, kind: str, row_B: Tensor, position_B: Tensor, turn_NW: Tensor | None = None) -> Attend:
         rows, keys, nowhere_B = self._tables[0], self._tables[1], self._nowhere_T[:len(row_B)]
         assert len(nowhere_B) == len(row_B), f"a step of {len(row_B)} tokens"
         row_T = row_B.where(position_B >= 0, -1)
@@ -213,6 +213,7 @@ class IndexedDecodes(Decodes):
             nowhere_B, row_T, position_B, 1)
         keys_at = WriteAt(slots_of(keys.device_RM, keys.size, row_B, position_B), nowhere_B, nowhere_B, row_T,
                           position_B, 1)
-        step = SparseStep(row_B, position_B, (slice(None),), self._indexed.rows.hot.tick(1), turn_B)
+        step = SparseStep(row_B, position_B, (slice(None),), self._indexed.rows.hot.tick(1),
+                          None if turn_NW is None else turn_NW.flatten())
         return _IndexedStep(self._indexed, step, slice(None), (), at, keys_at, row_B, position_B,
                             keys.device_RM)

@@ -3,8 +3,10 @@ page and of the row's part of the step.
 
 A row with drafts (`exec.drafts`) writes that behind its first token, which is right, and no other. Once it is
 known how many drafts are, these are scanned once more: a state that has seen a wrong one is never written.
-The last stage knows when it has sampled, one before it when the row goes on, or when it is told.
+The last stage knows when it has sampled, one before it when the row goes on, or when it is told. A captured
+step has both scans in it, since the device knows: nothing of it waits for anyone.
 
+    N rows of a captured step, each of W positions, B in all
     B rows of the step   T tokens of the step   P pages   E elements of a state
 """
 from __future__ import annotations
@@ -63,17 +65,20 @@ class StatePools:
             self._open[step] = found
         return found
 
-    def decode(self, tables: Sequence[GroupTable], row_B: Tensor, position_B: Tensor) -> DecodeStates:
-        """Of a captured step: one token of each row, tables by cache group; a position of -1 is padding."""
-        return DecodeStates(self._layers, {g: tables[g] for g in self._groups}, row_B, position_B)
+    def decode(self, tables: Sequence[GroupTable], row_B: Tensor, position_B: Tensor,
+               turn_NW: Tensor | None = None) -> DecodeStates:
+        """Of a captured step, tables by cache group; the others as `graphs.capture.Decodes` takes them."""
+        return DecodeStates(self._layers, {g: tables[g] for g in self._groups}, row_B, position_B, turn_NW)
 
-    def settle(self, step: StepId, right: Mapping[int, int]) -> None:
+    def settle(self, step: StepId, right: Mapping[int, int]) -> bool:
         """Of rows with drafts in this step, by table index, how many of them are right: the states behind
-        them are written. Once for each row: it may be told again."""
-        if (states := self._open.get(step)) is not None:
-            states.settle(right)
-            if not states.waiting:
-                del self._open[step]
+        them are written. Once for each row: it may be told again. Whether anything is launched."""
+        if (states := self._open.get(step)) is None:
+            return False
+        states.settle(right)
+        if not states.waiting:
+            del self._open[step]
+        return True
 
     def waits(self, step: StepId) -> bool:
         """Whether a row of this step is not settled."""
@@ -132,32 +137,69 @@ class StepStates:
 
 
 class DecodeStates:
-    """Of one step in which each row decodes a token: all that depends on a row is read on the device, once a
-    layer asks."""
+    """Of a captured step: all that depends on a row is read on the device, once a layer asks."""
 
     def __init__(self, layers: dict[LocalLayer, tuple[int, Tensor]], tables: Mapping[int, GroupTable],
-                 row_B: Tensor, position_B: Tensor) -> None:
+                 row_B: Tensor, position_B: Tensor, turn_NW: Tensor | None) -> None:
         self._layers, self._tables, self._row_B, self._position_B = layers, tables, row_B, position_B
+        self._turn_NW, self._width = turn_NW, 1 if turn_NW is None else turn_NW.shape[1]
+        self._again: dict[LocalLayer, list[Again]] | None = (
+            {layer: [] for layer in layers} if self._width > 1 else None)
+
+    def _cut(self, width: int) -> tuple[tuple[int, ...], Tensor, Tensor]:
+        """`States.starts`, `start_B` and `row_T` of rows that have so many tokens each."""
+        tokens, device = len(self._row_B) // self._width * width, self._row_B.device
+        return ((*range(0, tokens + 1, width),), torch.arange(0, tokens + 1, width, device=device),
+                torch.arange(tokens, device=device) // width)
 
     @cached_property
-    def _each(self) -> Tensor:
-        return torch.arange(len(self._row_B) + 1, device=self._row_B.device)
+    def _starts(self) -> tuple[tuple[int, ...], Tensor, Tensor]:
+        return self._cut(self._width)
 
     @cached_property
-    def _places(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """As `_places` below, of each group."""
-        row_B, position_B, found = self._row_B.long(), self._position_B.long(), {}
+    def _places(self) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
+        """Of each group `States.from_B`, `States.to_T`, and pages [N, W] of all positions, -1: padding."""
+        row_NW, at_NW = (x.long().view(-1, self._width) for x in (self._row_B, self._position_B))
+        found = {}
         for g, table in self._tables.items():
-            from_B, to_B = (table.device_RM[row_B, at_B.clamp(min=0) // table.size].long()
-                            for at_B in (position_B - 1, position_B))
-            found[g] = from_B.where(position_B > 0, -1), to_B.where(position_B >= 0, -1)
+            from_N, page_NW = (table.device_RM[row, at.clamp(min=0) // table.size].long() for row, at in (
+                (row_NW[:, 0], at_NW[:, 0] - 1), (row_NW, at_NW)))
+            page_NW = page_NW.where(at_NW >= 0, -1)
+            to_NW = page_NW if self._turn_NW is None else page_NW.where(self._turn_NW == 0, -1)
+            found[g] = from_N.where(at_NW[:, 0] > 0, -1), to_NW.flatten(), page_NW
         return found
 
     def __call__(self, layer: LocalLayer, tokens: int) -> States:
         """As `model.base.AttendsStates.state`."""
-        assert tokens == len(self._row_B), f"{tokens} tokens in a step of {len(self._row_B)} rows"
+        assert tokens == len(self._row_B), f"{tokens} tokens in a step of {len(self._row_B)}"
         group, pool_PE = self._layers[layer]
-        return States(pool_PE, (*range(tokens + 1),), *self._places[group], self._each, self._each[:-1])
+        from_N, to_B, _ = self._places[group]
+        starts, start_N, row_B = self._starts
+        return States(pool_PE, starts, from_N, to_B, start_N, row_B,
+                      None if self._again is None else self._again[layer])
+
+    def checked(self, counts_B: Tensor) -> None:
+        """Once it is known which positions count: the states behind them are written. All that follow a row's
+        first are scanned, since a scan does not see what comes behind."""
+        if not self._again or self._turn_NW is None:
+            return
+        at_NW = torch.arange(len(counts_B), device=counts_B.device).view(-1, self._width)
+        at_t, (starts, start_N, row_t) = at_NW[:, 1:].flatten(), self._cut(self._width - 1)
+        places = {}
+        for g, (_, _, page_NW) in self._places.items():
+            lasts_B = lasts(counts_B, self._position_B, self._turn_NW.flatten(), self._tables[g].size)
+            to_NW = page_NW.where(lasts_B.view(-1, self._width), -1)
+            places[g] = page_NW[:, 0].contiguous(), to_NW[:, 1:].flatten()
+        for layer, (group, pool_PE) in self._layers.items():
+            [again] = self._again[layer]
+            again(at_t, States(pool_PE, starts, *places[group], start_N, row_t))
+
+
+def lasts(counts_B: Tensor, position_B: Tensor, turn_B: Tensor, size: int) -> Tensor:
+    """Of the positions of a captured step, as `Draws.checked` has them, those behind which something is kept:
+    the last that counts of each row and, of so many tokens, of each page."""
+    goes_on_B = (counts_B & (turn_B > 0)).roll(-1)
+    return counts_B & (position_B >= 0) & (~goes_on_B | ((position_B + 1) % size == 0))
 
 
 def _runs(ragged: Ragged) -> list[_Run]:
