@@ -336,7 +336,8 @@ def states() -> None:
     from penstock.kernels.state.scan import cases, reference, triton_scan
 
     for spec in cases._SHAPES.values():
-        for rows in (((1, True, 1), (1, False, 1)), ((7, False, 3), (2, True, 5), (9, True, 4))):
+        for rows in (((1, True, 1), (1, False, 1)), ((7, False, 3), (2, True, 5), (9, True, 4)),
+                     cases._STEPS["drafts"]):
             found = []
             for run in (triton_scan.scan, reference.scan):
                 args = cases.make(torch.float32, spec, rows)

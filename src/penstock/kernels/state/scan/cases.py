@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,10 +12,12 @@ from penstock.kernels.cases import TOLERANCE, Case, Workload
 from penstock.kernels.state.scan import Scan, ScanSpec, ScanWeights
 from penstock.kernels.types.states import States
 
-# name: (tokens of a row, whether it goes on, every how many tokens it leaves a state)
-_STEPS: dict[str, tuple[tuple[int, bool, int], ...]] = {
+# Tokens of a row, whether it goes on, every how many tokens and behind the last it leaves a state; or where.
+_Row: TypeAlias = tuple[int, bool, int | tuple[int, ...]]
+_STEPS: dict[str, tuple[_Row, ...]] = {
     "first token": ((1, False, 1),),
     "decode": ((1, True, 1), (1, True, 1), (1, False, 1)),
+    "drafts": ((4, True, (0,)), (4, True, (0,)), (3, True, (1,)), (3, True, (0, 2)), (3, True, ())),
     "chunks": ((7, False, 3), (2, True, 5), (1, True, 1), (70, True, 16)),
     "a prompt": ((130, False, 64),),
 }
@@ -35,7 +38,7 @@ def cases(device: str) -> Iterator[Case]:
                            TOLERANCE[dtype])
 
 
-def make(dtype: torch.dtype, spec: ScanSpec, rows: tuple[tuple[int, bool, int], ...], device: str = "cpu",
+def make(dtype: torch.dtype, spec: ScanSpec, rows: tuple[_Row, ...], device: str = "cpu",
          ) -> tuple[Tensor, Tensor, Tensor | None, ScanWeights, States, ScanSpec]:
     """The arguments of `scan`. A row goes on in place, or from a page that it leaves."""
     draw = torch.Generator().manual_seed(len(rows) + spec.channels)
@@ -44,7 +47,8 @@ def make(dtype: torch.dtype, spec: ScanSpec, rows: tuple[tuple[int, bool, int], 
     for i, (count, goes_on, every) in enumerate(rows):
         from_.append(pages.pop() if goes_on else -1)
         starts.append(starts[-1] + count)
-        left = [(t + 1) % every == 0 or t == count - 1 for t in range(count)]
+        left = [t in every if isinstance(every, tuple) else (t + 1) % every == 0 or t == count - 1
+                for t in range(count)]
         own = [from_[-1]] if goes_on and i % 2 else []
         to += [-1 if not leaves else own.pop() if own else pages.pop() for leaves in left]
     pool = torch.full((200, 2, spec.elements), float("nan"))
@@ -64,7 +68,7 @@ def make(dtype: torch.dtype, spec: ScanSpec, rows: tuple[tuple[int, bool, int], 
     return x, step, write if spec.delta else None, weights, states, spec
 
 
-def _run(dtype: torch.dtype, spec: ScanSpec, rows: tuple[tuple[int, bool, int], ...], device: str, run: Scan,
+def _run(dtype: torch.dtype, spec: ScanSpec, rows: tuple[_Row, ...], device: str, run: Scan,
          ) -> tuple[Tensor, ...]:
     args = make(dtype, spec, rows, device)
     out, states = run(*args), args[4]
@@ -83,6 +87,6 @@ def workloads() -> Iterator[Workload]:
                            tokens * spec.heads * spec.key_dim * spec.value_dim * (7 if spec.delta else 5), 1)
 
 
-def _prepare(spec: ScanSpec, rows: tuple[tuple[int, bool, int], ...], run: Scan) -> Callable[[int], object]:
+def _prepare(spec: ScanSpec, rows: tuple[_Row, ...], run: Scan) -> Callable[[int], object]:
     args = make(torch.float32, spec, rows)
     return lambda layer: run(*args)
