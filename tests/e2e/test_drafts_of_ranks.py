@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import where
 from pipeline_engine import CONFIG, GLM, PROMPTS, Pipeline, checkpoint
 from safetensors.torch import save_file
 
@@ -16,7 +15,6 @@ from penstock.kernels.fused import layer
 from penstock.model.eagle3 import Eagle3, read_eagle
 from penstock.model.registry import read_spec_of
 
-pytestmark = pytest.mark.skipif(where.DEVICE == "cuda", reason="refused")
 LATENT = {**GLM, "num_nextn_predict_layers": 1, "first_k_dense_replace": 3, "n_routed_experts": 4,
           "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "num_experts_per_tok": 2}
 EAGLE = {**CONFIG, "num_hidden_layers": 1, "draft_vocab_size": 40}

@@ -107,7 +107,6 @@ def test_several_machines_say_what_one_rank_says(models, wanted, family, place, 
     check(models[family], wanted(family, place), place, family, **layout)
 
 
-@pytest.mark.skipif("config.getoption('--device') != 'cpu'", reason="GPUs of several ranks refuse drafts")
 @pytest.mark.parametrize("family, place, tp, pp", [
     ("dense", "resident", 2, 1), *(pytest.param(*cell, marks=pytest.mark.sweep) for cell in (
         ("dense", "hosted", 2, 2), ("experts", "resident", 3, 1), ("latent", "hosted", 2, 1)))])

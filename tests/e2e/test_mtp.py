@@ -12,7 +12,7 @@ from pipeline_engine import GLM, checkpoint
 
 from penstock.exec.drafts.drafter import Ask
 
-pytestmark = pytest.mark.skipif(where.DEVICE == "cuda", reason="refused")
+pytestmark = pytest.mark.skipif(where.DEVICE == "cuda", reason="it watches what a host proposes")
 PROMPT = tuple((i * i * 7 + 3 * i) % 97 for i in range(150))
 PROMPTS = (PROMPT, PROMPT, PROMPT + (5, 6, 7) * 9, PROMPT[:128], PROMPT[:129])
 MTP = {"speculative_method": "mtp", "speculative_tokens": 2}

@@ -359,14 +359,8 @@ REFUSED: tuple[Refusal[Machine], ...] = (
       for name, of in (("speculative_tokens", ("ngram", "mtp", "eagle3")),
                        ("speculative_model", ("eagle3",)), ("prompt_lookup_min", ("ngram",)),
                        ("prompt_lookup_max", ("ngram",)))),
-    Refusal(lambda c, _: c.schedule.speculative_method in ("mtp", "eagle3")
-            and c.device.device == "cuda", ("schedule.speculative_method", "device.device"),
-            "the layer that drafts runs on a CPU yet: leave it out, or take --device cpu"),
     Refusal(lambda c, _: c.schedule.speculative_method == "eagle3" and c.schedule.speculative_model is None,
             ("schedule.speculative_method", "schedule.speculative_model"), "name the folder of what drafts"),
-    Refusal(lambda c, _: c.schedule.speculative_method is not None and c.device.device == "cuda"
-            and c.device.tp > 1, ("schedule.speculative_method", "device.tp"), "on GPUs no lane knows "
-            "whether the others found the same drafts: leave one out, or take --pp"),
     Refusal(lambda c, m: c.device.device == "cuda" and m.device != "cuda", ("device.device",),
             "{why}; take --device cpu"),
     Refusal(lambda c, _: c.device.device == "cuda" and c.device.cuda_graphs

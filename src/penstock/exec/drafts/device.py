@@ -91,11 +91,13 @@ class Ahead:
     they may draft, and where they are, unless that follows from steps in flight."""
 
     def __init__(self, drafter: OnDevice, history: History, simple: Callable[[RequestId], bool],
-                 at_once: Callable[[Row], int], index: Callable[[Row], int], keeps: bool) -> None:
+                 at_once: Callable[[Row], int], index: Callable[[Row], int], *, keeps: bool, lanes: int) -> None:
         """As `Narrowing` takes them; simple: whether a device samples a row by itself; index: of a row in the
         tables; keeps: steps leave more behind than KV, of what the device has said, so that rows which the
         host samples draft nothing."""
         self.drafter, self._keeps = drafter, keeps
+        # Every step of rows that decode: lanes, which hear of answers at times of their own, take one path.
+        self.always = drafter.layer or lanes > 1
         self._history, self._simple, self._at_once, self._index = history, simple, at_once, index
         self._there: dict[int, int] = {}        # tokens of each row that the drafter has; all of them: absent
 
@@ -104,7 +106,7 @@ class Ahead:
 
     def asks(self, plan: StepPlan) -> bool:
         """Whether a row may draft, of a plan of rows that decode."""
-        return self.drafter.layer or any(
+        return self.always or any(
             count > 1 and self._at_once(row) > 1 for row, count in zip(plan.rows, plan.count, strict=True))
 
     def passed(self, plan: StepPlan) -> None:

@@ -26,35 +26,35 @@ def captured(model: Model, tables: RowTables, attending: Attending, draws: Draws
              rehearses: bool = False) -> tuple[list[Steps], DraftGraphs | None]:
     """Of a whole model: decode steps of so many rows, and, captured for so long, steps with prompts where
     one call attends to them; and, with drafts that the device makes, those in which a row has up to `width`
-    positions, up to `wide` in all; with a layer that drafts only these. rehearses: as `Rank.capture`."""
+    positions, up to `wide` in all; or only these. rehearses: as `Rank.capture`."""
     if isinstance(attending, Latent):       # what it is given grows with the longest context of a step
         return [Uncaptured("latent")], None
     assert isinstance(attending, Grouped | Selecting | Indexed), "such a rank is not captured"
     rows, device = buckets[-1], tables.last_R.device
-    layer = ahead is not None and ahead.drafter.layer
-    wider = every(buckets, width, wide) if layer else widths(rows, width, wide) if ahead is not None else {}
+    always = ahead is not None and ahead.always
+    wider = every(buckets, width, wide) if always else widths(rows, width, wide) if ahead is not None else {}
     most = max(rows, *(n * positions for n, positions in wider.items()), 1)
     decodes = (GroupedDecodes(attending, tables.groups) if isinstance(attending, Grouped) else
                attending.decodes(most))
     replays = Replays(sum(lengths((TOKENS[-1], rows))), most, model.vocab_size, device, rehearses)
-    plain = DecodeGraphs(model, tables, decodes, draws, buckets, replays)
-    if not layer:           # which writes behind each step: all of rows that decode are of the other kind
-        plain.capture()
+    plain = [] if always else [DecodeGraphs(model, tables, decodes, draws, buckets, replays)]
+    for steps in plain:
+        steps.capture()
     drafts = None
     if ahead is not None and wider:
         drafts = DraftGraphs(model, tables, decodes, draws, wider, replays, ahead)
         drafts.capture()
-    if layer:
+    if ahead is not None and ahead.drafter.layer:       # which writes behind each step
         return [Uncaptured("drafts")], drafts
     if not isinstance(attending, Grouped):
-        return [plain, Uncaptured("selects")], drafts
+        return [*plain, Uncaptured("selects")], drafts
     if attending.states:
-        return [plain, Uncaptured("states")], drafts
+        return [*plain, Uncaptured("states")], drafts
     if not attending.reads_pages(tables):
-        return [plain, Uncaptured("backend")], drafts
+        return [*plain, Uncaptured("backend")], drafts
     mixed = MixedGraphs(model, tables, attending, draws, rows, replays)
     mixed.capture(seconds)
-    return [plain, mixed], drafts
+    return [*plain, mixed], drafts
 
 
 class Uncaptured(Steps):

@@ -183,7 +183,8 @@ class Process:
             wake=lambda: self._inbox.put(None), grammars=self._grammars,
             drafter=drafter_of(self._config), draft_tokens=core.draft_tokens)
         if capture:
-            self._rank.capture(buckets_of(core.rows), 0.0)      # as many on each lane, however long they take
+            # As many on each lane, however long they take.
+            self._rank.capture(buckets_of(core.rows), 0.0, width=1 + core.draft_tokens)
         self._count()
         self.send(wire.Ready(handle))
 
@@ -197,7 +198,8 @@ class Process:
         if not capture:
             self._drop()
         rows = self._config.schedule.max_num_seqs if self._links.after is None else 0
-        told = self._gauge.read(self._loaded.model.vocab_size, rows, self._rank)
+        told = self._gauge.read(self._loaded.model.vocab_size, rows, self._rank,
+                                1 + self._config.schedule.num_drafts)
         self._drop()
         torch.cuda.empty_cache()
         self.send(wire.Memory(told.total, torch.cuda.mem_get_info()[0], told.workspace))     # of all by now
