@@ -91,7 +91,8 @@ class Ahead:
     they may draft, and where they are, unless that follows from steps in flight."""
 
     def __init__(self, drafter: OnDevice, history: History, simple: Callable[[RequestId], bool],
-                 at_once: Callable[[Row], int], index: Callable[[Row], int], *, keeps: bool, lanes: int) -> None:
+                 at_once: Callable[[Row], int], index: Callable[[Row], int], *, keeps: bool,
+                 lanes: int) -> None:
         """As `Narrowing` takes them; simple: whether a device samples a row by itself; index: of a row in the
         tables; keeps: steps leave more behind than KV, of what the device has said, so that rows which the
         host samples draft nothing."""
