@@ -84,11 +84,12 @@ gpu:  ## on a machine with a CUDA device, PYTHON's own torch and triton: kernels
 		tests/conformance/test_executor_prompt_logprobs.py tests/conformance/test_late_choice.py \
 		tests/parity/test_recall_model.py \
 		tests/e2e/test_pair.py tests/e2e/test_pair_faults.py tests/e2e/test_pair_http.py \
-		tests/e2e/test_hosted_http.py tests/e2e/test_pipeline.py tests/e2e/test_storage.py $(ARGS)
+		tests/e2e/test_hosted_http.py tests/e2e/test_pipeline.py tests/e2e/test_storage.py \
+		tests/e2e/test_recall_drafts.py tests/e2e/test_drafts_of_ranks.py $(ARGS)
 	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m pytest -p no:cacheprovider --device cuda \
 		tests/e2e/test_lanes.py tests/e2e/test_cells.py tests/e2e/test_engines.py tests/e2e/test_pipeline_death.py \
 		-k "one_rank_says and 2-1 or real_shape or fp8 or in_ranges and expert_parallel or several_machines and latent and hosted or \
-		selecting-hosted-nodes or selecting-hosted-both or latent-hosted-both or gpus_of_their_own or a_hang and device"
+		selecting-hosted-nodes or selecting-hosted-both or latent-hosted-both or gpus_of_their_own or a_hang and device or with_drafts"
 
 soak: $(VENV)/.installed-dev  ## longer still: the loops whole, other seeds, forced faults, seeded bugs from elsewhere
 	$(BIN)/penstock sim --first 100000 --seeds 10000
