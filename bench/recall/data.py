@@ -129,15 +129,11 @@ def asked(tokens: int) -> int:
     return min(MAX_PAIRS, tokens // 6)
 
 
-def recall_alone(level: int, longest: int, dice: random.Random) -> tuple[int, int, bool]:
-    """Tokens, pairs, and whether they are spread, of a batch for a model that has learnt to recall what fits
-    in fewer than `level` tokens: packed, where most is asked a token, or in contexts of up to `longest`."""
-    packed = min(level, 4 * MAX_PAIRS, longest)
-    most = min(level // 4, MAX_PAIRS)
-    if level < 256 or dice.random() < 0.5:
-        return packed, most, False
-    longer = [128 << i for i in range(10) if packed <= 128 << i <= longest]
-    return dice.choice(longer), max(dice.randint(most // 4, most) for _ in range(2)), True
+def recall_alone(longest: int, dice: random.Random) -> tuple[int, int, bool]:
+    """Tokens (more often many), pairs, and whether they are spread, of a batch that asks for values only."""
+    tokens = max(dice.choice([128 << i for i in range(10) if 128 << i <= longest]) for _ in range(2))
+    most = min(tokens // 4, MAX_PAIRS)
+    return tokens, dice.randint(most // 2, most), dice.random() < 0.5
 
 
 def batch(rows: int, tokens: int, seed: int, number: int, device: str) -> tuple[Tensor, Tensor]:

@@ -10,14 +10,15 @@ Writes into OUT
     config.json, tokenizer.json                        log.json          losses, accuracies, the stage
     results.md           accuracy by length and by tokens chosen, of the rounded weights
 
-With --hybrid the model of `hybrid.py`, which has no indexer and so one stage, and learns recall alone: more
-pairs as it recalls, and from 64 on in every other batch in contexts of up to 4,096 tokens with filler between
-them. It stops as soon as it recalls .99 of each.
+With --hybrid the model of `hybrid.py`, which has no indexer and so one stage, and learns recall alone, of
+all lengths from the first batch on, half of them with filler between the pairs. It stops as soon as it
+recalls .99 of each. What was learnt is written at SIGTERM too.
 Resuming continues the stage that the log names; Adam's moments start anew.
 """
 
 import argparse
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -76,7 +77,7 @@ class Run:
         self.kinds = ("recall",) if args.hybrid else ("recall", "chain", "copy")
         self.state = {
             "stage": "dense",
-            "tokens": 128,
+            "tokens": args.longest if args.hybrid else 128,
             "batch": 0,
             "steps": {"dense": 0, "warm": 0, "joint": 0},
         }
@@ -182,7 +183,8 @@ class Run:
         several = name == "joint" or self.args.hybrid
         self.pool = torch.cuda.graph_pool_handle() if self.graphs and several else None
         steps: dict[tuple[int, int], Step] = {}
-        whole, first, saved = max(1.0, self.stage_left(name)), self.state["steps"][name], time.time()
+        whole, first = max(1.0, self.stage_left(name)), self.state["steps"][name]
+        saved = measured = time.time()
         while self.stage_left(name) > 0 and self.state["steps"][name] - first < self.args.steps:
             done = self.state["steps"][name] - first
             number = self.state["batch"]
@@ -190,7 +192,8 @@ class Run:
             topk = TOPK[number % len(TOPK)] if name == "joint" else 0
             # A warm-up, then constant; over the last third of the last stage down to a tenth.
             fall = min(1.0, 3 * self.stage_left(name) / whole) if several else 1.0
-            self.set_rate(opt, lr * min(1.0, (done + 1) / 200) * max(0.1, fall))
+            rise = min(1.0, (done + 1) / (50 if self.args.hybrid else 200))
+            self.set_rate(opt, lr * rise * max(0.1, fall))
             if (tokens, topk) not in steps:
                 if name == "dense" and not self.args.hybrid:
                     steps.clear()  # a shorter length never comes back
@@ -199,13 +202,15 @@ class Run:
             loss, kl = steps[tokens, topk](*made)
             self.state["batch"] += 1
             self.state["steps"][name] += 1
-            if (done + 1) % every == 0:
+            if self.args.hybrid and time.time() - measured > self.args.measure:
+                if self.enough(float(loss)):
+                    break
+                measured = time.time()
+            elif not self.args.hybrid and (done + 1) % every == 0:
                 self.check(name, self.state["tokens"], float(loss), float(kl))
-                if time.time() - saved > 30:
-                    self.save()
-                    saved = time.time()
-                    if self.args.hybrid and self.enough():
-                        break
+            if time.time() - saved > 60:
+                self.save()
+                saved = time.time()
         steps.clear()
 
     def lesson(self, rows_of: dict[int, int], number: int) -> tuple[int, tuple[Tensor, Tensor]]:
@@ -214,17 +219,17 @@ class Run:
         if not self.args.hybrid:
             return tokens, data.batch(rows_of[tokens], tokens, seed, number, self.device)
         gen, dice = data.generator(seed, number, self.device)
-        tokens, n, spread = data.recall_alone(tokens, self.args.longest, dice)
+        tokens, n, spread = data.recall_alone(tokens, dice)
         return tokens, data.pairs(rows_of[tokens], tokens, gen, dice, "recall", spread=spread, n=n)
 
-    def enough(self) -> bool:
+    def enough(self, loss: float) -> bool:
         """Says how much is recalled of each length, and whether that is all that is asked for."""
         lengths = [self.args.longest >> i for i in (2, 1, 0)]
         found = {
-            t: [self.accuracy("recall", t, "dense", 0, spread=spread) for spread in (False, True)]
+            t: [self.accuracy("recall", t, "dense", 0, spread=spread, rows=4) for spread in (False, True)]
             for t in lengths
         }
-        self.say(recall=found, step=self.state["steps"]["dense"])
+        self.say(step=self.state["steps"]["dense"], loss=round(loss, 4), recall=found)
         return all(min(shares) >= 0.99 for shares in found.values())
 
     @staticmethod
@@ -241,7 +246,7 @@ class Run:
         found = {k: self.accuracy(k, tokens, mode, topk, spread=False) for k in self.kinds}
         step = self.state["steps"][name]
         self.say(stage=name, step=step, tokens=tokens, loss=round(loss, 4), kl=round(kl, 4), **found)
-        learned = found["recall"] > (0.8 if self.args.hybrid else 0.9) and found.get("chain", 1.0) > 0.75
+        learned = found["recall"] > 0.9 and found["chain"] > 0.75
         if name == "dense" and learned and tokens < self.args.longest:
             self.state["tokens"] = 2 * tokens
 
@@ -327,6 +332,8 @@ def main() -> None:
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--hybrid", action="store_true", help="the model of hybrid.py")
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate of the first stage")
+    parser.add_argument("--measure", type=float, default=15, help="seconds between measures of the hybrid")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
     run = Run(parser.parse_args())
     args = run.args
     run.say(
@@ -343,8 +350,10 @@ def main() -> None:
         if args.hybrid and name != "dense":
             continue
         if list(SHARES).index(run.state["stage"]) <= list(SHARES).index(name):
-            run.stage(name, lr, rows, min(every, args.steps))
-            run.save()
+            try:
+                run.stage(name, lr, rows, min(every, args.steps))
+            finally:
+                run.save()
     print(results(run))
     run.save_log()
 
