@@ -29,7 +29,6 @@ from penstock.exec.sampling.tokens import Answers
 from penstock.exec.step.attend import Grouped, Latent
 
 FAMILIES = ["mtp", "mtp_chosen", "mtp_state", "eagle"]
-CAPTURED = ["mtp_chosen", "mtp_state", "eagle"]
 pytestmark = pytest.mark.usefixtures("stages")
 
 
@@ -164,26 +163,18 @@ def test_speculation_by_a_layer_behind_a_prefix_hit(family, monkeypatch):
             asked += 1
 
 
-def launched(family: str, monkeypatch, **more) -> Engine:
-    """By a device: in captured steps, of models that have them."""
-    on_a_device.plainly(monkeypatch)
-    engine = drafting(family, **more)
-    if family in CAPTURED:
-        return on_a_device.drafting(engine, 3)
-    return on_a_device.as_a_device(engine)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_speculation_by_a_layer_on_a_device(family, stages, monkeypatch):
+@pytest.mark.parametrize("family, way", [
+    ("mtp", "launched"), ("mtp_chosen", "captured"), ("mtp_state", "launched"), ("mtp_state", "captured"),
+    ("eagle", "captured")])
+def test_speculation_by_a_layer_on_a_device(family, way, monkeypatch):
     """Rows pause, the host samples one. Captured steps wait for no answer because they draft, others do."""
-    if stages > 1:
-        pytest.skip("stages launch nothing ahead")
-    engine = launched(family, monkeypatch, step_tokens=9, hbm_pages=2 * SMALL[family], lateness=Latest())
+    engine = on_a_device.by(way, lambda: drafting(
+        family, step_tokens=9, hbm_pages=2 * SMALL[family], lateness=Latest()), 3, monkeypatch)
     play(engine, lambda turn: [Paused(RequestId(1 + turn % 7))] if turn % 5 == 4 else [])
     proposed, right, dropped = counts(engine)
     assert 0 < right < proposed == engine.proposed.total() and dropped == 0 < engine.core.stats()["pauses"]
     captured = engine.rank._drafts is not None
-    assert (engine.rank._launches["ahead"] > len(engine.plans) / 2) is captured is (family in CAPTURED)
+    assert (engine.rank._launches["ahead"] > len(engine.plans) / 2) is captured is (way == "captured")
     engine.add(8, PROMPTS[1], 5, SamplingParams(temperature=0.0, logprobs=2))
     engine.add(9, PROMPTS[4], 12)
     engine.drain()
@@ -277,7 +268,7 @@ def test_speculation_by_a_layer_on_a_device_sees_its_faults(fault, stages, monke
         pytest.skip("captured steps of one stage, computed when they run")
     fault(monkeypatch)
     with pytest.raises(AssertionError):
-        play(launched("eagle", monkeypatch, step_tokens=9))
+        play(on_a_device.by("captured", lambda: drafting("eagle", step_tokens=9), 3, monkeypatch))
 
 
 @pytest.mark.parametrize("family", ["mtp", "mtp_state", "eagle"])
