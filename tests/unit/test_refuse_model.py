@@ -35,7 +35,6 @@ CASES: tuple[tuple[ModelFacts, dict[str, object], dict[str, object]], ...] = (
     (DENSE, {"tp": 2, "expert_parallel": True}, {"tp": 2}),
     (replace(DENSE, experts=2), {"tp": 3, "ep": 3}, {"tp": 4, "ep": 2}),
     (DENSE, {"state_interval": 512}, {}),
-    (STATES, {"device": "cuda", "speculative_method": "ngram"}, {"device": "cuda", "state_interval": 512}),
     (DENSE, {"speculative_method": "mtp"}, {"speculative_method": "ngram"}),
     (STATES, {"tp": 2}, {"pp": 2}),
     (replace(STATES, state_bytes=1 << 20), {"disaggregation_mode": "prefill"}, {}),

@@ -18,6 +18,11 @@ LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_si
          "head_dim": 32, "max_position_embeddings": 2048, "hidden_act": "silu", "tie_word_embeddings": True}
 MOE = {**LLAMA, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4,
        "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+STATES = {**LLAMA, "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_experts": 0,
+          "layer_types": [*["linear_attention"] * 2, "full_attention"] * 2, "num_hidden_layers": 6,
+          "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
+          "linear_value_head_dim": 32, "partial_rotary_factor": 0.5, "rope_theta": 10000.0,
+          "rms_norm_eps": 1e-6}
 
 
 def test_the_first_layers_are_taken_up_to_one_of_each_kind():
@@ -34,7 +39,10 @@ def test_the_first_layers_are_taken_up_to_one_of_each_kind():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_start_compiles_nothing_behind_its_rehearsal_and_keeps_nothing_of_it(tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize("config, more", [(LLAMA, {}), (STATES, {"speculative_method": "ngram"})],
+                         ids=["dense", "states"])
+def test_a_start_compiles_nothing_behind_its_rehearsal_and_keeps_nothing_of_it(
+        config, more, tmp_path: Path, monkeypatch):
     from triton.runtime.jit import JITFunction
     compiled: dict[bool, list[str]] = {False: [], True: []}      # by whether it was behind it
     behind, compiles, join = [False], JITFunction._do_compile, Rehearsal.join
@@ -52,9 +60,9 @@ def test_a_start_compiles_nothing_behind_its_rehearsal_and_keeps_nothing_of_it(t
 
     monkeypatch.setattr(JITFunction, "_do_compile", compiling)
     monkeypatch.setattr(Rehearsal, "join", joined)
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "config.json").write_text(json.dumps(config))
     said: list[str] = []
-    given = {"load_format": "dummy", "device": "cuda", "max_num_seqs": 8, "hbm_bytes": "64M"}
+    given = {"load_format": "dummy", "device": "cuda", "max_num_seqs": 8, "hbm_bytes": "64M", **more}
     build_engine(resolve(from_options(str(tmp_path), given), probe()), said.append)
     assert compiled[False] and not compiled[True], (compiled, said)
     assert not left, "memory of the rehearsal is kept"

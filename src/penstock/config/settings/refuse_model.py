@@ -109,9 +109,6 @@ OF_MODEL: tuple[Refusal[ModelFacts], ...] = (
             "this model has {experts} experts, of which each range takes one or more"),
     Refusal(lambda c, m: c.kv.state_interval is not None and not m.state_bytes, ("kv.state_interval",),
             "this model has no layers that keep a state: leave it out"),
-    Refusal(lambda c, m: c.device.device == "cuda" and c.schedule.speculative_method is not None
-            and bool(m.state_bytes), ("device.device", "schedule.speculative_method"),
-            "layers of this model keep a state, which drafts on a GPU do not wait for yet: leave one out"),
     Refusal(lambda c, m: c.schedule.speculative_method == "mtp" and not m.mtp,
             ("schedule.speculative_method",), "this model's files have no layer for it: take ngram"),
     Refusal(lambda c, m: c.device.tp > 1 and bool(m.state_bytes), ("device.tp",),
