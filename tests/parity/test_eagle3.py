@@ -4,7 +4,9 @@
 """
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from dense_attend import Dense
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from penstock.config.base.errors import ConfigError
 from penstock.config.settings.tree import Config, DeviceConfig, KVConfig, ModelConfig, ScheduleConfig
@@ -108,6 +111,41 @@ def test_eagle3_equals_its_formula() -> None:
         assert w["t2d"][ids] and model.guess(got_TD[-1:])[1] == ids
         tokens_TD = torch.cat((tokens_TD, reference.model.embed_tokens(ids)))
         hidden_TD = torch.cat((hidden_TD, got_TD[-1:]))
+
+
+@torch.inference_mode()
+def test_what_bench_trains_is_what_an_engine_computes() -> None:
+    """bench/eagle3.py: three drafts behind a token in the middle; names and shapes are those of `load`."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+    config, words = LlamaConfig(**CONFIG), tensors()["d2t"] + torch.arange(WORDS)
+    torch.manual_seed(2)
+    trained = importlib.import_module("eagle3").Eagle(config, words)
+    for weight in trained.parameters():
+        torch.nn.init.uniform_(weight, -0.4 if weight.ndim > 1 else 0.5, 0.4 if weight.ndim > 1 else 1.5)
+    spec = read_eagle(CONFIG, registry.read_spec_of(target().config.to_dict()), "here")
+    eagle = Eagle3(spec, torch.float32, lambda weight, bias: lambda x: F.linear(x, weight, bias),
+                   layer.OP.use("reference"))
+    written = trained.state_dict()
+    assert {name: tuple(tensor.shape) for name, tensor in written.items()} == {
+        **dict(eagle.shapes()), "d2t": (WORDS,)}
+    for name, tensor in written.items():
+        eagle.load(name, tensor)
+    eagle.finish()
+    assert eagle.rope is not None
+
+    token_ED, tapped_ED = torch.randn(TOKENS, D), torch.randn(TOKENS, 3 * D)
+    position_E = torch.arange(1, 1 + TOKENS)
+    rope = LlamaRotaryEmbedding(config)(token_ED, position_E[None])
+    every = [x[0] for x in trained(token_ED[None], tapped_ED[None], rope)]
+    first, last, attend = 0, TOKENS // 2, Dense(eagle.attention)
+    hidden = eagle.made(tapped_ED, tapped_ED.split(D, 1))[:last]
+    for want_ED in every:
+        angles = eagle.rope.angles(position_E[first:last], torch.float32)
+        hidden = eagle(token_ED[first:last], hidden, *angles, attend)
+        torch.testing.assert_close(hidden, want_ED[first:last], rtol=2e-5, atol=1e-4)
+        first, last, hidden = last, last + 1, hidden[-1:]
+        word = trained.lm_head(trained.norm(hidden)).argmax()
+        assert int(eagle.guess(hidden, lambda x: x)[1]) == int(words[word])
 
 
 @pytest.fixture
