@@ -163,13 +163,14 @@ def test_speculation_by_a_layer_behind_a_prefix_hit(family, monkeypatch):
             asked += 1
 
 
-@pytest.mark.parametrize("family, way", [
-    ("mtp", "launched"), ("mtp_chosen", "captured"), ("mtp_state", "launched"), ("mtp_state", "captured"),
-    ("eagle", "captured")])
-def test_speculation_by_a_layer_on_a_device(family, way, monkeypatch):
+@pytest.mark.parametrize("family, way, num", [
+    ("mtp", "launched", 3), ("mtp_chosen", "captured", 3), ("mtp_state", "launched", 3),
+    ("mtp_state", "captured", 3), ("mtp_state", "captured", 1), ("eagle", "captured", 3)])
+def test_speculation_by_a_layer_on_a_device(family, way, num, monkeypatch):
     """Rows pause, the host samples one. Captured steps wait for no answer because they draft, others do."""
     engine = on_a_device.by(way, lambda: drafting(
-        family, step_tokens=9, hbm_pages=2 * SMALL[family], lateness=Latest()), 3, monkeypatch)
+        family, step_tokens=9, hbm_pages=2 * SMALL[family], lateness=Latest(), draft_tokens=num), num,
+        monkeypatch)
     play(engine, lambda turn: [Paused(RequestId(1 + turn % 7))] if turn % 5 == 4 else [])
     proposed, right, dropped = counts(engine)
     assert 0 < right < proposed == engine.proposed.total() and dropped == 0 < engine.core.stats()["pauses"]

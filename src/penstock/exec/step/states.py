@@ -189,7 +189,8 @@ class DecodeStates:
         for g, (_, _, page_NW) in self._places.items():
             lasts_B = lasts(counts_B, self._position_B, self._turn_NW.flatten(), self._tables[g].size)
             to_NW = page_NW.where(lasts_B.view(-1, self._width), -1)
-            places[g] = page_NW[:, 0].contiguous(), to_NW[:, 1:].flatten()
+            # Dense: of one draft a row `flatten` alone would be a view.
+            places[g] = page_NW[:, 0].contiguous(), to_NW[:, 1:].flatten().contiguous()
         for layer, (group, pool_PE) in self._layers.items():
             [again] = self._again[layer]
             again(at_t, States(pool_PE, starts, *places[group], start_N, row_t))
