@@ -167,7 +167,7 @@ class Trained:
             ids_BT[row, : len(prompt) + len(answer)] = torch.tensor([*prompt, *answer])
             first_BE[row, len(prompt) - 1 : len(prompt) + len(answer) - 2] = True
         ids_BT, first_BE = ids_BT.to(self.device), first_BE.to(self.device)
-        out = self.model.model(ids_BT, output_hidden_states=True)
+        out = self.model.model(ids_BT, output_hidden_states=True, use_cache=False)
         tapped_BED = torch.cat([out.hidden_states[layer][:, :-1] for layer in self.taps], -1)
         next_BE = self.own_V[F.pad(ids_BT[:, 2:], (0, 1))]
         return ids_BT[:, 1:], tapped_BED, out.last_hidden_state[:, 1:], first_BE, next_BE
