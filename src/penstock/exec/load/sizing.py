@@ -23,9 +23,9 @@ from penstock.model.base import CacheShape, LocalLayer, Model
 # Left for activations, logits and the allocator when pools are sized: a step of 512 tokens of a
 # model of 1.5 B parameters needs about half of it.
 WORKSPACE_BYTES = 256 << 20
-# Of a prompt at a pair's prefill engine the last chunk on a GPU, whose bytes are left to send when it ends:
-# of 32k tokens 3 %. A CPU takes longer for a chunk than for sending it.
-LAST_TOKENS = 1024
+# Of a prompt at a pair's prefill engine the last chunk on a GPU. When it ends, its bytes and those of the one
+# before are left to send: of 32k tokens 3 %. A CPU takes longer for a chunk than for sending it.
+LAST_TOKENS = 512
 # A row of which at most so many bytes are still being loaded starts, and its step waits for them: a device's
 # layer by layer, on a CPU all others wait too, for a few milliseconds a row.
 WAIT_BYTES = {True: SPLIT_BYTES, False: 32 << 20}
