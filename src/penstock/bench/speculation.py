@@ -36,7 +36,8 @@ async def measure(config: Config, args: Namespace) -> int:
     Raises ConfigError without a --speculative-method or a tokenizer, and beside another bench of its own.
     """
     if config.schedule.speculative_method is None:
-        raise ConfigError("--speculative measures what drafts bring: add --speculative-method ngram, mtp or eagle3")
+        raise ConfigError("--speculative measures what drafts bring: add --speculative-method "
+                          "ngram, mtp or eagle3")
     if (args.against, args.plot, args.plot_hot) != (None, None, None):
         raise ConfigError("--speculative is a bench of its own: leave --against, --plot and --plot-hot out")
     found = {task: {DRAFTED: list[float](), WITHOUT: list[float]()} for task in TASKS}
