@@ -130,7 +130,7 @@ def sampled(drafter, drafts, **more) -> tuple[Engine, dict]:
 def test_speculation_that_a_device_checks(chance, stages):
     """Rows of all kinds; steps in front of those without drafts are flown ahead of."""
     if stages > 1:
-        pytest.skip("refused")
+        pytest.skip("stages: the host drafts")
     alone, _ = sampled(None, 0)
     said = {PROMPTS[1 + rid % 7]: tokens for rid, tokens in alone.got.items()}
     drafter = Noise() if chance == 0 else Dice(lambda prompt, n: said[prompt][:n], chance)
@@ -152,7 +152,7 @@ def test_speculation_that_a_device_checks(chance, stages):
 def test_speculation_whose_drafts_a_device_makes(family, drafter, chance, stages, monkeypatch):
     """Rows of all kinds of sampling, which pause; no step waits for an answer because it drafts."""
     if stages > 1:
-        pytest.skip("refused")
+        pytest.skip("stages: the host drafts")
     on_a_device.plainly(monkeypatch)
     monkeypatch.setattr(prompts_engine, "INTERVAL", 4)
     code = Grammar("regex", "([0-9]{2}-[A-F][G-Z]){9}")

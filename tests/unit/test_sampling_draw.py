@@ -9,7 +9,10 @@ from msgspec.structs import replace
 
 from penstock.config.base.errors import RequestError
 from penstock.config.request.params import SamplingParams
+from penstock.core.plan import RequestId
+from penstock.exec.sampling.on_device import Draws
 from penstock.exec.sampling.sampler import Sampler
+from penstock.exec.sampling.tokens import Answers
 from penstock.kernels.sample import filters, uniform
 
 V = 40
@@ -309,3 +312,26 @@ def test_non_finite_logits_are_told_apart_row_by_row():
         tokens, finite = sampler.sample(logits.clone(), states, list(range(5)))
         assert finite.tolist() == [True, False, True, False, True]
         assert all(0 <= t < V for t in tokens.tolist())
+
+
+END = 7
+
+
+@pytest.mark.parametrize("says, drafts", [((5, END, 8, 9), (5, END, 8)), ((5, END, 8, 9), (5, END, 1)),
+                                          ((END, 8, 9, 3), (8, 9, 3)), ((5, 6, 8, 9), (5, 6, 8)),
+                                          ((5, 6, 8, 9), (5, 1, 8))])
+def test_a_host_that_has_learnt_where_a_row_ends_says_where_it_is_on_the_device(says, drafts) -> None:
+    """Which goes on behind its end; so lanes that have heard of it and others launch the same."""
+    device = torch.device("cpu")
+    state = Sampler(V, 1).open(0, (1, 2, 3), SamplingParams(temperature=0.0), 0, (END,))
+    logits, at = torch.zeros(4, V), torch.arange(4, dtype=torch.int32)
+    logits[range(4), list(says)] = 1
+    answer, counts = Draws(V, 1, device, "reference").checked(
+        logits, torch.zeros(2, dtype=torch.int64), torch.zeros_like(at), torch.zeros(4, dtype=torch.int64),
+        at + 3, torch.tensor((-1, *drafts), dtype=torch.int32), at, 4)
+    answers = Answers(((RequestId(0), state),) * 4, [0], answer)
+    answers.learn()
+    assert answers.tokens == [says[:len(state.outputs)]] and (END in state.outputs) == (END in says)
+    assert 3 + len(state.outputs) + state.beyond == 3 + int(counts.sum())
+    state.rewind(1)
+    assert state.beyond == 0

@@ -168,7 +168,8 @@ class Rank:
                          drafter.on_device(rows, max_len, device))
             if there is not None:
                 self._makes = Ahead(there, self._tokens.history, self._tokens.simple, self._at_once,
-                                    self._tables.index, lanes=model.stage.lane.size,
+                                    self._tables.index, beyond=self._tokens.beyond,
+                                    lanes=model.stage.lane.size,
                                     keeps=self._mtp is not None or bool(self._attending.states))
         self._prompts = PromptReader(model.logits, model.vocab_size) if self._links.after is None else None
         self._steps: list[Steps] = [

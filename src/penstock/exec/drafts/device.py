@@ -68,6 +68,8 @@ class Lookup(OnDevice):
         length = len(self._end_L)
         at_N1 = at_N.clamp(0, length - 1).long()[:, None]
         self._said_RL[index_N, at_N1[:, 0]] = last_N.int()
+        if not most:
+            return last_N[:, None][:, :0]
         said_NL = self._said_RL[index_N, :length]
         same_NL, longest_NL = self._end_L < at_N1, torch.zeros_like(said_NL)
         for n in range(self._most):             # whether the n + 1 tokens that end here are the last ones
@@ -91,15 +93,16 @@ class Ahead:
     they may draft, and where they are, unless that follows from steps in flight."""
 
     def __init__(self, drafter: OnDevice, history: History, simple: Callable[[RequestId], bool],
-                 at_once: Callable[[Row], int], index: Callable[[Row], int], *, keeps: bool,
-                 lanes: int) -> None:
+                 at_once: Callable[[Row], int], index: Callable[[Row], int], *,
+                 beyond: Callable[[RequestId], int], keeps: bool, lanes: int) -> None:
         """As `Narrowing` takes them; simple: whether a device samples a row by itself; index: of a row in the
-        tables; keeps: steps leave more behind than KV, of what the device has said, so that rows which the
-        host samples draft nothing."""
+        tables; beyond: as `Tokens.beyond`; keeps: steps leave more behind than KV, of what the device has
+        said, so that rows which the host samples draft nothing."""
         self.drafter, self._keeps = drafter, keeps
         # Every step of rows that decode: lanes, which hear of answers at times of their own, take one path.
         self.always = drafter.layer or lanes > 1
         self._history, self._simple, self._at_once, self._index = history, simple, at_once, index
+        self._beyond = beyond
         self._there: dict[int, int] = {}        # tokens of each row that the drafter has; all of them: absent
 
     def bind(self, row: Row) -> None:
@@ -128,7 +131,8 @@ class Ahead:
             r, known = self._index(row), len(prompt) + len(outputs)
             if (there := self._there.pop(r, known)) < known:
                 self.drafter.put(r, there, prompt, outputs)
-            positions.append(OUT if rid in out else known + flying.get(rid, 0) - 1)
+            # The same whether a lane has heard of a row's end by now or not.
+            positions.append(OUT if rid in out else known + self._beyond(rid) + flying.get(rid, 0) - 1)
             simple = self._simple(rid)
             drafts = max(0, min(count, width, self._at_once(row)) - 1)
             most.append(drafts if simple or not self._keeps else 0)

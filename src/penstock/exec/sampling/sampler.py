@@ -50,6 +50,7 @@ class Sampling:
     bias: tuple[Tensor, Tensor] | None = None  # ids int64, values float32
     matcher: Matcher | None = None             # of a request with a grammar
     fault: str | None = None                   # why the grammar gave no next token
+    beyond: int = 0                            # drafts behind its end, which a device has counted as right
 
     def rewind(self, emitted: int) -> None:
         """Forget output tokens from `emitted` on: sampled ahead, never retired."""
@@ -58,7 +59,7 @@ class Sampling:
         for index in range(emitted, len(self.outputs)):
             self.logprobs.pop(index, None)
         del self.outputs[emitted:]
-        self.fault = None
+        self.fault, self.beyond = None, 0
         if self.matcher is not None:
             self.matcher.rewind(emitted)
 

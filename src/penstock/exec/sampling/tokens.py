@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 from typing import TypeAlias
 
 import torch
@@ -96,6 +96,9 @@ class Answers:
             said.append(tokens[i])
         if end > first + 1:
             self.drafts.append((rid, end - first - 1, right))
+        # As `Draws.checked`, which knows no end.
+        s.beyond += 1 - len(said) + len([*takewhile(
+            lambda i: inputs[i] == tokens[i - 1] and fine[i] == FINE, range(first + 1, end))])
         return tuple(said)
 
     def say(self, rid: RequestId, s: Sampling, token: int, code: int) -> bool:
@@ -147,6 +150,10 @@ class Tokens:
     def simple(self, rid: RequestId) -> bool:
         """Whether a device samples it by itself."""
         return True
+
+    def beyond(self, rid: RequestId) -> int:
+        """How much further its row is on a device than `history`: of one that has ended."""
+        return 0
 
     def forced(self, rid: RequestId, most: int) -> Sequence[int]:
         """What comes next whoever drafts, behind all steps in front: of a stage that samples as
@@ -314,6 +321,9 @@ class Drawn(Chosen):
 
     def simple(self, rid: RequestId) -> bool:
         return self._open[rid].simple
+
+    def beyond(self, rid: RequestId) -> int:
+        return self._open[rid].beyond
 
     def _late(self, s: Sampling) -> bool:
         return not s.simple
