@@ -38,6 +38,10 @@ FOLDER = Path(__file__).parents[1] / "data" / "recall"
 IDS = {word: i for i, word in enumerate(words.words())}
 
 
+def ids(text: str) -> tuple[int, ...]:
+    return tuple(IDS[word] for word in text.split())
+
+
 @functools.cache
 def model(topk: int, dtype: torch.dtype, stage=None):
     """The recall model, or one stage of it, with another number of chosen tokens than it comes

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from pair_engines import PairOfEnds
-from recall_engine import FOLDER, IDS
+from recall_engine import FOLDER, ids
 
 from penstock.eval import tasks
 from penstock.eval.tasks import Size
@@ -15,10 +15,6 @@ TOPK = 256          # of config.json
 PLACES = {"resident": {"hbm_bytes": "16M", "sparse_kv": "off"},
           "hosted": {"hbm_bytes": "3M", "dram_bytes": "64M", "sparse_kv": "always",
                      "hot_buffer_tokens": TOPK + 16}}
-
-
-def ids(text: str) -> tuple[int, ...]:
-    return tuple(IDS[word] for word in text.split())
 
 
 @pytest.mark.sweep

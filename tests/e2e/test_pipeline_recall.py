@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 from pipeline_engine import Pipeline
-from recall_engine import FOLDER, IDS
+from recall_engine import FOLDER, ids
 
 from penstock.core.plan import Paused, RequestId
 from penstock.eval import tasks
@@ -19,10 +19,6 @@ HOSTED = {"hbm_bytes": "3M", "dram_bytes": "64M", "sparse_kv": "always", "hot_bu
 def questions(context: int = 640) -> list[Question]:
     return tasks.in_words("tracking", Size(contexts=(context,), samples=3, questions=2, seed=3,
                                            tokens_of=lambda text: len(text.split())))
-
-
-def ids(text: str) -> tuple[int, ...]:
-    return tuple(IDS[word] for word in text.split())
 
 
 def answers(pauses: Callable[[int], Iterable[int]] = lambda turn: (),

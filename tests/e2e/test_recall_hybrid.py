@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 from pair_engines import End, PairOfEnds
-from recall_engine import IDS
+from recall_engine import ids
 
 from penstock.eval import tasks
 from penstock.eval.tasks import Interview, Size
@@ -37,13 +37,9 @@ def interviews(samples: int = 2) -> list[Interview]:
                                            tokens_of=lambda text: len(text.split())))
 
 
-def ids(text: str) -> list[int]:
-    return [IDS[word] for word in text.split()]
-
-
 def submit(end: End, interview: Interview, **more: object) -> int:
     given = ids(interview.dialogue)
-    return end.submit(ids(interview.context), len(given), forced=tuple(given), logprobs=0,
+    return end.submit(ids(interview.context), len(given), forced=given, logprobs=0,
                       ignore_eos=True, max_tokens=len(given), **more)
 
 

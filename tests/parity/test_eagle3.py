@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +113,9 @@ def test_eagle3_equals_its_formula() -> None:
 
 
 @torch.inference_mode()
-def test_what_bench_trains_is_what_an_engine_computes() -> None:
+def test_what_bench_trains_is_what_an_engine_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """bench/eagle3.py: three drafts behind a token in the middle; names and shapes are those of `load`."""
-    sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
     config, words = LlamaConfig(**CONFIG), tensors()["d2t"] + torch.arange(WORDS)
     torch.manual_seed(2)
     trained = importlib.import_module("eagle3").Eagle(config, words)
