@@ -102,12 +102,16 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
          dict(BINS=8192, BLOCK=block, NEAR=2048, BLOCKS_PAD=64, TOPK_PAD=2048), warps, 3)
         for block, warps in ((1024, 4), (2048, 8))],
     ("attention.latent_attention.triton_latent", "attend_rows"): [
-        (dict(q=kind, pool=pool, scales=F32 if pool == U8 else pool, rests=BF16 if pool == U8 else pool,
-              slot=I32, part=F32, peak=F32, scale="fp32", pool_page="i32", HEADS="i32", CHOSEN="i32"),
-         dict(SIZE=64, DIM=576, ROW=164 if pool == U8 else 576, VALUE=512, HALVES=2, HALF=256,
-              REST_PAD=64, GROUP=group, BLOCK=32 if pool == U8 else 64, BLOCKS=8 if pool == U8 else 4,
-              EXACT=kind == F32, CODED=pool == U8), 4, stages)
-        for kind, pool, group, stages in ((BF16, BF16, 64, 2), (F32, F32, 16, 1), (BF16, U8, 64, 2))],
+        (dict(q=kind, pool=kind, slot=I32, part=F32, peak=F32, scale="fp32", pool_page="i32", HEADS="i32",
+              CHOSEN="i32"),
+         dict(SIZE=64, DIM=576, VALUE=512, HALVES=2, HALF=256, REST_PAD=64, GROUP=group, BLOCK=64, BLOCKS=4,
+              EXACT=kind == F32), 4, stages) for kind, group, stages in ((BF16, 64, 2), (F32, 16, 1))],
+    ("attention.latent_attention.triton_latent", "decode_rows"): [
+        (dict(pool=U8, scales=F32, rests=BF16, out=out, own=I32, pool_page="i32", NUM="i32",
+              **({"slot": I32} if named else {})),
+         dict(SIZE=64, DIM=576, WORDS=164, VALUE=512, REST_PAD=64, LINES=16,
+              **({} if named else {"slot": None})), 4, 3)
+        for out in (BF16, F32) for named in (True, False)],
     ("choose.resolve.triton_map", "clear_one"): [(dict(num=I32), {}, 1, 3)],
     ("choose.resolve.triton_map", "resolve_units"): [
         (dict(chosen=I32, row=I32, turn=I32, device=I32, host=I32, hot_slot=I32, hot_unit=I32, hot_stamp=I32,

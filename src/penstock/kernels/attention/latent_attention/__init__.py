@@ -28,7 +28,7 @@ class LatentAttention(Protocol):
         slot_BS    int32: token n % G of page n // G, in the order of positions; -1 after the last
         Returns    out_BNR, R = value_dim <= H, dtype of q, dense; lse_BN f32, log of the sum of e^score,
                    natural. A query without rows has 0 and -inf.
-        Reads      only what slots name. Writes nothing.
+        Reads      only what slots name, of codes in a dense pool maybe the others too. Writes nothing.
         Exact      does not depend on the numbers of the slots beyond what lies there, in f32 nor on the batch
         Source     DeepSeek-V2, arXiv:2405.04434 section 2.1.2
         """

@@ -31,6 +31,10 @@ def cases(device: str) -> Iterator[Case]:
                         kept != torch.uint8 or shape[2] % 16 == 0):
                     yield Case(f"{name}-{step}-{shape}", partial(
                         _run, dtype, kept, counts, shape, (16, 3, 64)[i % 3], device), TOLERANCE[dtype])
+        if kept == torch.uint8:
+            yield Case(f"{name}-a prompt's rows together", partial(
+                _run, dtype, kept, _COUNTS["a chunk of queries"], _SHAPES[0], 16, device, together=True),
+                TOLERANCE[dtype])
 
 
 def make(dtype: torch.dtype, kept: torch.dtype, counts: tuple[int, ...], shape: tuple[int, int, int],
@@ -50,8 +54,10 @@ def make(dtype: torch.dtype, kept: torch.dtype, counts: tuple[int, ...], shape: 
 
 
 def _run(dtype: torch.dtype, kept: torch.dtype, counts: tuple[int, ...], shape: tuple[int, int, int],
-         size: int, device: str, run: LatentAttention) -> tuple[Tensor, ...]:
+         size: int, device: str, run: LatentAttention, together: bool = False) -> tuple[Tensor, ...]:
     q, pool, slot = (t.to(device) for t in make(dtype, kept, counts, shape, size))
+    if together:
+        pool = pool.contiguous()
     return run(q, pool, slot, value_dim=shape[2], scale=shape[1] ** -0.5)
 
 

@@ -4,7 +4,8 @@ A part is a fixed number of rows in float32, whatever the batch: a query's resul
 runs beside it. In bfloat16, where the step's other products depend on that too, there are as many parts as
 fill a device. A program has some heads and, where values are wide, one half of them: their sums must stay in
 registers. It scores with the row's two halves and its rest one by one, and adds these in an order that
-is the same in either half. Imported only where a CUDA device was asked for.
+is the same in either half. Rows of codes become floats of the queries' type first, by a kernel of their own:
+there is one attention. Imported only where a CUDA device was asked for.
 
     B queries   N query heads   H row dim   R value dim   P pages   G page size   S chosen rows
 """
@@ -27,25 +28,44 @@ _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _values(pool, scales, line, d, here, VALUE: tl.constexpr, CODED: tl.constexpr):
-    """Value dims `d` of the rows that begin at `line`: elements of the pool, of codes words of four bytes."""
-    inside = here[:, None] & (d < VALUE)[None, :]
-    if CODED:
-        byte = tl.load(pool + (line * 4)[:, None] + d[None, :], mask=inside, other=0)
-        s = tl.load(scales + (line + VALUE // 4)[:, None] + (d // 128)[None, :], mask=inside, other=0.0)
-        return byte.to(tl.float8e4nv, bitcast=True).to(tl.float32) * s
-    else:               # one of two, when it is compiled
-        return tl.load(pool + line[:, None] + d[None, :], mask=inside, other=0.0)
+def decode_rows(pool, scales, rests, slot, out, own, pool_page, NUM, SIZE: tl.constexpr, DIM: tl.constexpr,
+                WORDS: tl.constexpr, VALUE: tl.constexpr, REST_PAD: tl.constexpr, LINES: tl.constexpr):
+    """LINES of the rows that `slot` names as floats: the one that `slot[i]` names into line i, which `own[i]`
+    says then, -1 if there is none. `slot` None: row i, and `own` stays. WORDS: of four bytes, that a row of
+    codes has and `pool_page` counts; `scales` and `rests` are the pool seen as f32 and as bf16."""
+    follow()
+    i = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    if slot is None:
+        at = tl.where(i < NUM, i, -1)
+    else:
+        at = tl.load(slot + i, mask=i < NUM, other=-1)
+        tl.store(own + i, tl.where(at >= 0, i, -1), mask=i < NUM)
+    here = at >= 0
+    begin = (at // SIZE).to(tl.int64) * pool_page + at % SIZE * WORDS
+    line = out + i.to(tl.int64)[:, None] * DIM
+    blocks: tl.constexpr = (VALUE + 127) // 128
+    for block in tl.static_range(blocks):
+        d = block * 128 + tl.arange(0, 128)
+        inside = here[:, None] & (d < VALUE)[None, :]
+        code = tl.load(pool + (begin * 4)[:, None] + d[None, :], mask=inside, other=0)
+        scale = tl.load(scales + begin + VALUE // 4 + block, mask=here, other=0.0)
+        x = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]
+        tl.store(line + d[None, :], x.to(out.dtype.element_ty), mask=inside)
+    if DIM > VALUE:
+        r = tl.arange(0, REST_PAD)
+        inside = here[:, None] & (r < DIM - VALUE)[None, :]
+        x = tl.load(rests + (begin * 2 + VALUE // 2 + 2 * blocks)[:, None] + r[None, :], mask=inside,
+                    other=0.0)
+        tl.store(line + VALUE + r[None, :], x.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def attend_rows(q, pool, scales, rests, slot, part, peak, scale, pool_page, HEADS, CHOSEN, SIZE: tl.constexpr,
-                DIM: tl.constexpr, ROW: tl.constexpr, VALUE: tl.constexpr, HALVES: tl.constexpr,
-                HALF: tl.constexpr, REST_PAD: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-                BLOCKS: tl.constexpr, EXACT: tl.constexpr, CODED: tl.constexpr):
+def attend_rows(q, pool, slot, part, peak, scale, pool_page, HEADS, CHOSEN, SIZE: tl.constexpr,
+                DIM: tl.constexpr, VALUE: tl.constexpr, HALVES: tl.constexpr, HALF: tl.constexpr,
+                REST_PAD: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+                EXACT: tl.constexpr):
     """Part `s` of query `b`, GROUP heads, HALF value dims: the mean of its values into `part`, log2 of the
-    weights' sum into `peak`, -inf for a part without rows. ROW: elements of a row, of codes words of four
-    bytes; `scales` and `rests` are the pool seen as f32 and as bf16."""
+    weights' sum into `peak`, -inf for a part without rows."""
     follow()
     s, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
     half, group = tl.program_id(1) % HALVES, tl.program_id(1) // HALVES
@@ -68,20 +88,16 @@ def attend_rows(q, pool, scales, rests, slot, part, peak, scale, pool_page, HEAD
         i = (s * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
         at = tl.load(slot + b * CHOSEN + i, mask=i < CHOSEN, other=-1)
         here = at >= 0
-        begin = (at // SIZE).to(tl.int64) * pool_page + at % SIZE * ROW
-        v_iV = _values(pool, scales, begin, mine, here, VALUE, CODED).to(q.dtype.element_ty)
-        if CODED:
-            blocks: tl.constexpr = (VALUE + 127) // 128
-            r_iH = tl.load(rests + (begin * 2 + VALUE // 2 + 2 * blocks - VALUE)[:, None] + rest[None, :],
-                           mask=here[:, None] & (rest < DIM)[None, :], other=0.0)
-        else:
-            r_iH = tl.load(pool + begin[:, None] + rest[None, :], mask=here[:, None] & (rest < DIM)[None, :],
-                           other=0.0)
+        begin = (at // SIZE).to(tl.int64) * pool_page + at % SIZE * DIM
+        row = pool + begin[:, None]
+        v_iV = tl.load(row + mine[None, :], mask=here[:, None] & (mine < VALUE)[None, :], other=0.0)
+        v_iV = v_iV.to(q.dtype.element_ty)
+        r_iH = tl.load(row + rest[None, :], mask=here[:, None] & (rest < DIM)[None, :], other=0.0)
         r_iH = r_iH.to(q.dtype.element_ty)
         score = tl.dot(q_mine, tl.trans(v_iV), input_precision=precision)
         if HALVES == 2:
-            o_iV = _values(pool, scales, begin, other, here, VALUE, CODED).to(q.dtype.element_ty)
-            score += tl.dot(q_other, tl.trans(o_iV), input_precision=precision)
+            o_iV = tl.load(row + other[None, :], mask=here[:, None] & (other < VALUE)[None, :], other=0.0)
+            score += tl.dot(q_other, tl.trans(o_iV.to(q.dtype.element_ty)), input_precision=precision)
         score += tl.dot(q_rest, tl.trans(r_iH), input_precision=precision)
         score = tl.where(here[None, :], score * (scale * _LOG2E), float("-inf"))
         new_n = tl.maximum(top_n, tl.max(score, 1))
@@ -105,6 +121,8 @@ BLOCK, BLOCKS, WARPS = 64, 4, 4     # rows of a block, blocks of a part
 GROUP, WIDE = 64, 256           # heads and value dims that one program sums
 SUMS = 1 << 24                  # of parts, in memory at once
 PROGRAMS = 128                  # that fill a device
+LINES = 16                      # codes that a program decodes: a load of each thread and 128 values
+DECODED = 256 << 20             # bytes of rows that were codes, in memory at once
 
 
 @cache
@@ -113,23 +131,55 @@ def _in_gluon() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
+def decoded(pool_PGH: Tensor, slot_BS: Tensor, dim: int, value_dim: int, dtype: torch.dtype, *,
+            every: bool) -> tuple[Tensor, Tensor]:
+    """Rows of codes as floats, and their slots: those that are named one after the other, -1 stays that; with
+    `every` all of the pool, in its order."""
+    size, row = pool_PGH.shape[1], fp8.width(dim, value_dim)
+    assert pool_PGH.stride(2) == 1 and pool_PGH.stride(1) == row, "rows of a page must be dense"
+    num = len(pool_PGH) * size if every else slot_BS.numel()
+    rows_PGH = torch.empty((triton.cdiv(num, size), size, dim), dtype=dtype, device=pool_PGH.device)
+    own_BS = slot_BS if every else torch.empty_like(slot_BS)
+    words = pool_PGH.view(torch.float32)
+    decode_rows[(triton.cdiv(num, LINES),)](
+        pool_PGH, words, pool_PGH.view(torch.bfloat16), None if every else slot_BS, rows_PGH, own_BS,
+        words.stride(0), num, SIZE=size, DIM=dim, WORDS=row // 4, VALUE=value_dim,
+        REST_PAD=triton.next_power_of_2(max(1, dim - value_dim)), LINES=LINES, num_warps=WARPS, **early())
+    return rows_PGH, own_BS
+
+
+def _over_codes(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, value_dim: int,
+                scale: float) -> tuple[Tensor, Tensor]:
+    """What is attended to becomes floats first: what queries name, of some of them after the other, or all of
+    a pool that lies together, as a prompt's does, where they name more than it has."""
+    dim, dtype = q_BNH.shape[2], q_BNH.dtype
+    most = DECODED // (dim * dtype.itemsize)
+    every = pool_PGH.is_contiguous() and len(pool_PGH) * pool_PGH.shape[1] <= min(most, slot_BS.numel())
+    at_once = max(1, len(q_BNH) if every else most // slot_BS.shape[1])
+    outs = [latent_attention(q, *decoded(pool_PGH, slot, dim, value_dim, dtype, every=every),
+                             value_dim=value_dim, scale=scale)
+            for q, slot in zip(q_BNH.split(at_once), slot_BS.split(at_once), strict=True)]
+    if len(outs) == 1:
+        return outs[0]
+    out_BNR, lse_BN = (torch.cat(part) for part in zip(*outs, strict=True))
+    return out_BNR, lse_BN
+
+
 def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_dim: int,
                      scale: float) -> tuple[Tensor, Tensor]:
     """As `penstock.kernels.attention.latent_attention`. Capturable."""
     queries, heads, dim = q_BNH.shape
     size, chosen = pool_PGH.shape[1], slot_BS.shape[1]
     assert q_BNH.is_contiguous() and slot_BS.is_contiguous(), "queries and slots must be dense"
-    coded = pool_PGH.dtype == torch.uint8
-    row = fp8.width(dim, value_dim) if coded else dim
-    assert pool_PGH.stride(2) == 1 and pool_PGH.stride(1) == row, "rows of a page must be dense"
-    words, rests = (pool_PGH.view(kind) if coded else pool_PGH for kind in (torch.float32, torch.bfloat16))
-    block = BLOCK // 2 if coded and BLOCK > 32 else BLOCK       # codes become values in shared memory
+    if pool_PGH.dtype == torch.uint8:
+        return _over_codes(q_BNH, pool_PGH, slot_BS, value_dim, scale)
+    assert pool_PGH.stride(2) == 1 and pool_PGH.stride(1) == dim, "rows of a page must be dense"
     exact = q_BNH.dtype == torch.float32
     pad = max(16, triton.next_power_of_2(value_dim))
     assert pad <= 2 * WIDE, f"values of {value_dim}"
     group = min(16 if exact else GROUP, max(16, triton.next_power_of_2(heads)))
     groups = triton.cdiv(heads, group)
-    whole = (group, value_dim, dim) == (GROUP, 2 * WIDE, 2 * WIDE + 64) and not coded and _in_gluon()
+    whole = (group, value_dim, dim) == (GROUP, 2 * WIDE, 2 * WIDE + 64) and _in_gluon()
     halves = 1 if whole or pad <= WIDE else 2
     rows = BLOCK * BLOCKS
     if not exact:
@@ -154,10 +204,9 @@ def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_
             join(part, peak, out_BNR[turn], lse_BN[turn])
             continue
         attend_rows[(parts, groups * halves, num)](
-            q_BNH[turn], pool_PGH, words, rests, slot_BS[turn], part, peak, scale, words.stride(0), heads,
-            chosen, SIZE=size, DIM=dim, ROW=words.stride(1), VALUE=value_dim, HALVES=halves,
-            HALF=pad // halves, REST_PAD=max(16, triton.next_power_of_2(max(1, dim - value_dim))),
-            GROUP=group, BLOCK=block, BLOCKS=rows // block, EXACT=exact, CODED=coded,
-            num_warps=WARPS, num_stages=1 if exact else 2, **early())
+            q_BNH[turn], pool_PGH, slot_BS[turn], part, peak, scale, pool_PGH.stride(0), heads, chosen,
+            SIZE=size, DIM=dim, VALUE=value_dim, HALVES=halves, HALF=pad // halves,
+            REST_PAD=max(16, triton.next_power_of_2(max(1, dim - value_dim))), GROUP=group, BLOCK=BLOCK,
+            BLOCKS=rows // BLOCK, EXACT=exact, num_warps=WARPS, num_stages=1 if exact else 2, **early())
         join(part, peak, out_BNR[turn], lse_BN[turn])
     return out_BNR, lse_BN
