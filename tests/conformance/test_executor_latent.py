@@ -5,11 +5,13 @@ from __future__ import annotations
 import hosted
 import pytest
 import ranks
+import torch
 from hosted import LATENESS, Engine, hosted_work, kind, play
 from late_copies import Latest
 
 from penstock.config.settings.tree import KVConfig
 from penstock.core.plan import Paused, RequestId
+from penstock.exec.sparse.indexer import Indexed
 
 
 @pytest.fixture(autouse=True)
@@ -56,3 +58,24 @@ def test_rows_of_other_formats_on_both_tiers_with_pauses(kept, num, monkeypatch)
     assert engine.core.stats()["pauses"] >= 1
     [wide] = {pool.layout.page_bytes // pool.layout.num_layers for pool in engine.device if not pool.group}
     assert wide == 4 * {"fp8_e4m3": 48 + 4 + 32, "bfloat16": 2 * 64, "auto": 4 * 64}[kept.kv_cache_dtype]
+
+
+def test_chunks_of_codes_read_the_same_bits_on_the_device_and_on_the_host(monkeypatch):
+    """Each layer's attention of each chunk of a prompt, by whether all of its row is on the device."""
+    monkeypatch.setattr(hosted, "FORMAT", [KVConfig(kv_cache_dtype="fp8_e4m3")])
+    through, found = Indexed._through, {True: {}, False: {}}
+
+    def seen(self, layer, chunk, *of):
+        out = through(self, layer, chunk, *of)
+        found[chunk.resident][layer, chunk.start, chunk.end] = out.clone()
+        return out
+    monkeypatch.setattr(Indexed, "_through", seen)
+    prompt = kind().prompts[1]
+    for engine in (Engine(hbm_pages=200, dram_pages=0, hot_pages=0, step_tokens=37),
+                   Engine(always=True, step_tokens=37)):
+        engine.add(1, prompt, 2)
+        engine.drain()
+    assert found[True].keys() == found[False].keys()
+    assert [at for at in found[True] if not at[0]] == [
+        (0, at, min(at + 37, len(prompt))) for at in range(0, len(prompt), 37)]
+    assert all(torch.equal(out, found[False][at]) for at, out in found[True].items())

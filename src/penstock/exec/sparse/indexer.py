@@ -3,8 +3,9 @@
 Every position, of a prompt and behind it alike, reads the tokens that the model's own indexer chooses. One
 that decodes finds them in device pages, in the row's hot buffer, or on the host, from where they come into
 it. A chunk of a hosted prompt would bring most rows many times: all that are before it come once, a layer at
-a time, into a workspace where a token's slot is its position. The sums are the same, term by term, wherever
-rows lie. Index keys stay on the device.
+a time, into a workspace where a token's slot is its position. So does one of a prompt on the device whose
+rows are codes: attention decodes what lies together once. The sums are the same, term by term, wherever rows
+lie. Index keys stay on the device.
 
     T tokens of the step   N query heads   H row dim   I index heads   J index head dim   S chosen tokens
     P pages of a row   G page size   L pages that lack a device page   E entries of `gather`'s list
@@ -28,17 +29,19 @@ from penstock.kernels.choose import index_pair
 from penstock.kernels.kv import gather
 from penstock.kernels.kv.write_kv import WriteAt
 from penstock.kernels.types import fp8
+from penstock.kernels.types.ragged import on_device
 from penstock.memory.pool import BlockPool
 from penstock.model.base import Attend, CacheShape, LocalLayer, Model
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Tokens `at` of the step are positions [start, end) of a hosted row; what is before them, by page of it:
+    """Tokens `at` of the step are positions [start, end) of a row; what is before them, by page of it:
 
     held_2L        int64: page of the device pool, and of the row
     miss_E3, num_1 what `gather` copies from the host, in units of a page
     brought        pages of that
+    resident       all of the row is on the device: `held_2L` has the chunk's pages too
     """
 
     row: int
@@ -49,6 +52,7 @@ class _Chunk:
     miss_E3: Tensor
     num_1: Tensor
     brought: int
+    resident: bool
 
 
 class Indexed(Selects):
@@ -97,7 +101,7 @@ class Indexed(Selects):
         at = 0
         for row, start, count in zip(plan.rows, plan.start, plan.count, strict=True):
             r = self._tables.index(row)
-            if count > 1 and not self._tables.groups[0].is_resident(r):
+            if count > 1 and self._together(r, start + count, count):
                 chunks.append(self._chunk(r, slice(at, at + count), start, start + count))
             else:
                 rows += [r] * count
@@ -115,14 +119,24 @@ class Indexed(Selects):
         table_RM = ragged.pages_RM[:, :-(-max(ragged.context) // ragged.page_size)]
         return _IndexedStep(self, step, token_B, chunks, write_at, keys_at, row_T, position_T, table_RM)
 
+    def _together(self, r: int, end: int, count: int) -> bool:
+        """Whether so many tokens of a row, the last of `end`, read what is before them from one place. On the
+        device only codes, where they choose more than there are."""
+        coded = self._whole_P11GH.dtype == torch.uint8
+        return not self._tables.groups[0].is_resident(r) or (coded and count * self._shape.topk > end)
+
     def _chunk(self, r: int, at: slice, start: int, end: int) -> _Chunk:
         table = self._tables.groups[0]
-        earlier = slice(0, -(-start // table.size))
-        device_P, host_P = (x[r, earlier] for x in (table.device_RM, self.rows.host_RM))
-        lacks_L, held_L = ((device_P < 0).nonzero().flatten(), (device_P >= 0).nonzero().flatten())
+        resident = table.is_resident(r)
+        pages = slice(0, -(-(end if resident else start) // table.size))
+        device_P, host_P = (x[r, pages] for x in (table.device_RM, self.rows.host_RM))
+        held_L = torch.arange(len(device_P), device=device_P.device)
+        lacks_L = held_L[:0]
+        if not resident:            # on a GPU the host waits for how many there are
+            lacks_L, held_L = ((device_P < 0).nonzero().flatten(), (device_P >= 0).nonzero().flatten())
         miss_E3 = torch.stack((torch.zeros_like(lacks_L), host_P[lacks_L].long(), lacks_L), 1).int()
         return _Chunk(r, at, start, end, torch.stack((device_P[held_L].long(), held_L)), miss_E3,
-                      torch.tensor([len(miss_E3)], dtype=torch.int32, device=miss_E3.device), len(miss_E3))
+                      on_device([len(miss_E3)], miss_E3.device, torch.int32), len(miss_E3), resident)
 
     def attend(self, layer: LocalLayer, q_TNH: Tensor, row_T1H: Tensor, chosen_TS: Tensor,
                step: SparseStep | None, token_B: Tensor | slice, chunks: Sequence[_Chunk],
@@ -143,13 +157,18 @@ class Indexed(Selects):
 
     def _through(self, layer: int, chunk: _Chunk, q_TNH: Tensor, row_T1H: Tensor,
                  chosen_TS: Tensor) -> Tensor:
-        """A chunk of a hosted row, over all rows before it and its own, in the order of positions."""
-        whole_P11GH = self._whole_P11GH
-        self._gather(self._host[layer], whole_P11GH, chunk.miss_E3, chunk.num_1, unit=whole_P11GH.shape[3])
-        self.rows.window(layer, chunk.row, chunk.brought)
+        """A chunk over all rows before it and its own, in the order of positions."""
         page_L, at_L = chunk.held_2L
-        whole_P11GH[at_L] = self._device[layer][page_L]
-        whole_P11GH.view(-1, row_T1H.shape[2])[chunk.start:chunk.end] = row_T1H[:, 0]
+        held_L11GH = self._device[layer][page_L]
+        if chunk.resident:
+            whole_P11GH = held_L11GH
+        else:
+            whole_P11GH = self._whole_P11GH[:-(-chunk.end // held_L11GH.shape[3])]
+            self._gather(self._host[layer], whole_P11GH, chunk.miss_E3, chunk.num_1,
+                         unit=whole_P11GH.shape[3])
+            self.rows.window(layer, chunk.row, chunk.brought)
+            whole_P11GH[at_L] = held_L11GH
+            whole_P11GH.view(-1, row_T1H.shape[2])[chunk.start:chunk.end] = row_T1H[:, 0]
         return self._ops.attend(q_TNH, whole_P11GH[:, 0, 0], chosen_TS, value_dim=self._shape.latent_dim,
                                 scale=self._shape.scale)[0]
 

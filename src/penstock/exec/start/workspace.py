@@ -74,8 +74,11 @@ def largest_step(front: Front, core: CoreConfig, step_tokens: int) -> None:
 
 
 def beyond(caches: Caches, max_len: int) -> int:
-    """Bytes of one layer's KV behind CONTEXT_MAX: it lies together while a prompt's chunk attends to it."""
-    return max(0, max_len - CONTEXT_MAX) * max(n.unit_bytes // n.num_layers for n in caches.layouts)
+    """Bytes of one layer's KV behind CONTEXT_MAX: it lies together while a prompt's chunk attends to it. Of
+    rows of codes the floats too, which take at most twice their bytes in bfloat16."""
+    return max(0, max_len - CONTEXT_MAX) * max(
+        n.unit_bytes // n.num_layers * (3 if n.planes == 1 and n.dtype == torch.uint8 else 1)
+        for n in caches.layouts)
 
 
 def device_memory(parts: RankParts, caches: Caches, *, rows: int, step_tokens: int, max_len: int,
