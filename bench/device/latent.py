@@ -65,6 +65,7 @@ class Cell:
 
 CELLS = {"resident": Cell((1, 8, 64)), "keys": Cell((64,), keys="fp8_e4m3"),
          "hosted": Cell((1, 8, 16), hot=4096),
+         "hosted-keys": Cell((1, 8, 16), hot=4096, keys="fp8_e4m3"),
          "hosted-fp8": Cell((1, 8, 16), hot=4096, rows="fp8_e4m3", keys="fp8_e4m3"),
          "tight": Cell((64,), 4.0e9, 4096, keys="fp8_e4m3"),
          "tight-fp8": Cell((64,), 4.0e9, 4096, "fp8_e4m3", "fp8_e4m3")}

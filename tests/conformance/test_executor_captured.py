@@ -48,7 +48,7 @@ def test_rows_that_select_decode_as_without(captured):
     engine, graphs = captured(Engine(hbm_pages=70, step_tokens=100))
     play(engine, lambda turn: [(Paused, Spilled)[turn % 2](RequestId(1 + turn % 4))] if turn % 5 == 4 else ())
     hosted_work(engine)
-    assert graphs.kinds.count("select") > NEW
+    assert graphs.kinds.count("host") > NEW
 
 
 def test_rows_that_read_all_beside_them(captured):
@@ -59,7 +59,7 @@ def test_rows_that_read_all_beside_them(captured):
         engine.add(rid, prompt, NEW, budgets[rid])
     engine.drain()
     hosted_work(engine)
-    assert {"select", "mixed"} == set(graphs.kinds)
+    assert {"device", "host", "mixed"} == set(graphs.kinds)
     for rid, prompt in prompts.items():
         assert tuple(engine.got[rid]) == resident(prompt, NEW, budgets[rid]), rid
 

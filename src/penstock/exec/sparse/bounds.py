@@ -17,7 +17,15 @@ from torch import Tensor
 
 from penstock.core.plan import Bind, StepPlan
 from penstock.exec.graphs.capture import Decodes, Decoding, PagedDecode
-from penstock.exec.sparse.layers import BoundsSelector, SparseLayers, SparseStep, slots_of, unit_attention
+from penstock.exec.sparse.layers import (
+    DEVICE,
+    HOST,
+    BoundsSelector,
+    SparseLayers,
+    SparseStep,
+    slots_of,
+    unit_attention,
+)
 from penstock.exec.sparse.prompts import GPU_WINDOW, Chunk, HostedPrompts
 from penstock.exec.sparse.rows import HotRows, Selects
 from penstock.exec.step.attend import OfHeads, spec_of
@@ -30,7 +38,7 @@ from penstock.kernels.types.ragged import Ragged
 from penstock.memory.pool import BlockPool
 from penstock.model.base import Attend, CacheShape, LocalLayer, Model
 
-SELECT, MIXED = "select", "mixed"       # kinds of captured steps
+MIXED = "mixed"         # captured steps in which not every row selects
 # attend(layer of the group, q_TNH, k_TKH, v_TKH, sinks_N) -> out_TNH
 _Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
@@ -189,16 +197,17 @@ class _SelectingStep(OfHeads):
 
 
 class SelectingDecodes(Decodes):
-    """Of a `Selecting`: steps in which every row selects are one kind; the others also read all pages of the
-    rows that do not."""
-
-    kinds = (SELECT, MIXED)
+    """Of a `Selecting`: steps in which every row selects, by whether any lacks a device page; the others also
+    read all pages of the rows that do not."""
 
     def __init__(self, selecting: Selecting) -> None:
         self._of = selecting
+        self.kinds = (DEVICE, HOST, MIXED) if selecting._host else (DEVICE, MIXED)
 
     def kind(self, rows: Sequence[int]) -> str:
-        return SELECT if all(self._of.rows[r].budget for r in rows) else MIXED
+        if not all(self._of.rows[r].budget for r in rows):
+            return MIXED
+        return DEVICE if all(map(self._of._kv.is_resident, rows)) else HOST
 
     def attend(self, kind: str, row_B: Tensor, position_B: Tensor, turn_NW: Tensor | None = None) -> Attend:
         return _DecodeStep(self._of, kind, row_B, position_B, turn_NW)
@@ -212,7 +221,7 @@ class _DecodeStep(Decoding):
         self._selects_B = self._budget_B > 0
         select_B = position_B.where(self._selects_B, -1)
         self._step = SparseStep(row_B, select_B, (slice(None),), of.rows.hot.tick(1),
-                                None if turn_NW is None else turn_NW.flatten())
+                                None if turn_NW is None else turn_NW.flatten(), kind != DEVICE)
 
         def whole(group: int, position_B: Tensor) -> PagedDecode:
             table = of._tables.groups[group]

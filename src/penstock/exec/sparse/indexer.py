@@ -21,7 +21,7 @@ from torch import Tensor
 from penstock.core.plan import Bind, StepPlan
 from penstock.exec.graphs.capture import Decodes
 from penstock.exec.sparse.bounds import Selector
-from penstock.exec.sparse.layers import SparseLayers, SparseStep, row_attention, slots_of
+from penstock.exec.sparse.layers import DEVICE, HOST, SparseLayers, SparseStep, row_attention, slots_of
 from penstock.exec.sparse.rows import HotRows, Selects
 from penstock.exec.step.attend import LatentOps, check_pools
 from penstock.exec.step.tables import Lowered, RowTables
@@ -215,12 +215,16 @@ class _IndexedStep:
 
 
 class IndexedDecodes(Decodes):
-    """Of an `Indexed`: all rows are alike."""
+    """Of an `Indexed`: steps by whether a row lacks a device page."""
 
     def __init__(self, indexed: Indexed, tables: RowTables, most: int) -> None:
         """most: tokens of a step."""
         self._indexed, self._tables = indexed, tables.groups
         self._nowhere_T = torch.full_like(tables.last_R[:1], -1).repeat(most)
+        self.kinds = (DEVICE,) if tables.groups[0].host_RM is None else (DEVICE, HOST)
+
+    def kind(self, rows: Sequence[int]) -> str:
+        return DEVICE if all(map(self._tables[0].is_resident, rows)) else HOST
 
     def attend(self, kind: str, row_B: Tensor, position_B: Tensor, turn_NW: Tensor | None = None) -> Attend:
         rows, keys, nowhere_B = self._tables[0], self._tables[1], self._nowhere_T[:len(row_B)]
@@ -233,6 +237,6 @@ class IndexedDecodes(Decodes):
         keys_at = WriteAt(slots_of(keys.device_RM, keys.size, row_B, position_B), nowhere_B, nowhere_B, row_T,
                           position_B, 1)
         step = SparseStep(row_B, position_B, (slice(None),), self._indexed.rows.hot.tick(1),
-                          None if turn_NW is None else turn_NW.flatten())
+                          None if turn_NW is None else turn_NW.flatten(), kind == HOST)
         return _IndexedStep(self._indexed, step, slice(None), (), at, keys_at, row_B, position_B,
                             keys.device_RM)

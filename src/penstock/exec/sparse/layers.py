@@ -41,6 +41,7 @@ class SparseStep:
                     buffer holds what they choose of
     now_R1          int32, device: stamp of each round
     turn_B          as `resolve` takes it, of each round by itself
+    brings          whether a row may lack something
     """
 
     row_B: Tensor
@@ -48,6 +49,10 @@ class SparseStep:
     rounds: tuple[slice | Tensor, ...]
     now_R1: Tensor
     turn_B: Tensor | None = None
+    brings: bool = True
+
+
+DEVICE, HOST = "device", "host"         # kinds of captured steps: whether all pages of all rows are there
 
 
 class SparseLayers:
@@ -107,7 +112,7 @@ class SparseLayers:
             slot, miss, num = self._resolve(
                 chosen, row, self._device_RP, self._host_RP, hot, now_1, page_units=self._page_units,
                 turn_B=None if step.turn_B is None else step.turn_B[at])
-            if self._host:
+            if self._host and step.brings:
                 self._gather(self._host[layer], device, miss, num, unit=self._unit)
             outs.append(self._attend(q_BNH[at], device, chosen, slot, position, sinks_N))
         if len(outs) == 1:
