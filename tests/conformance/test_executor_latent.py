@@ -61,7 +61,8 @@ def test_rows_of_other_formats_on_both_tiers_with_pauses(kept, num, monkeypatch)
 
 
 def test_chunks_of_codes_read_the_same_bits_on_the_device_and_on_the_host(monkeypatch):
-    """Each layer's attention of each chunk of a prompt, by whether all of its row is on the device."""
+    """Each layer's attention of each chunk of a prompt, by whether all of its row is on the device, as a GPU
+    reads it."""
     monkeypatch.setattr(hosted, "FORMAT", [KVConfig(kv_cache_dtype="fp8_e4m3")])
     through, found = Indexed._through, {True: {}, False: {}}
 
@@ -70,6 +71,7 @@ def test_chunks_of_codes_read_the_same_bits_on_the_device_and_on_the_host(monkey
         found[chunk.resident][layer, chunk.start, chunk.end] = out.clone()
         return out
     monkeypatch.setattr(Indexed, "_through", seen)
+    monkeypatch.setattr(Indexed, "_together", lambda *of: True)
     prompt = kind().prompts[1]
     for engine in (Engine(hbm_pages=200, dram_pages=0, hot_pages=0, step_tokens=37),
                    Engine(always=True, step_tokens=37)):
