@@ -80,5 +80,21 @@ def test_rows_that_draft_as_far_as_their_hot_buffers_hold_it(captured, budgets, 
     assert engine.rank._launches["ahead"] > len(engine.plans) / 2
 
 
+@pytest.mark.parametrize("name", ["bounds", "states", "latent"])
+def test_rows_draft_whatever_they_like_where_hot_buffers_hold_all_of_them(captured, name, monkeypatch):
+    monkeypatch.setattr(hosted, "KIND", [name])
+    pages = kind().budget // PAGE + 1            # of less than two positions
+    engine = Engine(hbm_pages=160, hot_pages=pages, draft_tokens=3, drafter=Dice(resident, 0.7), always=True,
+                    step_tokens=200)
+    on_a_device.drafting(engine, 3)
+    for rid, prompt in kind().prompts.items():
+        engine.add(rid, prompt[:pages * PAGE - 12], 13)
+    engine.drain()
+    for rid, prompt in kind().prompts.items():
+        assert tuple(engine.got[rid]) == resident(prompt[:pages * PAGE - 12], 13), rid
+    proposed, right = (engine.total(f"spec_{what}_tokens_total") for what in ("draft", "accepted"))
+    assert engine.total("hot_misses") > 0 and 3 < right < proposed
+
+
 def test_the_largest_budget_is_what_a_graph_has_room_for():
     assert Engine().rank._attending._most == kind().budget // kind().selection.unit

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import where
 from pair_engines import End, PairOfEnds
 
 from penstock.eval import words
@@ -39,19 +38,28 @@ def answers(end: End, turn: Callable[[], None] | None = None) -> dict[int, list[
     return end.got
 
 
+def as_on_a_gpu(end: End) -> End:
+    """Hosted rows draft no further than their hot buffers hold what all positions select."""
+    [rank] = end.built.executor._ranks
+    rank._widths._narrowing._at_once = rank._at_once
+    return end
+
+
 def share(end: End) -> float:
     """Of what was drafted, how much was said."""
     stats = end.built.executor.stats()
     assert sum(n for key, n in stats.items() if key.startswith("spec_dropped_tokens_total")) == 0
     drafted, accepted = (sum(column) for column in zip(*(
         chunk.drafts for chunk in end.ended.values() if chunk.drafts), strict=True))
-    assert drafted > (100 if where.DEVICE == "cpu" else 0)       # a GPU's hosted rows as far as buffers hold
+    print(f"{drafted} drafted")
+    assert drafted > 100
     return accepted / drafted
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_32_questions_are_answered_as_without(place: str) -> None:
-    plain, drafts = End(MODEL, **OPTIONS, **PLACES[place]), End(MODEL, **OPTIONS, **PLACES[place], **MTP)
+    plain = End(MODEL, **OPTIONS, **PLACES[place])
+    drafts = as_on_a_gpu(End(MODEL, **OPTIONS, **PLACES[place], **MTP))
     said = answers(plain)
     assert said == answers(drafts)
     right = sum(one == want for one, (_, want) in zip(said.values(), questions(), strict=True))

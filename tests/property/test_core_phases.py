@@ -53,8 +53,10 @@ BASE = CoreConfig(page_size=2, rows=3, hbm_pages=7, dram_pages=6, hbm_base=1_000
                   row_base=3_000, disk_base=4_000, group_base=10_000)
 CONFIGS = {
     "one group": replace(BASE, disk_pages=12),
-    "sparse": replace(BASE, hot_pages=1, hbm_pages=9, dram_pages=10, groups=(FULL, SELECTOR)),
-    "four groups, sparse": replace(BASE, hot_pages=1, hbm_pages=24, dram_pages=16, disk_pages=16, groups=(
+    "sparse": replace(BASE, hot_pages=1, hot_pages_max=3, hbm_pages=9, dram_pages=10,
+                      groups=(FULL, SELECTOR)),
+    "four groups, sparse": replace(BASE, hot_pages=1, hot_pages_max=3, hbm_pages=24, dram_pages=16,
+                                   disk_pages=16, groups=(
         replace(FULL, slab_pages=2), WINDOW, SNAPSHOT, replace(SELECTOR, slab_pages=4))),
 }
 # Few different prompts, so that they share pages.
@@ -108,8 +110,9 @@ class CoreMachine(RuleBasedStateMachine):
     def begin(self, overlap: bool, pp_size: int, drafts: int, wait_pages: int, budget: int,
               cached: bool, always: bool) -> None:
         self.core = Core(replace(
-            self.base, overlap=overlap, pp_size=pp_size, draft_tokens=drafts, wait_pages=wait_pages,
-            step_tokens=budget, prefix_cache=cached, always_hosted=always and self.base.sparse))
+            self.base, overlap=overlap, pp_size=pp_size, draft_tokens=drafts, draft_positions=16,
+            wait_pages=wait_pages, step_tokens=budget, prefix_cache=cached,
+            always_hosted=always and self.base.sparse))
         self.plans: list[StepPlan] = []
         self.moves: dict[MoveId, Move] = {}
         self.got: dict[RequestId, int] = {}        # output tokens of those that have not finished

@@ -171,6 +171,16 @@ def test_hot_buffers_are_budget_and_one_page_and_grow_to_what_is_asked_for(given
     assert (core.hot_pages, core.hot_pages_max) == (least, most)
 
 
+@pytest.mark.parametrize(("gpu", "positions"), [
+    (None, 16), (DeviceMemory(total=80 * GIB, free=70 * GIB, workspace=GIB), 32)])
+def test_the_core_knows_how_many_positions_a_step_with_drafts_has(gpu, positions):
+    for drafts, found in ({}, 0), ({"speculative_method": "ngram", "speculative_tokens": 5}, positions):
+        config = Config(model=ModelConfig(model="demo"), kv=replace(DEMO, memory_fraction=0.9),
+                        schedule=ScheduleConfig(step_tokens=512, **drafts))
+        core = size_pools(config, caches_for(DEMO), 8192, 16 * GIB, budget=512, gpu=gpu).core
+        assert core.draft_positions == found and core.hot_pages_max == (192 if drafts else 128)
+
+
 def test_dense_layers_are_a_group_that_stays_on_the_device():
     kv = replace(DEMO, sparse_dense_layers=("0", "29"))
     core, caches = sized(kv).core, caches_for(kv)

@@ -47,7 +47,8 @@ class Request:
     may_host: bool = False                     # it selects, and host pages can hold it to its end
     drafts: int = 0                            # of a step in which it decodes, at most
     hot_units: int = 0                          # units of its hot buffer, in each hosted group, at least,
-    hot_units_max: int = 0                     # and at most, while pages lie idle
+    hot_units_max: int = 0                     # and at most, while pages lie idle;
+    hot_drafts: int = 0                        # so many its drafts need: they go when nothing cached is left
     at_end: dict[tuple[Place, bool], tuple[list[int], list[int]]] = field(
         default_factory=dict)                  # pages, when asked for, also with the largest hot buffer
     phase: Phase = Phase.QUEUED
@@ -168,6 +169,11 @@ class Request:
     def num_hot(self) -> int:
         """Pages of its hot buffer, in each hosted group."""
         return max([len(t.hot) for t in self.tables])
+
+    @property
+    def hot_kept(self) -> int:
+        """Of these, those that go last."""
+        return max(self.hot_units, self.hot_drafts)
 
     @property
     def num_output(self) -> int:

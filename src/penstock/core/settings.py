@@ -65,6 +65,7 @@ class CoreConfig:
     role: str = "unified"               # or one side of a pair: "prefill", "decode"
     peers: int = 1                      # engines of the other role, if it is a side of a pair
     draft_tokens: int = 0               # a decoding row computes, and may return, up to 1 more than this
+    draft_positions: int = 0            # of a step with drafts, at most: many rows have none
     prefix_cache: bool = True
     groups: tuple[CacheGroup, ...] = (CacheGroup(name="full", page_bytes=0),)
     hbm_base: int = 0                   # first HbmPage id; tests use disjoint ranges per tier

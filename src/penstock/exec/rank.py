@@ -26,7 +26,7 @@ from penstock.core.plan import Moved, RequestId, Row, StepId, StepPlan
 from penstock.exec.drafts.device import Ahead, OnDevice
 from penstock.exec.drafts.drafter import Drafter
 from penstock.exec.drafts.mtp import MTP
-from penstock.exec.drafts.narrow import Narrowing, Widths
+from penstock.exec.drafts.narrow import WIDE, Narrowing, Widths
 from penstock.exec.graphs.drafts import DraftGraphs
 from penstock.exec.graphs.layer import LayerDrafts
 from penstock.exec.graphs.mixed import START_S
@@ -76,7 +76,6 @@ class Stepped:
 
 Report: TypeAlias = Stepped | Moved
 DIGEST_STEPS = 64
-WIDE = {"cpu": 16, "cuda": 32}  # positions of a step up to which another one costs little
 
 
 @dataclass(slots=True)

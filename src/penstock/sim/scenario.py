@@ -188,6 +188,7 @@ def _tiers(sc: Scenario, *, storm: bool, largest: int) -> Scenario:
     cfg = replace(cfg, hot_pages=hot, always_hosted=sparse and rng.random() < 0.2,
                   wait_pages=rng.choice((0, 0, 1, 4, 1_000)), group_base=GROUP_BASE,
                   hot_pages_max=hot + sc.seed % 7 if sparse else 0,
+                  draft_positions=(8, 32, 0)[sc.seed // 7 % 3] if sparse else 0,
                   budget=sc.seed % 3 and 1_000)     # all is read here; every third core thinks otherwise
     sc = replace(sc, cfg=cfg, model=rng.choice((1, 1, 3)), spills=rng.choice((0, 2, 8)) if sparse else 0)
     if sparse and rng.random() < 0.3 and not tight:       # long answers that go to the host and come back

@@ -16,6 +16,7 @@ from penstock.core.kv.prefix_tree import Copy, Node, TierGroup
 from penstock.core.lifecycle import Phase, Place, Trigger
 from penstock.core.plan import NO_DRAM, Advance, Event, Grow, HotResize, Moved, Remap, StepId, Tier
 from penstock.core.policy import capacity, reclaim
+from penstock.core.policy.residency import Residency
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
 
@@ -112,23 +113,25 @@ def hot_buffer_shrinks_and_the_device_is_not_told(real: Real, r: Request) -> lis
 
 
 @instead_of(KVCache, "shrink", mode=RESIZES)
-def hot_buffer_shrinks_below_its_least(real: Real, kv: KVCache, want: Sequence[int]) -> None:
+def hot_buffer_shrinks_below_its_least(real: Real, kv: KVCache, want: Sequence[int], *,
+                                       drafts: bool = False) -> None:
     """A row that has lent its hot buffer gets less of it back than a step reads."""
     grown = list(kv.grown)
     for r in grown:
         r.hot_units -= 1
-    real(kv, want)
+    real(kv, want, drafts=drafts)
     for r in grown:
         r.hot_units += 1
 
 
 @instead_of(KVCache, "shrink", mode=RESIZES)
-def hot_pages_taken_back_without_a_fence(real: Real, kv: KVCache, want: Sequence[int]) -> None:
+def hot_pages_taken_back_without_a_fence(real: Real, kv: KVCache, want: Sequence[int], *,
+                                         drafts: bool = False) -> None:
     """What a hot buffer gives up is free while a step in flight brings units there."""
     steps = [(r, r.last_issue) for r in kv.grown]
     for r, _ in steps:
         r.last_issue = StepId(0)
-    real(kv, want)
+    real(kv, want, drafts=drafts)
     for r, last in steps:
         r.last_issue = last
 
@@ -138,6 +141,17 @@ def page_of_a_grown_buffer_is_not_counted(real: Real, copy: Copy, pool: Pool) ->
     """Of the pages that a hot buffer has beyond its least some are not among those that can be had."""
     if copy.page % 4:
         real(copy, pool)
+
+
+@instead_of(Residency, "_draft", 400, mode=f"{RESIZES},draft_tokens=3,draft_positions=32")
+def hot_buffer_grows_again_before_the_device_knows_that_it_shrank(real: Real, residency: Residency) -> None:
+    """What drafts get comes where something has just gone, and the device takes the one for the other."""
+    resized = [r for r in residency._core.hosted if r.is_resized]
+    for r in resized:
+        r.is_resized = False
+    real(residency)
+    for r in resized:
+        r.is_resized = True
 
 
 # ---------------------------------------------------------------- on the way to the host

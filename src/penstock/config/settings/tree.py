@@ -110,8 +110,9 @@ class KVConfig:
     sparse_dense_layers: Annotated[tuple[str, ...], "layers that read all of their KV, which stays on the "
                                    "device, e.g. 0,1"] = ()
     hot_buffer_tokens: Annotated[int | None, "device tokens through which a request reads its host pages, "
-                                 "at most: it has what a step selects and one page, and more while pages lie "
-                                 "idle (default: 4 times what a step selects)"] = None
+                                 "at most: it has what a step selects and one page, what its drafts select "
+                                 "beside while few rows run, and more while pages lie idle (default: 4 times "
+                                 "what a step selects, or what all positions of a row with drafts do)"] = None
     prefix_cache: Annotated[bool, "keep finished requests' pages for later prompts",
                             Alias("--enable-prefix-caching"),
                             Inverse("--disable-radix-cache")] = True

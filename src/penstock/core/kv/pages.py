@@ -147,16 +147,23 @@ class Pages:
             return True
         if self.lacks(tier, want):
             return Shortage(tier, want, behind=False)
-        if tier is Tier.HBM and self.grown:
-            self.shrink(want)
-        while (short := arena.short(want, promised=True)) and self._evict(tier, want, short):
-            pass
-        if short:
-            self.unmap_some(want)
+        self.take_back(tier, want)
         assert not arena.short(want, promised=True), "what was counted could not be had"
         for pool in arena.pools:
             self.freed += pool.drain(self.retired, self.moves.flying)
         return not arena.short(want, promised=False) or Shortage(tier, want, behind=True)
+
+    def take_back(self, tier: Tier, want: Sequence[int], *, drafts: bool = True) -> None:
+        """Until `want` can be had or there is no more of it: what hot buffers have for nothing but hits, what
+        is cached, what hosted rows read, and then, if `drafts`, what hot buffers have for these."""
+        arena = self.arenas[tier]
+        if tier is Tier.HBM:
+            self.shrink(want)
+        while (short := arena.short(want, promised=True)) and self._evict(tier, want, short):
+            pass
+        if short and tier is Tier.HBM:
+            self.unmap_some(want)
+            self.shrink(want, drafts=drafts)
 
     def make_both_free(self, host: Sequence[int], device: Sequence[int], *,
                        has_pinned: bool = False) -> Literal[True] | Shortage:
@@ -288,15 +295,20 @@ class Pages:
             self.remap(r, space.group, (i,))
         self.tree.forget(node, space)
 
-    def shrink(self, want: Sequence[int]) -> None:
-        """Take back what hot buffers have beyond their least, until `want` can be had or there is no more of
-        it: first from the row that misses least for each page that it has, of equal ones the youngest."""
+    def shrink(self, want: Sequence[int], *, drafts: bool = False) -> None:
+        """Take back what hot buffers have beyond their least, or, without `drafts`, beyond what these need,
+        until `want` can be had or there is no more of it: first from the row that misses least for each page
+        that it has, of equal ones the youngest."""
         arena = self.arenas[Tier.HBM]
         while self.grown and (short := arena.short(want, promised=True)):
-            r = min(self.grown, key=lambda r: (r.missed / r.num_hot, *[-x for x in r.key]))
+            rows = [r for r in self.grown if drafts or r.num_hot > r.hot_kept]
+            if not rows:
+                return
+            r = min(rows, key=lambda r: (r.missed / r.num_hot, *[-x for x in r.key]))
+            least = r.hot_units if drafts else r.hot_kept
             for g, t in enumerate(r.tables):
                 per = t.group.slab_pages if len(r.tables) > 1 else 1
-                if (n := min(short * per, len(t.hot) - r.hot_units)) > 0:
+                if (n := min(short * per, len(t.hot) - least)) > 0:
                     for copy in cut(t.hot, n):
                         self.unpin(r, self.device[g], copy)
             if r.num_hot == r.hot_units:

@@ -31,6 +31,12 @@ def hot_units(cfg: CoreConfig, tokens: int, *, grown: bool = False) -> int:
     return min(cfg.largest_hot if grown else cfg.hot_pages, -(-tokens // cfg.page_size))
 
 
+def draft_units(cfg: CoreConfig, r: Request, drafts: int) -> int:
+    """The hot buffer that holds whatever `r` and so many drafts of it select, or the largest it may have."""
+    budget = cfg.budget or cfg.hot_pages * cfg.page_size
+    return max(r.hot_units, min(r.hot_units_max, -(-(1 + drafts) * budget // cfg.page_size)))
+
+
 def needs(cfg: CoreConfig, place: Place, tokens: int, *, grown: bool = False) -> tuple[list[int], list[int]]:
     """Device and host pages of each group that a request of `tokens` positions needs at once; `grown`: with
     the largest hot buffer."""

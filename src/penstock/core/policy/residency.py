@@ -6,6 +6,9 @@ what is selected. Where these are not enough a row with all of its KV on the dev
 page of a hot buffer saves more than one of a whole row, which comes back when all have their largest.
 Everybody else comes first: `Pages.make_free` takes back what buffers have beyond their least before it evicts
 anything.
+
+What a row's drafts need it gets as soon as it is hosted, of all that is cached, as long as so many rows draft
+at all. That is taken back when nothing cached is left, so no row evicts for what it has just lost.
 """
 from __future__ import annotations
 
@@ -31,6 +34,10 @@ class Residency:
         self._seen = 0                         # and when buffers last grew, but for who
         self._waits = False                    # waits for fences
         self._grown = 0                        # times that one did
+        self._draws = core.cfg.sparse and min(core.cfg.draft_tokens, core.cfg.draft_positions) > 0
+        self._drafted = -1, -1                 # edges and `_uses` when rows were given what drafts need,
+        self._is_late = False                  # and somebody waits for a step or for fences
+        self._keeps = False                    # somebody's drafts need more than the least
 
     def hear(self, rows: Iterable[tuple[RequestId, int, int]]) -> None:
         """A HotUse. What is absurd in it is left out."""
@@ -45,9 +52,15 @@ class Residency:
         if self._stay != self._promotable():
             self._is_short = not self._admission.needs_pages() and capacity.promote(self._core)
             self._stay = self._promotable()
+        if self._draws and not self._is_short and (
+                self._is_late or self._drafted != (self._core.edges_taken, self._uses)):
+            self._drafted, self._is_late = (self._core.edges_taken, self._uses), False
+            self._draft()
         if self._core.kv.grown:
             self._core.kv.shrink(self._reserve(0))
-        if self._seen != self._uses or self._waits:
+            if self._keeps:
+                self._core.kv.take_back(Tier.HBM, self._headroom(0))
+        if not self._is_late and (self._seen != self._uses or self._waits):
             self._seen, self._waits = self._uses, False
             self._grow()
 
@@ -60,10 +73,51 @@ class Residency:
     def _reserve(self, more: int) -> Sequence[int]:
         """Pages of each group that stay free: one for each row that runs, so that none waits for a fence when
         it grows, and what is promised; and so many `more` of hosted ones."""
+        promised = self._core.kv.arenas[Tier.HBM].promised
+        return [n + pages for n, pages in zip(promised, self._headroom(more), strict=True)]
+
+    def _headroom(self, more: int) -> Sequence[int]:
+        """The same without what is promised, which can be evicted for when it is taken."""
+        return [len(self._core.running) + group.hosted * more for group in self._core.cfg.groups]
+
+    def _draft(self) -> None:
+        """Rows that may draft as many as they like get a hot buffer for that, or for fewer drafts."""
         core = self._core
-        promised = core.kv.arenas[Tier.HBM].promised
-        return [len(core.running) + n + group.hosted * more
-                for n, group in zip(promised, core.cfg.groups, strict=True)]
+        most = core.cfg.draft_positions * core.cfg.pp_size // len(core.running) - 1
+        if most < 1 and not self._keeps:
+            return
+        for r in core.hosted:
+            r.hot_drafts = capacity.draft_units(core.cfg, r, r.drafts) if 0 < r.drafts <= most else 0
+        self._keeps = any([r.hot_drafts > r.hot_units for r in core.hosted])
+        if any([s.tier is Tier.HBM for r in core.runnable for s in self._admission.shortages_of(r)]) or any(
+                [r.phase is Phase.STAGING for r in core.transient]):
+            return                             # they would take it back
+        rows = [r for r in core.hosted if r.phase is Phase.HOSTED and r.num_hot < r.hot_drafts]
+        resized = any([r.is_resized for r in rows])            # what comes would be taken for what went
+        for r in rows:
+            for drafts in range(r.drafts if not r.is_resized else 0, 0, -1):
+                n = capacity.draft_units(core.cfg, r, drafts) - r.num_hot
+                if n <= 0 or self._gets(r, n):
+                    break
+                if self._is_late:              # for fences: what comes then is for this one
+                    return
+        self._is_late = resized
+
+    def _gets(self, r: Request, n: int) -> bool:
+        """Whether `r` has `n` pages more for what its drafts select. Counts first: what would not be enough
+        stays, and so does what others have for theirs."""
+        kv, want = self._core.kv, self._headroom(n)
+        arena = kv.arenas[Tier.HBM]
+        kept = sum([min(q.num_hot, q.hot_kept) - q.hot_units for q in kv.grown])
+        if kv.lacks(Tier.HBM, self._headroom(n + kept)):
+            return False
+        kv.take_back(Tier.HBM, want, drafts=False)
+        if arena.short(want, promised=False):
+            self._is_late |= not arena.short(want, promised=True)
+            return False
+        promote.grow_hot_buffer(kv, r, n)
+        self._grown += 1
+        return True
 
     def _grow(self) -> None:
         core, kv = self._core, self._core.kv

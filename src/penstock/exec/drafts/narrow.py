@@ -22,6 +22,7 @@ from penstock.model.base import Boundary
 
 # A request's prompt and the output tokens that it has by now, behind all steps in front.
 History: TypeAlias = Callable[[RequestId], tuple[Sequence[int], Sequence[int]]]
+WIDE = {"cpu": 16, "cuda": 32}          # positions of a step up to which another one costs little
 Inputs: TypeAlias = tuple[int, ...]     # of each row that decodes: its start, how many drafts, and these
 
 

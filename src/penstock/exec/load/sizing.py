@@ -14,6 +14,7 @@ from penstock.config.base.errors import ConfigError
 from penstock.config.request.selection import Selection
 from penstock.config.settings.tree import Config, KVConfig
 from penstock.core.settings import CoreConfig
+from penstock.exec.drafts.narrow import WIDE
 from penstock.exec.load.layout import Caches
 from penstock.kernels.types import fp8
 from penstock.memory.copying import SPLIT_BYTES
@@ -151,6 +152,7 @@ def size_pools(config: Config, caches: Caches, max_position: int, free: int | Se
         disk_pages=STORED_PAGES // caches.slabs.slab_pages[0] * caches.slabs.slab_pages[0]
         if kv.kv_storage else 0,
         draft_tokens=config.schedule.num_drafts if config.pair.disaggregation_mode != "prefill" else 0,
+        draft_positions=WIDE["cpu" if gpu is None else "cuda"] if config.schedule.num_drafts else 0,
         prefix_cache=kv.prefix_cache, groups=caches.groups, pp_size=config.device.pp,
         role=config.pair.disaggregation_mode or "unified", peers=places(config)))
     if hosts and dram:

@@ -68,11 +68,13 @@ class HotRows:
 
     def at_once(self, r: int) -> int:
         """Queries of row `r` of which its hot buffer holds all that they choose, whatever that is: 1 at
-        least, ANY where every page is on the device."""
-        row = self._rows[r]
-        if not row.budget or self._tables.groups[0].is_resident(r):
+        least, ANY where every page is on the device, next to that where the buffer holds the whole row."""
+        row, table, size = self._rows[r], self._tables.groups[0], self._pool.layout.page_size
+        if not row.budget or table.is_resident(r):
             return ANY
-        return max(1, row.hot_pages * (self._pool.layout.page_size // self._unit) // row.budget)
+        if row.hot_pages * size >= table.end(r):
+            return ANY - 1                      # what they choose may be missing
+        return max(1, row.hot_pages * (size // self._unit) // row.budget)
 
     def bind(self, bind: Bind, *, budget: int, first: int) -> None:
         """The row's tables are bound already. budget: units that each query behind position `first`
