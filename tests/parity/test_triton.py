@@ -53,7 +53,8 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
     ("kv.gather.triton_copy", "copy_units"): [
         (dict(host=BF16, pool=BF16, miss=I32, num=I32, entries="i32", h_page="i32", h_head="i32",
               h_plane="i32", p_page="i32", p_head="i32", p_plane="i32", WORDS="i32"),
-         dict(WORD="int64", HOST_UNITS=2, POOL_UNITS=2, PLANES=2, WORDS_PAD=256, LINES=8), 4, 3)],
+         dict(WORD="int64", HOST_UNITS=2, POOL_UNITS=2, PLANES=2, WORDS_PAD=256, LINES=8, ANYWHERE=anywhere),
+         4, 3) for anywhere in (False, True)],
     ("kv.write_kv.triton_places", "write_tokens"): [
         (dict(x0=BF16, x1=BF16, device=BF16, host=BF16, bounds=bounds, scales=scales, device_T="*i64",
               host_T="*i64",
@@ -112,6 +113,9 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
          dict(SIZE=64, DIM=576, WORDS=164, VALUE=512, REST_PAD=64, LINES=16,
               **({} if named else {"slot": None})), 4, 3)
         for out in (BF16, F32) for named in (True, False)],
+    ("triton.codes", "encode_rows"): [
+        (dict(x=BF16, codes=U8, scales=F32, rests=BF16, x_row="i32"),
+         dict(DIM=576, CODED=512, WIDTH=656, REST_PAD=64), 1, 3)],
     ("choose.resolve.triton_map", "clear_one"): [(dict(num=I32), {}, 1, 3)],
     ("choose.resolve.triton_map", "resolve_units"): [
         (dict(chosen=I32, row=I32, turn=I32, device=I32, host=I32, hot_slot=I32, hot_unit=I32, hot_stamp=I32,

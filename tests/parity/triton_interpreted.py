@@ -288,6 +288,8 @@ def latent() -> None:
     from penstock.kernels.choose.index_select import cases as keys
     from penstock.kernels.choose.index_select import reference as selects
     from penstock.kernels.choose.index_select import triton_keys
+    from penstock.kernels.triton import codes
+    from penstock.kernels.types import fp8
 
     for module, run, want in ((keys, triton_keys.index_select, selects.index_select),
                               (rows, triton_latent.latent_attention, attends.latent_attention)):
@@ -305,6 +307,11 @@ def latent() -> None:
     triton_latent.DECODED = 24 * 4 * 41 * 3             # rows of three of these queries, and then of one
     check(triton_latent.latent_attention(q, pool, slot, value_dim=16, scale=0.2)[0],
           attends.latent_attention(q, pool, slot, value_dim=16, scale=0.2)[0], torch.float32, "in parts")
+    x = torch.randint(0, 0x7f, (40, 24)).to(torch.uint8).view(torch.float8_e4m3fn).float()     # exact ones
+    x[:, :2] = 448
+    x[::3] *= -2.0 ** torch.arange(-6, 8)[:, None]
+    x[1] = 0
+    assert codes.encode(torch.cat((x, x), 1)[:, :24], 20).equal(fp8.encode(x, 20)), "codes, scales and what is not coded"
     for case in pairs.cases("cpu"):     # of ties the interpreter rounds up, and there are some in the others
         if case.name.startswith("float32-3") and "128" not in case.name:
             assert not (why := case.wrong(case.run(triton_pair.index_pair), case.run(paired.index_pair))), why
