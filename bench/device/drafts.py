@@ -90,7 +90,8 @@ def main() -> None:
         prompts = torch.randint(0, vocab, (rows, length), generator=generator).tolist()
         dice, max_len = Dice(vocab), length + args.new + 64
         tokens = rows * (max_len + 64)
-        more = dict(hosted=True, dram_tokens=tokens, hot_tokens=max(4, 1 + args.drafts) * latent.TOPK,
+        # The host has room for index keys too: a prompt is not computed twice.
+        more = dict(hosted=True, dram_tokens=int(1.4 * tokens), hot_tokens=max(4, 1 + args.drafts) * latent.TOPK,
                     prefix_cache=True, page_size=64) if hosted else {}
         one = Direct(model, rows=rows, max_len=max_len, hbm_tokens=2 * tokens if hosted else tokens,
                      buckets=(rows,), drafter=dice, drafts=args.drafts, **more)
