@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -102,10 +101,8 @@ def main() -> None:
             dice.chance, rates, before = chance or 0.0, [], one.rank.stats()
             missed, runs = counts(one).get("hot_misses_total", 0), 1 if chance == -1.0 else 3
             for _ in range(runs):
-                began = time.perf_counter()
                 ran = one.run(prompts, args.new, drafts=0 if chance is None else None)
-                took = time.perf_counter() - began - max(ran.first_s.values())
-                rates.append(rows * (args.new - 1) / took)
+                rates.append(rows * (args.new - 1) / (ran.wall_s - max(ran.first_s.values())))
             if chance == -1.0:
                 dice.answers = dict(zip(map(tuple, prompts), ran.tokens.values(), strict=True))
                 continue
