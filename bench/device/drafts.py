@@ -90,8 +90,8 @@ def main() -> None:
         dice, max_len = Dice(vocab), length + args.new + 64
         tokens = rows * (max_len + 64)
         # The host has room for index keys too: a prompt is not computed twice.
-        more = dict(hosted=True, dram_tokens=int(1.4 * tokens), hot_tokens=max(4, 1 + args.drafts) * latent.TOPK,
-                    prefix_cache=True, page_size=64) if hosted else {}
+        more = dict(hosted=True, dram_tokens=int(1.4 * tokens), prefix_cache=True, page_size=64,
+                    hot_tokens=max(4, 1 + args.drafts) * latent.TOPK) if hosted else {}
         one = Direct(model, rows=rows, max_len=max_len, hbm_tokens=2 * tokens if hosted else tokens,
                      buckets=(rows,), drafter=dice, drafts=args.drafts, **more)
         for prompt in prompts if hosted else ():
