@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.triton.depend import early, follow
-from penstock.kernels.types import fp8
 
 
 @triton.jit
@@ -37,11 +36,10 @@ def encode_rows(x, codes, scales, rests, x_row, DIM: tl.constexpr, CODED: tl.con
         tl.store(rests + (t * WIDTH + CODED) // 2 + 2 * blocks + r, rest.to(tl.bfloat16), mask=own)
 
 
-def encode(x_H: Tensor, coded: int) -> Tensor:
-    """As `fp8.encode`, of what is dense in H. Capturable."""
+def encode(x_H: Tensor, coded: int, wide: int) -> Tensor:
+    """As `fp8.encode`, of what is dense in H, into W = `wide` bytes. Capturable."""
     dim = x_H.shape[-1]
     x_TH = x_H.reshape(-1, dim)
-    wide = fp8.width(dim, coded)
     assert x_TH.stride(1) == 1 and coded % 4 == wide % 4 == 0, f"vectors of {dim}, of which {coded} are coded"
     kept_TW = torch.empty(len(x_TH), wide, dtype=torch.uint8, device=x_H.device)
     encode_rows[(len(x_TH),)](
