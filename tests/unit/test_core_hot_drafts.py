@@ -5,7 +5,7 @@ import pytest
 from driver import Driver
 
 from penstock.core.lifecycle import Phase
-from penstock.core.plan import HotUse, RequestId, Spilled, StepId
+from penstock.core.plan import Arrived, HotUse, Paused, RequestId, Spilled, StepId
 
 NEEDED = 8       # pages: 4 positions of 8 tokens each
 CACHED = 19
@@ -91,6 +91,20 @@ def test_they_draft_again_when_others_have_ended() -> None:
         d.retire()
     d.retire()
     assert sizes(d) == [NEEDED, NEEDED]
+
+
+def test_who_was_elsewhere_when_drafts_ended_keeps_nothing_for_them() -> None:
+    d = full(hbm_pages=60, draft_positions=4, rows=3, dram_pages=800)
+    hosted(d, 1)
+    assert sizes(d) == [NEEDED]
+    d.tell(Paused(RequestId(1)), *(Arrived(RequestId(rid), tuple(range(100 * rid, 100 * rid + 36)),
+                                           max_new=20 if rid == 2 else 60, priority=-1, selects=True)
+                                   for rid in (2, 3, 4)))
+    while RequestId(2) in d.core.live:
+        d.land() if d.moves else d.retire()
+    while d.phase(1) is not Phase.HOSTED:
+        d.land() if d.moves else d.retire()
+    assert [r.hot_kept for r in d.core.hosted] == [3, 3, 3]
 
 
 def test_an_admission_takes_what_is_cached_first_and_then_from_drafts() -> None:

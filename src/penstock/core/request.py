@@ -151,6 +151,7 @@ class Request:
     def end_hot(self) -> None:
         """It has no hot buffer any more, of which the device may know."""
         self.is_resized = self.hot_ended = self.bound
+        self.hot_drafts = 0
 
     def leave_row(self) -> None:
         self.row, self.bound = None, False

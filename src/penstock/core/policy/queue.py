@@ -86,6 +86,11 @@ class Admission:
         b = self._blocked
         return b.shortages if b is not None and b.request is r else []
 
+    def lacks(self, tier: Tier) -> bool:
+        """Whether pages of `tier` are what the head of the queue lacked."""
+        b = self._blocked
+        return b is not None and b.request.is_runnable and any([s.tier is tier for s in b.shortages])
+
     def needs_pages(self) -> bool:
         """Whether somebody in line does. Who is RECEIVING has them, mostly."""
         return any(r.phase is not Phase.RECEIVING or self.shortages_of(r) for r in self.core.runnable)

@@ -89,8 +89,7 @@ class Residency:
         for r in core.hosted:
             r.hot_drafts = capacity.draft_units(core.cfg, r, r.drafts) if 0 < r.drafts <= most else 0
         self._keeps = any([r.hot_drafts > r.hot_units for r in core.hosted])
-        if any([s.tier is Tier.HBM for r in core.runnable for s in self._admission.shortages_of(r)]) or any(
-                [r.phase is Phase.STAGING for r in core.transient]):
+        if self._admission.lacks(Tier.HBM) or any([r.phase is Phase.STAGING for r in core.transient]):
             return                             # they would take it back
         rows = [r for r in core.hosted if r.phase is Phase.HOSTED and r.num_hot < r.hot_drafts]
         resized = any([r.is_resized for r in rows])            # what comes would be taken for what went
