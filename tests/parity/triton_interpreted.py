@@ -307,6 +307,12 @@ def latent() -> None:
     triton_latent.DECODED = 24 * 4 * 41 * 3             # rows of three of these queries, and then of one
     check(triton_latent.latent_attention(q, pool, slot, value_dim=16, scale=0.2)[0],
           attends.latent_attention(q, pool, slot, value_dim=16, scale=0.2)[0], torch.float32, "in parts")
+    wholes, real = [], triton_latent.decoded
+    triton_latent.decoded = lambda *of, every: (wholes.append(every), real(*of, every=every))[1]
+    for page in (pool[:1], pool[:1].clone(memory_format=torch.contiguous_format)):
+        triton_latent.latent_attention(q, page, slot.clamp(max=2), value_dim=16, scale=0.2)
+    assert (wholes[0], wholes[-1]) == (False, True), "one page stands for a pool at the start"
+    triton_latent.decoded = real
     x = torch.randint(0, 0x7f, (40, 24)).to(torch.uint8).view(torch.float8_e4m3fn).float()     # exact ones
     x[:, :2] = 448
     x[::3] *= -2.0 ** torch.arange(-6, 8)[:, None]

@@ -154,7 +154,9 @@ def _over_codes(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, value_dim: int
     a pool that lies together, as a prompt's does, where they name more than it has."""
     dim, dtype = q_BNH.shape[2], q_BNH.dtype
     most = DECODED // (dim * dtype.itemsize)
-    every = pool_PGH.is_contiguous() and len(pool_PGH) * pool_PGH.shape[1] <= min(most, slot_BS.numel())
+    size, row = pool_PGH.shape[1:]
+    # One page is contiguous to torch whatever its stride: what a start measures would not decode.
+    every = pool_PGH.stride(0) == size * row and len(pool_PGH) * size <= min(most, slot_BS.numel())
     at_once = max(1, len(q_BNH) if every else most // slot_BS.shape[1])
     outs = [latent_attention(q, *decoded(pool_PGH, slot, dim, value_dim, dtype, every=every),
                              value_dim=value_dim, scale=scale)
