@@ -49,7 +49,7 @@ def test_a_hosted_row_has_what_its_drafts_need_at_once(drafts: int | None, pages
 
 
 @pytest.mark.parametrize("settings, pages", [
-    ({"draft_tokens": 0}, 3), ({"draft_positions": 0}, 3), ({"draft_positions": 3}, 3),
+    ({"draft_tokens": 0}, 3), ({"draft_positions": 0}, 3), ({"draft_positions": 3}, 6), ({"draft_positions": 1}, 3),
     ({"hot_pages_max": 5}, 5)])
 def test_it_has_no_more_than_it_may(settings: dict[str, int], pages: int) -> None:
     d = full(**settings)
@@ -73,13 +73,14 @@ def test_of_what_lies_on_the_device_drafts_get_as_many_as_fit() -> None:
     assert min(sizes(d)) >= 3 and cached(d) <= 1
 
 
-def test_many_rows_draft_nothing_and_evict_nothing() -> None:
-    d = full(hbm_pages=60, draft_positions=8)
+@pytest.mark.parametrize("positions, third", [(8, 4), (5, 3)])      # each may have one draft, or none
+def test_many_rows_draft_less_or_nothing_and_evict_no_more(positions: int, third: int) -> None:
+    d = full(hbm_pages=60, draft_positions=positions)
     hosted(d, 1)
     hosted(d, 2)
-    assert sizes(d) == [NEEDED, NEEDED]
-    hosted(d, 3)                                 # twelve positions
-    assert sizes(d) == [NEEDED, NEEDED, 3] and cached(d) == CACHED
+    before = sizes(d)
+    hosted(d, 3)
+    assert sizes(d) == [*before, third] and cached(d) == CACHED
 
 
 def test_they_draft_again_when_others_have_ended() -> None:

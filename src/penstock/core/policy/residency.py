@@ -81,20 +81,21 @@ class Residency:
         return [len(self._core.running) + group.hosted * more for group in self._core.cfg.groups]
 
     def _draft(self) -> None:
-        """Rows that may draft as many as they like get a hot buffer for that, or for fewer drafts."""
+        """Hosted rows get a hot buffer for the drafts that each may have while all run, or for fewer."""
         core = self._core
         most = core.cfg.draft_positions * core.cfg.pp_size // len(core.running) - 1
         if most < 1 and not self._keeps:
             return
         for r in core.hosted:
-            r.hot_drafts = capacity.draft_units(core.cfg, r, r.drafts) if 0 < r.drafts <= most else 0
+            drafts = min(r.drafts, most)
+            r.hot_drafts = capacity.draft_units(core.cfg, r, drafts) if drafts > 0 else 0
         self._keeps = any([r.hot_drafts > r.hot_units for r in core.hosted])
         if self._admission.lacks(Tier.HBM) or any([r.phase is Phase.STAGING for r in core.transient]):
             return                             # they would take it back
         rows = [r for r in core.hosted if r.phase is Phase.HOSTED and r.num_hot < r.hot_drafts]
         resized = any([r.is_resized for r in rows])            # what comes would be taken for what went
         for r in rows:
-            for drafts in range(r.drafts if not r.is_resized else 0, 0, -1):
+            for drafts in range(min(r.drafts, most) if not r.is_resized else 0, 0, -1):
                 n = capacity.draft_units(core.cfg, r, drafts) - r.num_hot
                 if n <= 0 or self._gets(r, n):
                     break
