@@ -202,7 +202,7 @@ class SelectingDecodes(Decodes):
 
     def __init__(self, selecting: Selecting) -> None:
         self._of = selecting
-        self.kinds = (DEVICE, HOST, MIXED) if selecting._host else (DEVICE, MIXED)
+        self.kinds = (DEVICE, MIXED) if selecting._kv.host_RM is None else (DEVICE, HOST, MIXED)
 
     def kind(self, rows: Sequence[int]) -> str:
         if not all(self._of.rows[r].budget for r in rows):
