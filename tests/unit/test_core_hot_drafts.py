@@ -49,8 +49,8 @@ def test_a_hosted_row_has_what_its_drafts_need_at_once(drafts: int | None, pages
 
 
 @pytest.mark.parametrize("settings, pages", [
-    ({"draft_tokens": 0}, 3), ({"draft_positions": 0}, 3), ({"draft_positions": 3}, 6), ({"draft_positions": 1}, 3),
-    ({"hot_pages_max": 5}, 5)])
+    ({"draft_tokens": 0}, 3), ({"draft_positions": 0}, 3), ({"draft_positions": 3}, 6),
+    ({"draft_positions": 1}, 3), ({"hot_pages_max": 5}, 5)])
 def test_it_has_no_more_than_it_may(settings: dict[str, int], pages: int) -> None:
     d = full(**settings)
     hosted(d, 1)
