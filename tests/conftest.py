@@ -91,8 +91,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Several processes share the tests out, but not those of a file that makes a server or a model."""
+    """Several processes share the tests out, but not those of a file that makes a server or a model. What is
+    about drafts is found by `-k speculation`."""
     for item in items:
+        if {"draft", "drafts", "mtp", "eagle3"} & set(item.path.stem.split("_")):
+            item.extra_keyword_matches.add("speculation")
         if item.path.parent.name in ("e2e", "parity"):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
