@@ -113,7 +113,7 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
          dict(SIZE=64, DIM=576, WORDS=164, VALUE=512, REST_PAD=64, LINES=16,
               **({} if named else {"slot": None})), 4, 3)
         for out in (BF16, F32) for named in (True, False)],
-    ("triton.codes", "encode_rows"): [
+    ("triton.triton_codes", "encode_rows"): [
         (dict(x=BF16, codes=U8, scales=F32, rests=BF16, x_row="i32"),
          dict(DIM=576, CODED=512, WIDTH=656, REST_PAD=64), 1, 3)],
     ("choose.resolve.triton_map", "clear_one"): [(dict(num=I32), {}, 1, 3)],

@@ -37,8 +37,8 @@ def width(dim: int, coded: int) -> int:
 def encode(x_H: Tensor, coded: int) -> Tensor:
     """x [.., H], f32|bf16 -> uint8 [.., W], dense. What is not finite stays that."""
     if x_H.is_cuda and len(x_H):
-        from penstock.kernels.triton import codes  # needs Triton
-        return codes.encode(x_H, coded, width(x_H.shape[-1], coded))
+        from penstock.kernels.triton import triton_codes  # needs Triton
+        return triton_codes.encode(x_H, coded, width(x_H.shape[-1], coded))
     amount, blocks = x_H[..., :coded].float(), blocks_of(coded)
     block_bB = F.pad(amount, (0, blocks * BLOCK - coded)).reshape(*amount.shape[:-1], blocks, BLOCK)
     most_b1 = block_bB.abs().amax(-1, keepdim=True)
