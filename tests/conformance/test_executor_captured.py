@@ -29,8 +29,10 @@ class Eager(DecodeGraphs):
         input_2B = torch.zeros(2, BUCKET, dtype=torch.int32, device=where.DEVICE)
         input_2B[1] = -1
         input_2B[:, :len(rows)] = torch.tensor([rows, positions], device=where.DEVICE)
-        logits_BV, answer_2B = decode_step(self._model, self._tables, self._decodes, kind, input_2B)
-        return logits_BV[:len(rows)], answer_2B
+        logits_BV = torch.empty(BUCKET, self._model.vocab_size, device=where.DEVICE)
+        logits_BV, answer_XB = decode_step(self._model, self._tables, self._decodes, kind, input_2B, None,
+                                           logits_BV)
+        return logits_BV[:len(rows)], answer_XB
 
 
 @pytest.fixture
@@ -49,6 +51,25 @@ def test_rows_that_select_decode_as_without(captured):
     play(engine, lambda turn: [(Paused, Spilled)[turn % 2](RequestId(1 + turn % 4))] if turn % 5 == 4 else ())
     hosted_work(engine)
     assert graphs.kinds.count("host") > NEW
+
+
+@pytest.mark.parametrize("name", ["bounds", "latent"])
+def test_answers_say_what_rows_have_read(captured, name, monkeypatch):
+    """Those of captured steps as the others, whose counts come by themselves; of rows that other steps have
+    moved, too, and of rows that are sampled late."""
+    monkeypatch.setattr(hosted, "KIND", [name])
+    found = []
+    for put in (captured, lambda engine: (engine, None)):
+        engine, _ = put(Engine(hbm_pages=70, step_tokens=100))
+        told = []
+
+        def script(turn, engine=engine, told=told):
+            told.append({rid: engine.ex.kv_reads(rid) for rid in engine.ex._open})
+            return [Paused(RequestId(1 + turn % 4))] if turn % 5 == 4 else ()
+        engine.add(9, kind().prompts[1][:40], 30, presence_penalty=0.5)
+        play(engine, script)
+        found.append((told, engine.reads))
+    assert found[0] == found[1] and sum(reads["hot_misses"] for reads in found[0][1].values()) > 0
 
 
 def test_rows_that_read_all_beside_them(captured):

@@ -65,7 +65,8 @@ class Eager(MixedGraphs):
         values = np.full(sum(lengths(bucket)), 99, dtype=np.int32)
         lay_out(plan, rows, bucket, values)
         given = input_of(torch.from_numpy(values), bucket)
-        logits, answer = step(self._model, self._tables, self._grouped, given)
+        logits, answer = step(self._model, self._tables, self._grouped, given, None,
+                              torch.empty(bucket[1], self._model.vocab_size))
         return logits[:sum(plan.samples)], answer
 
 

@@ -19,7 +19,7 @@ from penstock.exec.graphs.drafts import DraftGraphs, every, widths
 from penstock.exec.graphs.layer import LayerDrafts
 from penstock.exec.sampling.on_device import Draws
 from penstock.exec.sampling.tokens import Drawn
-from penstock.exec.sparse import bounds, indexer
+from penstock.exec.sparse import bounds
 from penstock.exec.step.attend import Grouped
 from penstock.kernels.types.ragged import Ragged
 
@@ -27,7 +27,7 @@ from penstock.kernels.types.ragged import Ragged
 class Plain:
     """`PagedDecode` without Triton: attention of the executor's own back-end, a row at a time."""
 
-    def __init__(self, spec, table_RM, page_size, row_B, position_B):
+    def __init__(self, spec, table_RM, page_size, row_B, position_B, context_B):
         self.spec, self.table_RM, self.size = spec, table_RM, page_size
         self.row_B, self.position_B = row_B, position_B
 
@@ -50,22 +50,12 @@ class Plain:
         return out
 
 
-def slots(table_RM, size, row_B, at_B):
-    """`triton_places.find` without a device."""
-    if table_RM is None:
-        return torch.full(at_B.shape, -1, dtype=torch.int64)
-    page_B = table_RM[row_B, at_B.clamp_min(0) // size].long()
-    return torch.where((at_B < 0) | (page_B < 0), -1, page_B * size + at_B % size)
-
-
 def plainly(monkeypatch: Any) -> None:
     """On a CPU: without Triton's kernels."""
     if where.DEVICE == "cuda":
         return
     for module in (bounds, capture):
         monkeypatch.setattr(module, "PagedDecode", Plain)
-    for module in (bounds, indexer):
-        monkeypatch.setattr(module, "slots_of", slots)
 
 
 def as_a_device(engine: Any) -> Any:
@@ -88,7 +78,9 @@ class EagerDrafts(DraftGraphs):
     def _run(self, kind, bucket, lines):
         given = np.zeros(3 * bucket, np.int32)
         capture.fill(given, lines, bucket)
-        return self._step(kind, torch.from_numpy(given).view(3, bucket), self._buckets[bucket])
+        width = self._buckets[bucket]
+        return self._step(kind, torch.from_numpy(given).view(3, bucket), width,
+                          torch.empty(bucket * width, self._model.vocab_size))
 
 
 def drafting(engine: Any, drafts: int) -> Any:

@@ -8,6 +8,9 @@ import torch
 
 from penstock.kernels.attention.paged_attention import AttentionSpec, write_kv
 from penstock.kernels.cases import Case, cases_of
+from penstock.kernels.fused import step
+from penstock.kernels.fused.step import cases as of_steps
+from penstock.kernels.fused.step import reference as plain
 from penstock.kernels.op import DEVICES, Op, Unusable, WrongResult
 from penstock.kernels.platform import KernelError, probe
 from penstock.kernels.registry import OPS
@@ -87,6 +90,31 @@ def test_op_has_a_reference_and_distinct_cases(name):
     names = [case.name for case in cases_of(OPS[name])]
     assert len(set(names)) == len(names)
     assert OPS[name].names[-1] == "reference"
+
+
+def test_ends_of_a_captured_step():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    table, budget, now, rows, at = (torch.tensor(x, dtype=torch.int32, device=device) for x in (
+        [[4, -1], [0, 2]], [0, 6], [8], [1, 0, 0, 0], [63, 5, 40, -1]))
+    last = torch.tensor([11, 22, 33], device=device)
+    looks = step.Looks((step.Place(table, 32), step.Place(None, 32), step.Place(table, 16, 2)), budget, now,
+                       torch.arange(16, device=device).view(1, 2, 2, 4))
+    found = step.begin(rows, at, last, looks)
+    assert [x.tolist() for x in (found.context_B, found.own_B, found.index_B, found.token_B, found.at_B)] == [
+        [64, 6, 41, 0], [1, 0, 0, -1], [1, 0, 0, 2], [22, 11, 11, 33], [63, 5, 40, 0]]
+    assert found.slot_LB.tolist() == [[95, 133, -1, -1], [-1] * 4, [47, 66, -1, -1]] and now.tolist() == [9]
+    assert (found.budget_B.tolist(), found.select_B.tolist()) == ([6, 0, 0, 0], [63, -1, -1, -1])
+    head = torch.tensor([[1, 3, 3], [torch.inf, 0, 0], [0, 0, 1], [0, 5, 0]], device=device).bfloat16()
+    logits = torch.empty(4, 3, device=device)
+    best = step.best(head, logits)
+    best.token_B[2] = 0                                         # is drawn
+    answer = step.say(best, rows, at, last, looks.count_LRKE)
+    assert torch.equal(logits, head.float()) and answer.tolist() == [
+        [1, 0, 0, 1], [1, 0, 1, 1], [20, 4, 4, 0], [22, 6, 6, 0], [24, 8, 8, 0], [26, 10, 10, 0]]
+    assert last.tolist() == [0, 1, 1]
+    wrong = [case.wrong(case.run(step), here.run(plain))
+             for case, here in zip(of_steps.cases(device), of_steps.cases(), strict=True)]
+    assert not any(wrong), [text for text in wrong if text][:20]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

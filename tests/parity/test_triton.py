@@ -65,9 +65,6 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
               HOT=summaries > 0, VECTOR=vector, FORMAT=form), 4, 3)
         for summaries, bounds, scales, vector, form in (
             (0, BF16, BF16, 128, 0), (8, BF16, BF16, 128, 0), (8, U8, F32, 132, 2))],
-    ("kv.write_kv.triton_places", "find_entries"): [
-        (dict(table=I32, row=I32, at=I32, out=I64, table_row="i32", B="i32"), dict(SIZE=64, BLOCK=128), 4,
-         3)],
     ("choose.select.triton_bounds", "score_units"): [
         (dict(q=BF16, bounds=bounds, scales=scales, table=I32, row=I32, position=I32, score=F32, q_row="i32",
               q_head="i32",
@@ -137,6 +134,18 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
          dict(BLOCK=4096, ONE=0x3F800000), 16, 3)],
     ("sample.mask.triton_mask", "mask_rows"): [
         (dict(logits=F32, words=I32, at_M="*i64", seen_M=I32, V="i32", WIDTH="i32"), dict(BLOCK=4096), 8, 3)],
+    ("fused.step.triton_step", "begin_rows"): [
+        (dict(row=I32, position=I32, last=I64, budget=I32, now=I32, table0=I32, table1=I32, table2=I32,
+              wide=I64, narrow=I32, row0="i32", row1="i32", row2="i32", B="i32", LINE="i32", LAST="i32"),
+         dict(PLACES=places, SIZE0=64, SIZE1=0, SIZE2=8, UNIT0=1, UNIT1=1, UNIT2=8, BUDGET=asks, TICK=asks,
+              BLOCK=128), 4, 3) for places, asks in ((0, False), (3, True))],
+    ("fused.step.triton_step", "best_parts"): [
+        (dict(head=head, logits=F32, peak=F32, at=I32, token=I64, head_row="i32", V="i32"),
+         dict(BLOCK=4096), 8, 3) for head in (BF16, F32)],
+    ("fused.step.triton_step", "say_tokens"): [
+        (dict(peak=F32, at=I32, token=I64, row=I32, position=I32, last=I64, count=I64, answer=I64, B="i32",
+              LAST="i32", ROWS="i32", COUNTED="i32", HEADS="i32"),
+         dict(PARTS=38, PARTS_PAD=64, COUNTED_PAD=counted), 4, 3) for counted in (0, 64, 512)],
     ("fused.layer.triton_ops", "add_norm"): [
         (dict(h=BF16, delta=BF16, weight=BF16, out=BF16, eps="fp32"),
          dict(DIM=4096, DIM_PAD=4096, ADD=True), 8, 3)],
@@ -309,7 +318,7 @@ def test_kernel_in_cpp_that_does_not_compile_says_why(tmp_path: Path) -> None:
         device.compiled(tmp_path / "x.cu")
 
 
-INTERPRETED = ["latent draw attention ranks", "hosted experts mask states",
+INTERPRETED = ["latent draw attention ranks ends", "hosted experts mask states",
                "scaled layer linear gather chunks"]
 
 

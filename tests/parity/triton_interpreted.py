@@ -126,7 +126,6 @@ def hosted() -> None:
     from penstock.kernels.attention.sparse_attention import triton_units
     from penstock.kernels.cases import cases_of
     from penstock.kernels.choose.select import triton_bounds
-    from penstock.kernels.kv.write_kv import triton_places
 
     for name in ("write_kv", "resolve", "sparse_attention", "sparse_attention", "select", "select"):
         op = registry.OPS[name]
@@ -137,11 +136,6 @@ def hosted() -> None:
             why = case.wrong(case.run(op.use("cuda")), case.run(op.use("reference")))
             assert not why, (name, why)
             count += 1
-        if name == "write_kv":
-            table = torch.tensor([[4, -1], [0, 2]], dtype=torch.int32)
-            row, at = torch.tensor([[0, 0, 1, 1, 0], [5, 40, 63, 0, -1]], dtype=torch.int32)
-            found = triton_places.find(table, 32, row, at)
-            check(found, torch.tensor([133, -1, 95, 0, -1]), torch.float32, "find")
         if name == "select":
             triton_bounds.WHOLE_UNITS, triton_bounds.SCORES = 32, 200
         if name == "sparse_attention":
@@ -364,8 +358,19 @@ def states() -> None:
                 check(got, want, torch.float32, (spec, rows))
 
 
+def ends() -> None:
+    """Of captured steps, over their own cases."""
+    global count
+    from penstock.kernels.fused.step import cases, reference, triton_step
+
+    for case in cases.cases():
+        if why := case.wrong(case.run(triton_step), case.run(reference)):
+            raise AssertionError(why)
+        count += 1
+
+
 PARTS = {part.__name__: part for part in (attention, chunks, gather, hosted, layer, linear, scaled, experts,
-                                          draw, mask, latent, ranks, states)}
+                                          draw, mask, latent, ranks, states, ends)}
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:

@@ -83,7 +83,7 @@ class _Flight:
     """A step that was launched.
 
     done        all of it, and the choice of its tokens, has been launched in front of this; None on a CPU
-    reads       tells `Stepped.reads`, after `done`
+    reads       tells `Stepped.reads`, after `done`, of what `answers` has of counts
     prompts     become `Stepped.prompts`, after `done`
     """
 
@@ -314,7 +314,7 @@ class Rank:
         self._launches["ahead" if self._flights else "alone"] += 1
         # What several lanes have is counted by one.
         rows = map(self._tables.index, plan.rows if self._groups[0].owned else ())
-        reads = self._attending.reads(list(rows))
+        reads = self._attending.reads(list(rows), answers.counted)
         self._flights.append(_Flight(plan, answers, self._done(), reads, prompts))
         if not self._ahead:
             self._choose(self._flights[-1])
@@ -419,8 +419,8 @@ class Rank:
         several = self._links != Links() or self._model.stage.lane.size > 1
         compared = several and plan.step % DIGEST_STEPS == 0
         return Stepped(plan.step, tuple(answers.tokens), tuple(answers.logprobs), tuple(answers.faults),
-                       self._tables.digests() if compared else (), flight.reads(), landed(flight.prompts),
-                       tuple(answers.drafts))
+                       self._tables.digests() if compared else (), flight.reads(answers.counts),
+                       landed(flight.prompts), tuple(answers.drafts))
 
     def stats(self) -> dict[str, float]:
         """By metric name; seconds of this thread, those of moves of whichever made them."""

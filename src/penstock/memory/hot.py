@@ -40,17 +40,17 @@ class HotBuffers:
         self._stamp_LRKS = filled(0, layers, rows, kv_heads, hot_pages * page_units)
         self._page_RW = filled(-1, rows, hot_pages)
         self._pages: list[list[int]] = [[] for _ in range(rows)]       # what _page_RW has
-        self._now_1 = filled(0, 1)
-        self._count_LRKE = torch.zeros(layers, rows, kv_heads, 4, dtype=torch.int64, device=device)
+        self.now_1 = filled(0, 1)
+        self.count_LRKE = torch.zeros(layers, rows, kv_heads, 4, dtype=torch.int64, device=device)
         self.layers = tuple(
             HotLayer(self._slot_LRKM[layer], self._unit_LRKS[layer], self._stamp_LRKS[layer],
-                     self._page_RW, self._count_LRKE[layer]) for layer in range(layers))
+                     self._page_RW, self.count_LRKE[layer]) for layer in range(layers))
 
     @property
     def nbytes(self) -> int:
         """Device bytes of all tables, which count in the budget as pages do."""
         return sum(t.nbytes for t in (self._slot_LRKM, self._unit_LRKS, self._stamp_LRKS,
-                                      self._page_RW, self._now_1, self._count_LRKE))
+                                      self._page_RW, self.now_1, self.count_LRKE))
 
     def bind(self, row: int, pages: Sequence[int], keeps: Sequence[int]) -> None:
         """Forget what is hot of `row`; from now on its hot buffer is `pages` of the device pool.
@@ -78,7 +78,7 @@ class HotBuffers:
         self._slot_LRKM[:, row, :, unit_J] = slot_J.int()
         self._unit_LRKS[:, row, :, slot_J] = unit_J.int()
         # Before any step that is still to come: a unit that this step used could not be given up.
-        self._stamp_LRKS[:, row, :, slot_J] = self._now_1 + (unit_J - unit_J.max() - 1).int()
+        self._stamp_LRKS[:, row, :, slot_J] = self.now_1 + (unit_J - unit_J.max() - 1).int()
 
     def resize(self, row: int, pages: Sequence[int]) -> None:
         """The hot buffer of `row` is longer or shorter by its end. What is hot in a page that stays, stays;
@@ -109,25 +109,30 @@ class HotBuffers:
     def tick(self, rounds: int) -> Tensor:
         """int32 [rounds, 1]: the stamps of as many rounds of a step, each larger than all before; valid until
         the next."""
-        self._now_1 += rounds
+        self.now_1 += rounds
         if rounds == 1:                 # each operation is a launch of every step
-            return self._now_1[None]
-        return (self._now_1 + torch.arange(1 - rounds, 1, dtype=torch.int32,
-                                           device=self._now_1.device))[:, None]
+            return self.now_1[None]
+        return (self.now_1 + torch.arange(1 - rounds, 1, dtype=torch.int32,
+                                           device=self.now_1.device))[:, None]
+
+    @property
+    def now_11(self) -> Tensor:
+        """int32 [1, 1]: the stamp of a step of one round; whoever begins it has made `now_1` one more."""
+        return self.now_1[None]
 
     def counts(self, row: int) -> Tensor:
         """int64 [L, 4], on the device: chosen units of `row` that were on the device, hot, missed, and
         units that lost their slot, since the last `clear`; summed over KV heads."""
-        return self._count_LRKE[:, row].sum(1)
+        return self.count_LRKE[:, row].sum(1)
 
     def all_counts(self) -> Tensor:
         """int64 [L, R, K, 4], a copy on the host that is complete once the device has come here: `counts` of
         every row, by layer and head, or added up where that is much to copy (L and K are 1)."""
-        count_LRKE = self._count_LRKE
+        count_LRKE = self.count_LRKE
         if count_LRKE.numel() > _COPIED:
             count_LRKE = count_LRKE.sum((0, 2), keepdim=True)
         return count_LRKE.to("cpu", non_blocking=True, copy=True)
 
     def clear(self, row: int) -> None:
         """Counts of `row` begin anew."""
-        self._count_LRKE[:, row] = 0
+        self.count_LRKE[:, row] = 0

@@ -221,6 +221,9 @@ class Model(Protocol):
     def logits(self, hidden_BD: Tensor) -> Tensor:
         """logits_BV, float32. Only of a stage that has the head."""
 
+    def head(self, hidden_BD: Tensor) -> Tensor:
+        """As `logits`, in the model's dtype where nothing is done to them: exactly these, as floats."""
+
     def take_drafts(self, drafts: Any) -> None:
         """From now on this, a `mtp.Drafts`, drafts. Of a stage that has the head."""
 

@@ -407,14 +407,16 @@ class Transformer:
         return self._slots.ops.norm(x.h_TD, x.delta_TD, self._norm.value, self.spec.norm_eps)
 
     def logits(self, hidden_BD: Tensor) -> Tensor:
+        return self.head(hidden_BD).float()
+
+    def head(self, hidden_BD: Tensor) -> Tensor:
         logits_BV = self._head(hidden_BD)
         if self._lanes is not None:
             logits_BV = self._lanes.join(logits_BV, self.vocab_size)
-        logits_BV = logits_BV.float()
         if self.spec.logit_divisor != 1.0:
-            logits_BV = logits_BV / self.spec.logit_divisor
+            logits_BV = logits_BV.float() / self.spec.logit_divisor
         if cap := self.spec.logit_cap:
-            logits_BV = torch.tanh(logits_BV / cap) * cap
+            logits_BV = torch.tanh(logits_BV.float() / cap) * cap
         return logits_BV
 
     def cuts(self) -> Iterator[tuple[str, tuple[Cut, ...]]]:

@@ -26,10 +26,11 @@ from penstock.exec.step.eager import Ran, Steps, wait
 from penstock.exec.step.states import DecodeStates
 from penstock.exec.step.tables import GroupTable, RowTables
 from penstock.kernels.attention.paged_attention import AttentionSpec
+from penstock.kernels.fused.step import Looks, Queries, begin, best, say
 from penstock.memory.mover import Arrivals
 from penstock.model.base import Attend, LocalLayer, Model
 
-# With its logits_BV float32 and answer_2B, as `DecodeGraphs.run` returns them.
+# With its logits_BV float32 and answer_XB, as `DecodeGraphs.run` returns them.
 Recorded: TypeAlias = tuple[torch.cuda.CUDAGraph, Tensor, Tensor]
 # Steps between a replay and the reuse of its staging buffer, which a copy may still read.
 _STAGES = 4
@@ -84,11 +85,10 @@ class Replays:
         self.input[:size].copy_(staging[:size], non_blocking=True)
         copied.record()
 
-    def record(self, step: Callable[[], tuple[Tensor, Tensor]]) -> Recorded:
-        """A step with padding alone, which is what `input` has: nothing is written."""
-        def run() -> tuple[Tensor, Tensor]:
-            logits_BV, answer_2B = step()
-            return self._logits_BV[:len(logits_BV)].copy_(logits_BV), answer_2B
+    def record(self, step: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Recorded:
+        """A step, which leaves its logits at the beginning of what it gets; with padding alone, as `input`
+        has: nothing is written."""
+        run = functools.partial(step, self._logits_BV)
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
             out = run()                         # compiles what is not compiled yet
@@ -105,14 +105,15 @@ class Decodes(Protocol):
     """How rows that decode attend, as a function of tensors on the device alone."""
 
     kinds: tuple[str, ...] = ("all",)       # of steps, each captured by itself
+    looks: Looks = Looks()                  # what `attend` asks of the queries
 
     def kind(self, rows: Sequence[int]) -> str:
         """Of a step with these rows of the tables."""
         return self.kinds[0]
 
-    def attend(self, kind: str, row_B: Tensor, position_B: Tensor, turn_NW: Tensor | None = None) -> Attend:
-        """Of queries, int32, one of a row, or with `turn_NW` W of each of N rows, as `kernels.choose.resolve`
-        takes them; a position of -1 is padding: no context, and nothing is written for it."""
+    def attend(self, kind: str, queries: Queries, turn_NW: Tensor | None = None) -> Attend:
+        """Of queries, begun with `looks`, one of a row, or with `turn_NW` W of each of N rows, as
+        `kernels.choose.resolve` takes them; of padding there is no context, and nothing is written for it."""
 
 
 class DecodeGraphs(Steps):
@@ -140,7 +141,7 @@ class DecodeGraphs(Steps):
             return None
         wait(arrivals)
         rows = tuple(map(self._tables.index, plan.rows))
-        return Ran(rows, *self.run(rows, plan.start))
+        return Ran(rows, *self.run(rows, plan.start), counted=self._decodes.looks.count_LRKE is not None)
 
     def capture(self) -> None:
         """Capture every bucket, the largest first: the others fit into its memory. Writes no page."""
@@ -154,28 +155,30 @@ class DecodeGraphs(Steps):
     def run(self, rows: Sequence[int], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Decode these rows of the tables, whose last tokens are at `positions`. Does not wait.
 
-        Returns (logits_BV float32, answer_2B int64: the best or the drawn tokens, and whether the logits
-        are finite), valid until the next run; of `answer_2B` entries beyond the rows mean nothing.
+        Returns (logits_BV float32, answer_XB int64: the best or the drawn tokens, whether the logits are
+        finite, and the counts of `looks`), valid until the next run; of `answer_XB` entries beyond the rows
+        mean nothing.
         """
         bucket = next(b for b in self._buckets if b >= len(rows))
         self._replays.write(2 * bucket, functools.partial(fill, lines=(rows, positions), bucket=bucket))
         self._tables.check(rows, [position + 1 for position in positions])
-        graph, logits_BV, answer_2B = self._graphs[self._decodes.kind(rows), bucket]
+        graph, logits_BV, answer_XB = self._graphs[self._decodes.kind(rows), bucket]
         graph.replay()
-        return logits_BV[:len(rows)], answer_2B
+        return logits_BV[:len(rows)], answer_XB
 
 
-def decode_step(model: Model, tables: RowTables, decodes: Decodes, kind: str,
-                input_2B: Tensor, draws: Draws | None = None) -> tuple[Tensor, Tensor]:
+def decode_step(model: Model, tables: RowTables, decodes: Decodes, kind: str, input_2B: Tensor,
+                draws: Draws | None, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     """What is captured, as a function of rows and positions: as `DecodeGraphs.run`, with padding.
 
-    input_2B   int32, device: row of the tables and position of each query; -1: padding
+    input_2B    int32, device: row of the tables and position of each query; -1: padding
+    logits_RV   float32, dense: logits_BV are its beginning
     """
     row_B, position_B = input_2B
-    index_B = index_of(tables, row_B, position_B)
-    attend = decodes.attend(kind, row_B, position_B)
-    hidden_BD = model.forward(tables.last_R[index_B], position_B.clamp(min=0).long(), attend)
-    return next_tokens(model, tables, hidden_BD, row_B, position_B, index_B, draws)
+    queries = begin(row_B, position_B, tables.last_R, decodes.looks)
+    hidden_BD = model.forward(queries.token_B, queries.at_B, decodes.attend(kind, queries))
+    return next_tokens(model, tables, hidden_BD, row_B, position_B, draws, logits_RV,
+                       decodes.looks.count_LRKE)
 
 
 def fill(values: np.ndarray, lines: Sequence[Sequence[int]], bucket: int) -> None:
@@ -185,32 +188,27 @@ def fill(values: np.ndarray, lines: Sequence[Sequence[int]], bucket: int) -> Non
     host[1, rows:] = -1
 
 
-def index_of(tables: RowTables, row_S: Tensor, position_S: Tensor) -> Tensor:
-    """Of each token's row in `last_R`: what is padding has a place behind the rows."""
-    return torch.where(position_S < 0, len(tables.last_R) - 1, row_S).long()
-
-
 def next_tokens(model: Model, tables: RowTables, hidden_SD: Tensor, row_S: Tensor, position_S: Tensor,
-                index_S: Tensor, draws: Draws | None) -> tuple[Tensor, Tensor]:
-    """(logits_SV, answer_2S int64), as `DecodeGraphs.run` returns, with padding."""
-    logits_SV = model.logits(hidden_SD)
-    best_S, token_S = logits_SV.max(-1)
+                draws: Draws | None, logits_RV: Tensor,
+                count_LRKE: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(logits_SV, answer_XS), as `DecodeGraphs.run` returns, with padding."""
+    logits_SV = logits_RV[:len(hidden_SD)]
+    found = best(model.head(hidden_SD), logits_SV)
     if draws is not None:
-        draws.draw(logits_SV, token_S, row_S, position_S)
-    tables.last_R.index_copy_(0, index_S, token_S)
-    # As `isfinite`, in half as many launches.
-    return logits_SV, torch.stack((token_S, (best_S.abs() < float("inf")).long()))
+        draws.draw(logits_SV, found.token_B, row_S, position_S)
+    return logits_SV, say(found, row_S, position_S, tables.last_R, count_LRKE)
 
 
 class PagedDecode:
     """A row's one query over the device pages of one cache group, up to its own position."""
 
     def __init__(self, spec: AttentionSpec, table_RM: Tensor, page_size: int, row_B: Tensor,
-                 position_B: Tensor) -> None:
+                 position_B: Tensor, context_B: Tensor) -> None:
+        """context_B: position + 1."""
         from penstock.kernels.attention.paged_attention import triton_decode  # needs Triton
         processors = (1 if row_B.device.type == "cpu" else
                       torch.cuda.get_device_properties(row_B.device).multi_processor_count)
-        self._row_B, self._position_B, self._context_B = row_B, position_B, position_B + 1
+        self._row_B, self._position_B, self._context_B = row_B, position_B, context_B
         self._triton, self._spec, self._table_RM = triton_decode, spec, table_RM
         self._cut = triton_decode.tuning(len(row_B), spec.num_kv_heads, table_RM.shape[1] * page_size,
                                          processors, spec.window)
@@ -232,11 +230,12 @@ class GroupedDecodes(Decodes):
         """tables: of its cache groups; more may follow."""
         self._grouped, self._tables = grouped, tables
 
-    def attend(self, kind: str, row_B: Tensor, position_B: Tensor, turn_NW: Tensor | None = None) -> Attend:
+    def attend(self, kind: str, queries: Queries, turn_NW: Tensor | None = None) -> Attend:
+        at = queries.row_B, queries.position_B
         return _Attend(self._grouped, [
-            PagedDecode(spec, table.device_RM, table.size, row_B, position_B)
+            PagedDecode(spec, table.device_RM, table.size, *at, queries.context_B)
             for spec, table in zip(self._grouped.specs, self._tables, strict=False)],
-            self._grouped.states.decode(self._tables, row_B, position_B, turn_NW))
+            self._grouped.states.decode(self._tables, *at, turn_NW))
 
 
 class Decoding(OfHeads):

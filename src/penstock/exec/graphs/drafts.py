@@ -15,10 +15,11 @@ from torch import Tensor
 
 from penstock.core.plan import RequestId, StepPlan
 from penstock.exec.drafts.device import OUT, Ahead, OnDevice
-from penstock.exec.graphs.capture import Decodes, Decoding, Recorded, Replays, fill, index_of
+from penstock.exec.graphs.capture import Decodes, Decoding, Recorded, Replays, fill
 from penstock.exec.sampling.on_device import Draws
 from penstock.exec.step.eager import Ran, wait
 from penstock.exec.step.tables import RowTables
+from penstock.kernels.fused.step import begin
 from penstock.memory.mover import Arrivals
 from penstock.model.base import Model
 
@@ -61,9 +62,9 @@ class DraftGraphs:
             given[1] = -1
             self._graphs[kind, rows] = self._replays.record(functools.partial(self._step, kind, given, width))
 
-    def _step(self, kind: str, given: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    def _step(self, kind: str, given: Tensor, width: int, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
         return draft_step(self._model, self._tables, self._decodes, kind, given, self._draws,
-                          self.ahead.drafter, width)
+                          self.ahead.drafter, width, logits_RV)
 
     def step(self, plan: StepPlan, arrivals: Arrivals, flying: Mapping[RequestId, int],
              out: Collection[RequestId]) -> Ran:
@@ -87,14 +88,15 @@ class DraftGraphs:
 
 
 def draft_step(model: Model, tables: RowTables, decodes: Decodes, kind: str, input_3N: Tensor, draws: Draws,
-               drafter: OnDevice, width: int) -> tuple[Tensor, Tensor]:
+               drafter: OnDevice, width: int, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     """What is captured: (logits_BV float32, answer_3B int64), the second as `Draws.checked` returns it.
     Positions of a row are queries like others, each with its own context: what all of them write comes before
-    what any reads."""
+    what any reads. logits_RV: as for `decode_step`."""
     row_N, given_N, most_N = input_3N
-    index_N = index_of(tables, row_N, torch.where(given_N == OUT, 0, given_N))
+    rows = begin(row_N, torch.where(given_N == OUT, 0, given_N), tables.last_R)
+    index_N, last_N = rows.index_B, rows.token_B
     at_N = torch.where(given_N == OUT, tables.length_R[index_N] - 1, given_N)
-    last_N, turn_W = tables.last_R[index_N], torch.arange(width, dtype=torch.int32, device=row_N.device)
+    turn_W = torch.arange(width, dtype=torch.int32, device=row_N.device)
     draft_ND = drafter.propose(index_N, at_N, last_N, most_N, width - 1)
     good_ND = (draft_ND >= 0) & (draft_ND < model.vocab_size) & (turn_W[:-1] < most_N[:, None])
     may_ND = good_ND.long().cumprod(1) > 0
@@ -104,9 +106,10 @@ def draft_step(model: Model, tables: RowTables, decodes: Decodes, kind: str, inp
     position_B = torch.where(computes_NW, at_N[:, None] + turn_W, -1).flatten()
     row_B, index_B = (x.repeat_interleave(width) for x in (row_N, index_N))
     turn_B = turn_W.repeat(len(row_N))
-    attend = decodes.attend(kind, row_B, position_B, turn_B.view(-1, width))
-    hidden_BD = model.forward(token_B, position_B.clamp(min=0).long(), attend)
-    logits_BV = model.logits(hidden_BD)
+    queries = begin(row_B, position_B, tables.last_R, decodes.looks)
+    attend = decodes.attend(kind, queries, turn_B.view(-1, width))
+    hidden_BD = model.forward(token_B, queries.at_B, attend)
+    logits_BV = logits_RV[:len(token_B)].copy_(model.head(hidden_BD))
     answer_3B, counts_B = draws.checked(logits_BV, tables.last_R, row_B, index_B, position_B,
                                         id_NW.flatten().int(), turn_B, width)
     if isinstance(attend, Decoding):

@@ -15,6 +15,7 @@ from penstock.exec.graphs.capture import GroupedDecodes
 from penstock.exec.step.attend import Grouped, Latent, seen_slots
 from penstock.exec.step.states import lasts
 from penstock.exec.step.tables import GroupTable, RowTables
+from penstock.kernels.fused.step import begin
 from penstock.kernels.types import fp8
 from penstock.model.base import Attend, LocalLayer
 
@@ -25,7 +26,7 @@ class LayerDrafts(OnDevice):
     layer = True
 
     def __init__(self, mtp: MTP, tables: RowTables) -> None:
-        self._mtp = mtp
+        self._mtp, self._last_R = mtp, tables.last_R
         self._kv, self._hidden = tables.groups[-2:]
 
     def propose(self, index_N: Tensor, at_N: Tensor, last_N: Tensor, most_N: Tensor, most: int) -> Tensor:
@@ -61,11 +62,11 @@ class LayerDrafts(OnDevice):
         return torch.where((position_B > 0)[:, None], self._mtp.pool_PD[page_B.long()], 0)
 
     def _layer(self, token_B: Tensor, before_BD: Tensor, row_B: Tensor, position_B: Tensor) -> Tensor:
-        kv = self._mtp.attending
+        kv, queries = self._mtp.attending, begin(row_B, position_B, self._last_R)
         attend: Attend = (
-            GroupedDecodes(kv, (self._kv,)).attend("all", row_B, position_B) if isinstance(kv, Grouped) else
+            GroupedDecodes(kv, (self._kv,)).attend("all", queries) if isinstance(kv, Grouped) else
             _LatentDecode(kv, self._kv, row_B, position_B))
-        return self._mtp.model.draft(token_B, before_BD, position_B.clamp(min=0).long(), attend)
+        return self._mtp.model.draft(token_B, before_BD, queries.at_B, attend)
 
 
 class _LatentDecode:

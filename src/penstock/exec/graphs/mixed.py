@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.plan import StepPlan
-from penstock.exec.graphs.capture import PagedDecode, Recorded, Replays, index_of, next_tokens
+from penstock.exec.graphs.capture import PagedDecode, Recorded, Replays, next_tokens
 from penstock.exec.sampling.on_device import Draws
 from penstock.exec.step.attend import Grouped, OfHeads
 from penstock.exec.step.eager import Ran, Steps
@@ -96,14 +96,15 @@ def lay_out(plan: StepPlan, rows: Sequence[int], bucket: Bucket, out: np.ndarray
             parts[name][:len(which)], parts[name][len(which):] = values[which], rest
 
 
-def step(model: Model, tables: RowTables, grouped: Grouped, given: StepInput,
-         draws: Draws | None = None) -> tuple[Tensor, Tensor]:
-    """What is captured: (logits_SV, answer_2S int64), as `DecodeGraphs.run` returns, with padding."""
+def step(model: Model, tables: RowTables, grouped: Grouped, given: StepInput, draws: Draws | None,
+         logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+    """What is captured: (logits_SV, answer_2S int64), as `DecodeGraphs.run` returns, with padding.
+    logits_RV: as for `decode_step`."""
     id_T = torch.where(given.id_T < 0, tables.last_R[given.row_T.long()], given.id_T.long())
     attend: Attend = _Mixed(grouped, tables, given)
     hidden_TD = model.forward(id_T, given.position_T.clamp(min=0).long(), attend)
     return next_tokens(model, tables, hidden_TD[given.at_S.long()], given.row_S, given.position_S,
-                       index_of(tables, given.row_S, given.position_S), draws)
+                       draws, logits_RV)
 
 
 class _Mixed(OfHeads):
@@ -113,7 +114,8 @@ class _Mixed(OfHeads):
         from penstock.kernels.attention.paged_attention import triton_decode  # needs Triton
         self._write_kv, self._grouped, self._given = triton_decode.write_kv, grouped, given
         self._tables = [table.device_RM for table in tables.groups]
-        self._decodes = [PagedDecode(spec, table.device_RM, table.size, given.row_D, given.context_D - 1)
+        at = given.row_D, given.context_D - 1, given.context_D
+        self._decodes = [PagedDecode(spec, table.device_RM, table.size, *at)
                          for spec, table in zip(grouped.specs, tables.groups, strict=True)]
         # Entries without a page are not read, and may be looked at.
         self._pages = [table_RM[given.row_B.long()].clamp_min(0) for table_RM in self._tables]

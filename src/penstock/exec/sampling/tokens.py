@@ -45,6 +45,7 @@ class Answers:
     answer_2B   int64: tokens, and FINE or why not; where rows have several positions (`exec.drafts`) also
                 what each took, -1: it is its row's first, or padding. Complete once the device has executed
                 what was launched by `sample` and `choose`
+    counted     it has lines of `counts` instead: of each row, once it is learnt, what the step counted
     late        gives some rows their tokens, once those of all steps before are known: until then they
                 have provisional ones. Of rows with drafts it may wait for this step, and leave it learnt
     firsts      where rows have several positions: the first of each; `states` are one a position then
@@ -57,6 +58,8 @@ class Answers:
     late: Callable[[Answers], None] | None = None
     recorded: Recorded | None = None
     learnt: bool = False
+    counted: bool = False
+    counts: Sequence[Sequence[int]] = ()
     tokens: list[tuple[int, ...]] = field(default_factory=list)
     logprobs: list[tuple[RequestId, int, Logprobs]] = field(default_factory=list)
     faults: list[tuple[RequestId, str]] = field(default_factory=list)
@@ -74,6 +77,8 @@ class Answers:
         assert not self.learnt and self.late is None, "tokens are learnt once, and once they are chosen"
         self.learnt = True
         tokens, fine, *inputs = [[], []] if self.answer_2B is None else self.answer_2B.tolist()
+        if self.counted:
+            self.counts, inputs = [*zip(*inputs, strict=True)], []
         told([s for _, s in self.states], fine, self.recorded)
         for first, end in pairwise((*(self.firsts or range(len(self.states))), len(self.states))):
             self.tokens.append(self._follow(first, end, tokens, fine, *inputs))
@@ -228,8 +233,9 @@ class Chosen(Tokens):
         self.outside += sum(not s.simple for s in states)
         answer_2B, late = self._provisional(ran, states), [i for i, s in enumerate(states) if self._late(s)]
         if not late:
-            return Answers(pairs, answer_2B=answer_2B.to("cpu", non_blocking=True))  # pinned, from a device
-        return Answers(pairs, late=partial(self._choose, ran, answer_2B, states, late))
+            return Answers(pairs, answer_2B=answer_2B.to("cpu", non_blocking=True),  # pinned, from a device
+                           counted=ran.counted)
+        return Answers(pairs, late=partial(self._choose, ran, answer_2B, states, late), counted=ran.counted)
 
     def _checked(self, plan: StepPlan, ran: Ran, pairs: States) -> Answers:
         """Of a step in which rows have several positions (`exec.drafts`)."""

@@ -23,7 +23,6 @@ from penstock.exec.sparse.layers import (
     BoundsSelector,
     SparseLayers,
     SparseStep,
-    slots_of,
     unit_attention,
 )
 from penstock.exec.sparse.prompts import GPU_WINDOW, Chunk, HostedPrompts
@@ -33,6 +32,7 @@ from penstock.exec.step.states import StatePools, StepStates
 from penstock.exec.step.tables import Lowered, RowTables
 from penstock.kernels.attention.paged_attention import Prepare, Prepared, write_kv
 from penstock.kernels.choose.select import SelectRule
+from penstock.kernels.fused.step import Place, Queries
 from penstock.kernels.kv.write_kv import WriteAt
 from penstock.kernels.types.ragged import Ragged
 from penstock.memory.pool import BlockPool
@@ -203,31 +203,39 @@ class SelectingDecodes(Decodes):
     def __init__(self, selecting: Selecting) -> None:
         self._of = selecting
         self.kinds = (DEVICE, MIXED) if selecting._kv.host_RM is None else (DEVICE, HOST, MIXED)
+        kv, unit = selecting._kv, selecting._unit
+        bounds = Place(selecting._bounds.device_RM, kv.size // unit, unit)
+        self.looks = selecting.rows.looks(kv.place, kv.host_place, bounds, budget_R=selecting._budget_R)
 
     def kind(self, rows: Sequence[int]) -> str:
         if not all(self._of.rows[r].budget for r in rows):
             return MIXED
         return DEVICE if all(map(self._of._kv.is_resident, rows)) else HOST
 
-    def attend(self, kind: str, row_B: Tensor, position_B: Tensor, turn_NW: Tensor | None = None) -> Attend:
-        return _DecodeStep(self._of, kind, row_B, position_B, turn_NW)
+    def attend(self, kind: str, queries: Queries, turn_NW: Tensor | None = None) -> Attend:
+        return _DecodeStep(self._of, kind, queries, turn_NW)
 
 
 class _DecodeStep(Decoding):
-    def __init__(self, of: Selecting, kind: str, row_B: Tensor, position_B: Tensor,
-                 turn_NW: Tensor | None) -> None:
-        self._of, self._at = of, _write_at(of, row_B, position_B)
-        self._budget_B = of._budget_R[row_B.long()]
-        self._selects_B = self._budget_B > 0
-        select_B = position_B.where(self._selects_B, -1)
-        self._step = SparseStep(row_B, select_B, (slice(None),), of.rows.hot.tick(1),
+    def __init__(self, of: Selecting, kind: str, queries: Queries, turn_NW: Tensor | None) -> None:
+        row_B, position_B, budget_B, select_B = (
+            queries.row_B, queries.position_B, queries.budget_B, queries.select_B)
+        assert budget_B is not None and select_B is not None, "begun without `SelectingDecodes.looks`"
+        device_B, host_B, bounds_B = queries.slot_LB
+        self._of, self._budget_B = of, budget_B
+        self._at = WriteAt(device_B, host_B, bounds_B, queries.own_B, position_B, of._unit)
+        self._step = SparseStep(row_B, select_B, (slice(None),), of.rows.hot.now_11,
                                 None if turn_NW is None else turn_NW.flatten(), kind != DEVICE)
 
-        def whole(group: int, position_B: Tensor) -> PagedDecode:
+        def whole(group: int, position_B: Tensor, context_B: Tensor) -> PagedDecode:
             table = of._tables.groups[group]
-            return PagedDecode(of._specs[group], table.device_RM, table.size, row_B, position_B)
-        self._whole = whole(0, position_B.where(~self._selects_B, -1)) if kind == MIXED else None
-        self._others = {g: whole(g, position_B) for g, *_ in of._dense.values()}
+            return PagedDecode(of._specs[group], table.device_RM, table.size, row_B, position_B, context_B)
+        self._whole = None
+        if kind == MIXED:
+            self._selects_B = budget_B > 0
+            others_B = position_B.where(~self._selects_B, -1)
+            self._whole = whole(0, others_B, others_B + 1)
+        self._others = {g: whole(g, position_B, queries.context_B) for g, *_ in of._dense.values()}
         self.state = of.states.decode(of._tables.groups, row_B, position_B, turn_NW)
 
     def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
@@ -246,17 +254,6 @@ class _DecodeStep(Decoding):
         pool_PK2GH = of._device[i]
         all_TNH = self._whole(q_TNH, pool_PK2GH[:, :, 0], pool_PK2GH[:, :, 1], sinks_N)
         return torch.where(self._selects_B[:, None, None], out_TNH, all_TNH)
-
-
-def _write_at(of: Selecting, row_B: Tensor, position_B: Tensor) -> WriteAt:
-    """-1 throughout for padding."""
-    kv, bounds, unit = of._kv, of._bounds, of._unit
-    return WriteAt(
-        device_T=slots_of(kv.device_RM, kv.size, row_B, position_B),
-        host_T=slots_of(kv.host_RM, kv.size, row_B, position_B),
-        bounds_T=slots_of(bounds.device_RM, kv.size // unit, row_B,
-                          torch.where(position_B < 0, -1, position_B // unit)),
-        row_T=row_B.where(position_B >= 0, -1), position_T=position_B, unit=unit)
 
 
 def _where(chunks: Sequence[Chunk], device: torch.device) -> Tensor:

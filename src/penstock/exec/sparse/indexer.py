@@ -21,11 +21,12 @@ from torch import Tensor
 from penstock.core.plan import Bind, StepPlan
 from penstock.exec.graphs.capture import Decodes
 from penstock.exec.sparse.bounds import Selector
-from penstock.exec.sparse.layers import DEVICE, HOST, SparseLayers, SparseStep, row_attention, slots_of
+from penstock.exec.sparse.layers import DEVICE, HOST, SparseLayers, SparseStep, row_attention
 from penstock.exec.sparse.rows import HotRows, Selects
 from penstock.exec.step.attend import LatentOps, check_pools
 from penstock.exec.step.tables import Lowered, RowTables
 from penstock.kernels.choose import index_pair
+from penstock.kernels.fused.step import Queries
 from penstock.kernels.kv import gather
 from penstock.kernels.kv.write_kv import WriteAt
 from penstock.kernels.types import fp8
@@ -225,21 +226,19 @@ class IndexedDecodes(Decodes):
         self._indexed, self._tables = indexed, tables.groups
         self._nowhere_T = torch.full_like(tables.last_R[:1], -1).repeat(most)
         self.kinds = (DEVICE,) if tables.groups[0].host_RM is None else (DEVICE, HOST)
+        rows, keys = tables.groups[:2]
+        self.looks = indexed.rows.looks(keys.place, rows.place, rows.host_place)
 
     def kind(self, rows: Sequence[int]) -> str:
         return DEVICE if all(map(self._tables[0].is_resident, rows)) else HOST
 
-    def attend(self, kind: str, row_B: Tensor, position_B: Tensor, turn_NW: Tensor | None = None) -> Attend:
-        rows, keys, nowhere_B = self._tables[0], self._tables[1], self._nowhere_T[:len(row_B)]
+    def attend(self, kind: str, queries: Queries, turn_NW: Tensor | None = None) -> Attend:
+        row_B, position_B = queries.row_B, queries.position_B
+        nowhere_B, (key_B, device_B, host_B) = self._nowhere_T[:len(row_B)], queries.slot_LB
         assert len(nowhere_B) == len(row_B), f"a step of {len(row_B)} tokens"
-        row_T = row_B.where(position_B >= 0, -1)
-        at = WriteAt(
-            slots_of(rows.device_RM, rows.size, row_B, position_B),
-            nowhere_B if rows.host_RM is None else slots_of(rows.host_RM, rows.size, row_B, position_B),
-            nowhere_B, row_T, position_B, 1)
-        keys_at = WriteAt(slots_of(keys.device_RM, keys.size, row_B, position_B), nowhere_B, nowhere_B, row_T,
-                          position_B, 1)
-        step = SparseStep(row_B, position_B, (slice(None),), self._indexed.rows.hot.tick(1),
+        at = WriteAt(device_B, host_B, nowhere_B, queries.own_B, position_B, 1)
+        keys_at = WriteAt(key_B, nowhere_B, nowhere_B, queries.own_B, position_B, 1)
+        step = SparseStep(row_B, position_B, (slice(None),), self._indexed.rows.hot.now_11,
                           None if turn_NW is None else turn_NW.flatten(), kind == HOST)
         return _IndexedStep(self._indexed, step, slice(None), (), at, keys_at, row_B, position_B,
-                            keys.device_RM)
+                            self._tables[1].device_RM)

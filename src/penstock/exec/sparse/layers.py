@@ -164,15 +164,6 @@ def row_attention(run: LatentAttention, *, value_dim: int, scale: float) -> Unit
     return attend
 
 
-def slots_of(table_RM: Tensor | None, size: int, row_B: Tensor, at_B: Tensor) -> Tensor:
-    """int64: where entry `at` of each row is in a pool whose pages have `size` of them; -1: nowhere, or
-    padding, of which `at` is negative."""
-    from penstock.kernels.kv.write_kv import triton_places  # needs Triton
-    if table_RM is None:
-        return torch.full(at_B.shape, -1, dtype=torch.int64, device=at_B.device)
-    return triton_places.find(table_RM, size, row_B, at_B)
-
-
 def _rounds(rows: Sequence[int], at_once: Sequence[int]) -> tuple[list[list[int]], list[int]]:
     """Queries by round, as many of a row as it may have at once; and the turn of each, 0 where nothing that
     it chooses is missing."""

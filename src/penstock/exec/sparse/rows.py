@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from penstock.core.plan import Bind, HotResize, RequestId
-from penstock.exec.step.attend import ANY, Attending, Reads
+from penstock.exec.step.attend import ANY, Attending, Counts, Reads, none_read
 from penstock.exec.step.tables import GroupTable, Lowered, RowTables
+from penstock.kernels.fused.step import Looks, Place
 from penstock.kernels.kv.write_kv import WriteAt
 from penstock.memory.hot import HotBuffers
 from penstock.memory.pool import BlockPool
@@ -120,21 +121,27 @@ class HotRows:
             self._reads.setdefault(rid, Counter())["window_bytes"] += (
                 pages * self._page_rows * self._unit_bytes // self._unit)
 
-    def reads(self, rows: Sequence[int]) -> Reads:
+    def looks(self, *places: Place, budget_R: Tensor | None = None) -> Looks:
+        """What captured steps ask of rows, which they tell in their answers what they have read."""
+        return Looks(places, budget_R, self.hot.now_1, self.hot.count_LRKE)
+
+    def reads(self, rows: Sequence[int], counted: bool = False) -> Reads:
         """(request, READS) of those of these rows that select, up to the steps that the device has been given
-        by now. What it returns tells them, once the last of these has run."""
-        before = [(r, row.rid, self._reads.get(row.rid) or Counter()) for r in rows
+        by now. What it returns tells them, once the last of these has run; counted: by what the step's answer
+        has of each of these rows."""
+        before = [(i, r, row.rid, self._reads.get(row.rid) or Counter()) for i, r in enumerate(rows)
                   if (row := self._rows[r]).rid is not None and row.budget]
         if not before:
-            return tuple
-        count_LRKE = self.hot.all_counts()
-        left = [([had[name] for name in COUNTS], had["window_bytes"]) for _, _, had in before]
+            return none_read
+        count_LRKE = None if counted else self.hot.all_counts()
+        left = [([had[name] for name in COUNTS], had["window_bytes"]) for *_, had in before]
 
-        def told() -> tuple[tuple[RequestId, tuple[int, ...]], ...]:
-            counts = count_LRKE.sum((0, 2)).tolist()
+        def told(answered: Counts) -> tuple[tuple[RequestId, tuple[int, ...]], ...]:
+            counts = None if count_LRKE is None else count_LRKE.sum((0, 2)).tolist()
             found = []
-            for (r, rid, _), (had, window_bytes) in zip(before, left, strict=True):
-                now = [a + b for a, b in zip(had, counts[r], strict=True)]
+            for (i, r, rid, _), (had, window_bytes) in zip(before, left, strict=True):
+                count = answered[i] if counts is None else counts[r]
+                now = [a + b for a, b in zip(had, count, strict=True)]
                 host_bytes = now[COUNTS.index("hot_misses")] * self._unit_bytes + window_bytes
                 found.append((rid, (*now, host_bytes)))
             return tuple(found)
@@ -198,8 +205,8 @@ class Selects(Attending):
     def at_once(self, row: int) -> int:
         return self.rows.at_once(row)
 
-    def reads(self, rows: Sequence[int]) -> Reads:
-        return self.rows.reads(rows)
+    def reads(self, rows: Sequence[int], counted: bool = False) -> Reads:
+        return self.rows.reads(rows, counted)
 
     def stats(self) -> dict[str, float]:
         return self.rows.stats()

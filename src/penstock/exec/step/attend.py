@@ -44,7 +44,13 @@ class LatentOps:
     heads: Prepare | None = None
 
 
-Reads: TypeAlias = Callable[[], tuple[tuple[RequestId, tuple[int, ...]], ...]]
+Counts: TypeAlias = Sequence[Sequence[int]]             # of each row of an answer
+Reads: TypeAlias = Callable[[Counts], tuple[tuple[RequestId, tuple[int, ...]], ...]]
+
+
+def none_read(counts: Counts) -> tuple[()]:
+    """`Reads` of no row."""
+    return ()
 
 
 class Attending(Protocol):
@@ -72,9 +78,9 @@ class Attending(Protocol):
         """Of a row of the tables: how many of its queries may choose before any of them attends."""
         return ANY
 
-    def reads(self, rows: Sequence[int]) -> Reads:
+    def reads(self, rows: Sequence[int], counted: bool = False) -> Reads:
         """As `HotRows.reads`."""
-        return tuple
+        return none_read
 
     def stats(self) -> dict[str, float]:
         """By metric name."""

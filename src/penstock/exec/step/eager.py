@@ -24,6 +24,7 @@ from penstock.model.base import CacheShape, Model
 class Ran:
     """What a step leaves to sampling. rows: by table index; logits_BV: None where another stage has them;
     answer_2B: of a captured step, with its tokens (`DecodeGraphs.run`), which are in the tables already;
+    counted: behind these lines it has what was counted of each row;
     hidden_TD: of all tokens, of a last stage's step that was not captured; width: of a step with drafts that
     a device made: entries of each row."""
 
@@ -32,6 +33,7 @@ class Ran:
     answer_2B: Tensor | None = None
     hidden_TD: Tensor | None = None
     width: int = 1
+    counted: bool = False
 
 
 class Steps(Protocol):

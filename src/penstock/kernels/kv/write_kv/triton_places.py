@@ -108,27 +108,6 @@ def write_tokens(x0, x1, device, host, bounds, scales, device_T, host_T, bounds_
             _store_bound(bounds, scales, at + b_plane, high, own, k, d, True, FORMAT, DIM, DIM_PAD, HEADS_PAD)
 
 
-@triton.jit
-def find_entries(table, row, at, out, table_row, B, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    follow()
-    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    own = b < B
-    r, i = tl.load(row + b, mask=own, other=0).to(tl.int64), tl.load(at + b, mask=own, other=-1)
-    page = tl.load(table + r * table_row + i // SIZE, mask=i >= 0, other=-1).to(tl.int64)
-    tl.store(out + b, tl.where(page >= 0, page * SIZE + i % SIZE, -1), mask=own)
-
-
-def find(table_RM: Tensor, size: int, row_B: Tensor, at_B: Tensor) -> Tensor:
-    """int64: where entry `at` of each row is in a pool whose pages have `size` of them; -1 where the row has
-    no page, or `at` is negative. row_B, at_B int32, dense. Capturable."""
-    out_B = torch.empty(at_B.shape, dtype=torch.int64, device=at_B.device)
-    block = 128
-    find_entries[(triton.cdiv(len(at_B), block),)](
-        table_RM, row_B, at_B, out_B, table_RM.stride(0), len(at_B), SIZE=size, BLOCK=block, num_warps=4,
-        **early())
-    return out_B
-
-
 def write_kv(values: Sequence[Tensor], at: WriteAt, device_PKCGH: Tensor, host_PKCGH: Tensor | None = None,
              hot: HotLayer | None = None, bounds_PK2SH: Tensor | None = None) -> None:
     """As `penstock.kernels.kv.write_kv`. Host pages are pinned. Capturable."""

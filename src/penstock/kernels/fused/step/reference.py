@@ -1,0 +1,45 @@
+"""The definition, in operations of torch; a CPU computes with it."""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.fused.step.spec import Best, Looks, Place, Queries
+
+
+def begin(row_B: Tensor, position_B: Tensor, last_R: Tensor, looks: Looks) -> Queries:
+    real_B, at_B = position_B >= 0, position_B.clamp(min=0).long()
+    index_B = torch.where(real_B, row_B, len(last_R) - 1).long()
+    slots = [_slots(place, row_B.long(), at_B).where(real_B, -1) for place in looks.places]
+    budget_B = select_B = None
+    if looks.budget_R is not None:
+        budget_B = looks.budget_R[row_B.long()]
+        select_B = position_B.where(budget_B > 0, -1)
+    if looks.now_1 is not None:
+        looks.now_1.add_(1)
+    return Queries(row_B, position_B, position_B + 1, row_B.where(real_B, -1), index_B, last_R[index_B], at_B,
+                   torch.stack(slots) if slots else at_B.new_empty(0, len(at_B)), budget_B, select_B)
+
+
+def _slots(place: Place, row_B: Tensor, at_B: Tensor) -> Tensor:
+    if place.table_RM is None:
+        return torch.full_like(at_B, -1)
+    entry_B = at_B // place.unit
+    page_B = place.table_RM[row_B, entry_B // place.size].long()
+    return torch.where(page_B < 0, -1, page_B * place.size + entry_B % place.size)
+
+
+def best(head_BV: Tensor, logits_BV: Tensor) -> Best:
+    peak_B, token_B = logits_BV.copy_(head_BV).max(-1)
+    return Best(peak_B[:, None], token_B[:, None].int(), torch.full_like(token_B, -1))
+
+
+def say(found: Best, row_B: Tensor, position_B: Tensor, last_R: Tensor, count_LRKE: Tensor | None) -> Tensor:
+    token_B = torch.where(found.token_B < 0, found.at_BS[:, 0].long(), found.token_B)
+    real_B = position_B >= 0
+    last_R[torch.where(real_B, row_B, len(last_R) - 1).long()] = token_B
+    answer_2B = torch.stack((token_B, found.peak_BS[:, 0].isfinite().long()))
+    if count_LRKE is None:
+        return answer_2B
+    count_BE = count_LRKE[:, row_B.long()].sum((0, 2)).where(real_B[:, None], 0)
+    return torch.cat((answer_2B, count_BE.T))
