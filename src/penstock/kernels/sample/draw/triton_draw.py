@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.triton.depend import early, follow
+
 BLOCK = 4096
 _ONE = 0x3F800000               # bits of 1.0
 
@@ -91,6 +93,7 @@ def _threshold(w, V, low, limit, MASS: tl.constexpr, BLOCK: tl.constexpr, ONE: t
 
 @triton.jit
 def draw_rows(logits, w, token, row_B, position_B, knobs, stream, V, BLOCK: tl.constexpr, ONE: tl.constexpr):
+    follow()
     b = tl.program_id(0)
     row = tl.load(row_B + b)
     position = tl.load(position_B + b)
@@ -168,4 +171,4 @@ def draw(logits_BV: Tensor, token_B: Tensor, row_B: Tensor, position_B: Tensor, 
     rows, vocab = logits_BV.shape
     block = min(BLOCK, triton.next_power_of_2(vocab))
     draw_rows[(rows,)](logits_BV, torch.empty_like(logits_BV), token_B, row_B, position_B, params_R4,
-                       stream_R2, vocab, BLOCK=block, ONE=_ONE, num_warps=16)
+                       stream_R2, vocab, BLOCK=block, ONE=_ONE, num_warps=16, **early())
