@@ -139,6 +139,9 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
               wide=I64, narrow=I32, row0="i32", row1="i32", row2="i32", B="i32", LINE="i32", LAST="i32"),
          dict(PLACES=places, SIZE0=64, SIZE1=0, SIZE2=8, UNIT0=1, UNIT1=1, UNIT2=8, BUDGET=asks, TICK=asks,
               BLOCK=128), 4, 3) for places, asks in ((0, False), (3, True))],
+    ("fused.step.triton_step", "turn_angles"): [
+        (dict(position=I64, freq=F32, cos=out, sin=out, factor="fp32", freq_row="i32", F="i32"),
+         dict(F_PAD=64), 1, 3) for out in (BF16, F32)],
     ("fused.step.triton_step", "best_parts"): [
         (dict(head=head, logits=F32, peak=F32, at=I32, token=I64, head_row="i32", V="i32"),
          dict(BLOCK=4096), 8, 3) for head in (BF16, F32)],

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.config.base.errors import ConfigError
+from penstock.kernels.fused.step import angles
 from penstock.model.weights.fields import NUMBER_MAX, Fields
 
 FACTOR_MAX = 1e6
@@ -59,14 +60,7 @@ class Rope:
             position_T1 = positions_T[:, None].float()
             longer = _ntk_freq(self.ntk, position_T1, inv_freq)
             inv_freq = torch.where(position_T1 < self.ntk.original, inv_freq, longer)
-        freqs_TF = positions_T[:, None] * inv_freq
-        # Few operations, as each is a launch of every step.
-        cos_T2F, sin_T2F = freqs_TF.new_empty(2, len(freqs_TF), 2, freqs_TF.shape[1], dtype=dtype)
-        torch.mul(freqs_TF.cos()[:, None].expand(cos_T2F.shape), self.attention_factor, out=cos_T2F)
-        sin_TF = freqs_TF.sin()
-        torch.mul(sin_TF, -self.attention_factor, out=sin_T2F[:, 0])
-        torch.mul(sin_TF, self.attention_factor, out=sin_T2F[:, 1])
-        return cos_T2F.flatten(1)[:, None], sin_T2F.flatten(1)[:, None]
+        return angles(positions_T, inv_freq, self.attention_factor, dtype)
 
 
 def _ntk_freq(ntk: NTK, position_T1: Tensor, inv_freq_F: Tensor) -> Tensor:

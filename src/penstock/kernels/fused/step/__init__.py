@@ -1,16 +1,18 @@
-"""What a captured step does in front of its layers and behind its head: a launch for each of these on a CUDA
-device, and operations of torch on a CPU.
+"""What a step does in front of its layers and behind its head: a launch for each of these on a CUDA device,
+and operations of torch on a CPU. All but `angles` of captured steps.
 
     B queries of the step   R rows of the tables   V vocabulary   S vocabulary in parts   X lines of an answer
+    T tokens of the step   F frequencies   H = 2 F
 """
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from penstock.kernels.fused.step import reference
 from penstock.kernels.fused.step.spec import Best, Looks, Place, Queries
 
-__all__ = ["Best", "Looks", "Place", "Queries", "begin", "best", "say"]
+__all__ = ["Best", "Looks", "Place", "Queries", "angles", "begin", "best", "say"]
 _NOTHING = Looks()
 
 
@@ -25,6 +27,18 @@ def begin(row_B: Tensor, position_B: Tensor, last_R: Tensor, looks: Looks = _NOT
         from penstock.kernels.fused.step import triton_step  # needs Triton
         return triton_step.begin(row_B, position_B, last_R, looks)
     return reference.begin(row_B, position_B, last_R, looks)
+
+
+def angles(positions_T: Tensor, freq_F: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(cos_T1H, sin_T1H), dense, as `LayerOps.rotate` takes them: of position times frequency, in f32, times
+    `factor`, in both halves of H; the first half of sin is negated. Capturable.
+
+    positions_T   int64    freq_F   f32, dense, or those of each token, [T, F]
+    """
+    if positions_T.is_cuda:
+        from penstock.kernels.fused.step import triton_step  # needs Triton
+        return triton_step.angles(positions_T, freq_F, factor, dtype)
+    return reference.angles(positions_T, freq_F, factor, dtype)
 
 
 def best(head_BV: Tensor, logits_BV: Tensor) -> Best:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.kernels.cases import DTYPES, Case
+from penstock.kernels.cases import DTYPES, TOLERANCE, Case
 from penstock.kernels.fused.step.spec import Looks, Place
 
 _ROWS = 150
@@ -23,6 +23,10 @@ def cases(device: str = "cpu") -> Iterator[Case]:
             for asks in (False, True):
                 yield Case(f"{num} begin, {name}{', budgets' * asks}",
                            partial(_begin, device, num, tables, asks))
+    for tokens, freqs, own in ((1, 32, False), (7, 3, False), (7, 64, True), (70, 20, False)):
+        for kind, dtype in DTYPES:
+            yield Case(f"{kind}: {tokens} tokens by {freqs} angles{' of their own' * own}",
+                       partial(_angles, device, tokens, freqs, own, dtype), TOLERANCE[dtype])
     for vocab, num in ((1, 1), (61, 130), (4096, 3), (9001, 5)):
         for kind, dtype in DTYPES:
             for shape in ((), (3, 2), (1, 1)):
@@ -53,6 +57,16 @@ def _begin(device: str, num: int, tables: tuple[tuple[int, int], ...], asks: boo
     return tuple(x.contiguous() for x in (
         found.row_B, found.position_B, found.context_B, found.own_B, found.index_B, found.token_B, found.at_B,
         *found.slot_LB, found.budget_B, found.select_B, looks.now_1) if x is not None)
+
+
+def _angles(device: str, tokens: int, freqs: int, own: bool, dtype: torch.dtype,
+            ends: Any) -> tuple[Tensor, ...]:
+    """At positions up to a million, of which a fast cosine knows little."""
+    position = (torch.arange(1, tokens + 1) * 14_057 % 1_000_003).to(device)
+    freq = (1e4 ** (-torch.arange(freqs) / freqs)).to(device)
+    found: tuple[Tensor, ...] = ends.angles(
+        position, freq * (position[:, None] % 3 + 1) if own else freq, 1.3, dtype)
+    return found
 
 
 def _say(device: str, num: int, vocab: int, dtype: torch.dtype, shape: tuple[int, ...],

@@ -29,6 +29,16 @@ def _slots(place: Place, row_B: Tensor, at_B: Tensor) -> Tensor:
     return torch.where(page_B < 0, -1, page_B * place.size + entry_B % place.size)
 
 
+def angles(positions_T: Tensor, freq_F: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    freqs_TF = positions_T[:, None] * freq_F
+    cos_T2F, sin_T2F = freqs_TF.new_empty(2, len(freqs_TF), 2, freqs_TF.shape[1], dtype=dtype)
+    torch.mul(freqs_TF.cos()[:, None].expand(cos_T2F.shape), factor, out=cos_T2F)
+    sin_TF = freqs_TF.sin()
+    torch.mul(sin_TF, -factor, out=sin_T2F[:, 0])
+    torch.mul(sin_TF, factor, out=sin_T2F[:, 1])
+    return cos_T2F.flatten(1)[:, None], sin_T2F.flatten(1)[:, None]
+
+
 def best(head_BV: Tensor, logits_BV: Tensor) -> Best:
     peak_B, token_B = logits_BV.copy_(head_BV).max(-1)
     return Best(peak_B[:, None], token_B[:, None].int(), torch.full_like(token_B, -1))

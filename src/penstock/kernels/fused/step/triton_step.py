@@ -4,6 +4,7 @@ A row of logits is read by several programs, of which `say_tokens` joins what th
 Imported only where a CUDA device was asked for.
 
     B queries of the step   R rows of the tables   V vocabulary   S vocabulary in parts   X lines of an answer
+    T tokens of the step   F frequencies   H = 2 F
 """
 from __future__ import annotations
 
@@ -61,6 +62,21 @@ def begin_rows(row, position, last, budget, now, table0, table1, table2, wide, n
     if TICK:
         if tl.program_id(0) == 0:
             tl.store(now, tl.load(now) + 1)
+
+
+@triton.jit
+def turn_angles(position, freq, cos, sin, factor, freq_row, F, F_PAD: tl.constexpr):
+    """One token's."""
+    follow()
+    t = tl.program_id(0).to(tl.int64)
+    f = tl.arange(0, F_PAD)
+    angle = tl.load(position + t).to(tl.float32) * tl.load(freq + t * freq_row + f, mask=f < F, other=0.0)
+    x, y, at = tl.cos(angle) * factor, tl.sin(angle) * factor, 2 * t * F + f
+    kind: tl.constexpr = cos.dtype.element_ty
+    tl.store(cos + at, x.to(kind), mask=f < F)
+    tl.store(cos + at + F, x.to(kind), mask=f < F)
+    tl.store(sin + at, (-y).to(kind), mask=f < F)
+    tl.store(sin + at + F, y.to(kind), mask=f < F)
 
 
 @triton.jit
@@ -126,6 +142,18 @@ def begin(row_B: Tensor, position_B: Tensor, last_R: Tensor, looks: Looks) -> Qu
     (index_B, token_B, at_B), slot_LB = wide_XB[:3, :num], wide_XB[3:, :num]
     context_B, own_B, *budgets = narrow_XB[:, :num]
     return Queries(row_B, position_B, context_B, own_B, index_B, token_B, at_B, slot_LB, *budgets)
+
+
+def angles(positions_T: Tensor, freq_F: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """As `penstock.kernels.fused.step.angles`."""
+    tokens, num = len(positions_T), freq_F.shape[-1]
+    assert positions_T.is_contiguous() and freq_F.is_contiguous() and freq_F.dtype == torch.float32
+    cos_T1H, sin_T1H = torch.empty(2, tokens, 1, 2 * num, dtype=dtype, device=positions_T.device)
+    if tokens:
+        turn_angles[(tokens,)](positions_T, freq_F, cos_T1H, sin_T1H, factor,
+                               num if freq_F.dim() > 1 else 0, num, F_PAD=triton.next_power_of_2(num),
+                               num_warps=1, **early())
+    return cos_T1H, sin_T1H
 
 
 def best(head_BV: Tensor, logits_BV: Tensor) -> Best:
