@@ -85,7 +85,7 @@ class Cut:
 
 FEW_MAX = 32          # rows; from there on cuBLAS is as fast
 # Measured on an H200 over weights of 8B models (bench/device), beside cuBLAS at 2.6 to 4.1 TB/s.
-_LARGE, _HEAD = 16384, 65536        # outputs
+_MIDDLE, _LARGE, _HEAD = 4096, 16384, 65536        # outputs
 
 
 def cut_of(rows: int, outputs: int) -> Cut:
@@ -93,7 +93,10 @@ def cut_of(rows: int, outputs: int) -> Cut:
         return Cut(2, 2048, 4, 1) if outputs >= _LARGE else Cut(8, 512, 4, 3)
     if outputs >= _HEAD:
         return Cut(128, 128, 8, 4)
-    return Cut(32, 256, 4, 4) if rows > 16 and outputs < 6144 else Cut(64, 128, 4, 5)
+    if rows > 16:
+        return Cut(32, 256, 4, 4) if outputs < 6144 else Cut(64, 128, 4, 5)
+    # In a step whose kernels begin early: what is best alone is not best there.
+    return Cut(16, 256, 4, 6) if _MIDDLE <= outputs < 2 * _MIDDLE else Cut(64, 128, 4, 5)
 
 
 def run(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, cut: Cut | None = None) -> Tensor:

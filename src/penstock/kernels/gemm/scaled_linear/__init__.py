@@ -9,10 +9,11 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from penstock.kernels.c import device
 from penstock.kernels.gemm.scaled_linear import reference
 from penstock.kernels.op import DEVICES, Implementation, Op, Unusable
 from penstock.kernels.platform import KernelError, Platform
-from penstock.kernels.triton.lazy import lazy, probe
+from penstock.kernels.triton.lazy import lazy
 from penstock.kernels.types.scaled import Scaled
 
 Linear: TypeAlias = Callable[[Tensor], Tensor]
@@ -22,7 +23,7 @@ _LEAST = 89                     # the first architecture that converts e4m3
 
 
 def _probe(platform: Platform) -> str:
-    told = probe(platform)
+    told = device.probe(platform)
     if not any(f.startswith("sm_") and int(f[3:]) >= _LEAST for f in platform.features):
         raise Unusable(f"{platform.gpu} has no fp8 (sm_{_LEAST})")
     return told

@@ -12,8 +12,9 @@ from penstock.kernels.gemm.scaled_linear import Pack
 from penstock.kernels.types.scaled import E4M3, Scaled
 
 # outputs, inputs, rows and columns of a block
-_SHAPES = ((1, 1, 128, 128), (37, 19, 4, 16), (64, 576, 128, 128), (300, 130, 1, 64), (129, 257, 100, 48))
-_ROWS = (1, 2, 17, 65, 130)
+_SHAPES = ((1, 1, 128, 128), (37, 19, 4, 16), (64, 576, 128, 128), (300, 130, 1, 64), (129, 257, 100, 48),
+           (4500, 640, 96, 64))
+_ROWS = (1, 2, 9, 17, 65, 130)
 
 
 def cases(device: str = "cpu") -> Iterator[Case]:

@@ -1,4 +1,5 @@
-"""y = x W^T with W in block-scaled fp8, in Triton: elements are read once, and become floats in registers.
+"""y = x W^T with W in block-scaled fp8, in Triton, and of a few rows of bfloat16 in C++: elements are read
+once, and become floats in registers.
 
 Imported only where a CUDA device was asked for.
 
@@ -7,6 +8,7 @@ Imported only where a CUDA device was asked for.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.c import device
 from penstock.kernels.triton.tiles import add_product, parts_of, tile_cols
 from penstock.kernels.types.scaled import Scaled
 
@@ -55,6 +58,27 @@ def dequantise(weight, scale, out, OUTPUTS, INPUTS, SCALES, ROWS: tl.constexpr, 
 
 
 FEW_MAX = 64                    # rows; not measured on a device yet
+CPP_MAX, CHUNK = 16, 64         # rows of the kernel in C++, and inputs that it multiplies at once
+# Of seven ways the best in a step of Qwen3-30B-A3B on an H100, blocks: two for each of its processors.
+_WARPS, _AHEAD, _BLOCKS = 8, 4, 264
+
+
+def _in_cpp(x_TI: Tensor, weight: Scaled, bias_O: Tensor | None, out_TO: Tensor) -> bool:
+    """Whether out_TO has been written: not of many rows, of float32, of odd blocks, or without NVRTC."""
+    tokens, (outputs, inputs) = x_TI.shape[0], weight.shape
+    several = weight.cols // CHUNK
+    if (tokens > CPP_MAX or x_TI.dtype != torch.bfloat16 or inputs % CHUNK or weight.cols != several * CHUNK
+            or several & (several - 1) or x_TI.stride(0) % 8 or x_TI.data_ptr() % 16
+            or weight.element_OI.data_ptr() % 16):
+        return False
+    launch = device.launcher(Path(__file__).with_name("scaled_rows.cu"), "scaled_rows", WARPS=_WARPS,
+                             AHEAD=_AHEAD, TILES=triton.cdiv(tokens, 8))
+    if launch is None:
+        return False
+    launch((min(triton.cdiv(outputs, 16), _BLOCKS), 1), 32 * _WARPS, x_TI, weight.element_OI, weight.scale_RJ,
+           0 if bias_O is None else bias_O, out_TO, tokens, outputs, inputs, x_TI.stride(0), weight.rows,
+           several.bit_length() - 1, weight.scale_RJ.shape[1])
+    return True
 
 
 def run(x_TI: Tensor, weight: Scaled, bias_O: Tensor | None) -> Tensor:
@@ -62,6 +86,8 @@ def run(x_TI: Tensor, weight: Scaled, bias_O: Tensor | None) -> Tensor:
     tokens, (outputs, inputs) = x_TI.shape[0], weight.shape
     assert x_TI.stride(1) == 1 and x_TI.shape[1] == inputs, "rows must be dense and fit"
     out_TO = torch.empty((tokens, outputs), dtype=x_TI.dtype, device=x_TI.device)
+    if _in_cpp(x_TI, weight, bias_O, out_TO):
+        return out_TO
     element, scale, scales, constants = parts_of(weight)
     rows, exact = 32, x_TI.dtype == torch.float32
     scaled_rows[(triton.cdiv(outputs, rows),)](
