@@ -305,8 +305,9 @@ def test_attention_in_gluon_compiles_for_hopper() -> None:
 
 
 @pytest.mark.parametrize("name, defines", [
-    ("choose/index_select/score_keys", dict(SIZE=64, HEADS=64, BINS=0)),
-    ("choose/index_select/score_keys", dict(SIZE=16, HEADS=8, BINS=8192)),
+    ("choose/index_select/score_keys", dict(SIZE=64, HEADS=64, BINS=0, CODED=1)),
+    ("choose/index_select/score_keys", dict(SIZE=16, HEADS=8, BINS=8192, CODED=1)),
+    ("choose/index_select/score_keys", dict(SIZE=64, HEADS=64, BINS=8192, CODED=0)),
     ("choose/index_select/choose_keys", dict(BINS=8192, NEAR=2048, ROUNDS=64)),
     ("choose/resolve/map_units", dict(THREADS=1024, CHOSEN=2048, SLOTS=4096, PAGE_UNITS=64, TURNS=0)),
     ("choose/resolve/map_units", dict(THREADS=1024, CHOSEN=4096, SLOTS=8192, PAGE_UNITS=64, TURNS=1)),

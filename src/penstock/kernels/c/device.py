@@ -70,25 +70,29 @@ def compiled(source: Path, **defines: int) -> bytes:
 
 
 @functools.cache
-def launcher(source: Path, name: str, **defines: int) -> Launch | None:
+def launcher(source: Path, name: str, *, shared: int = 0, **defines: int) -> Launch | None:
     """launch(grid, threads, *arguments) of a kernel whose parameters are pointers, for tensors, and long
-    long; it begins as those that `triton.depend.follow`. None where there is no such kernel on this GPU; why
-    is logged, once. Capturable, once it has run."""
+    long, and which has so many bytes of shared memory beside its own; it begins as those that
+    `triton.depend.follow`. None where there is no such kernel on this GPU; why is logged, once. Capturable,
+    once it has run."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return None
     try:
-        return _launcher(compiled(source, **defines), name)
+        return _launcher(compiled(source, **defines), name, shared)
     except Unusable as reason:
         _log.warning("%s runs in Triton: %s", name, reason)
         return None
 
 
-def _launcher(code: bytes, name: str) -> Launch:
+def _launcher(code: bytes, name: str, shared: int) -> Launch:
     from cuda.bindings import driver
     error, module = driver.cuModuleLoadData(code)
     if error:
         raise Unusable(f"{name}: {error.name}")
     error, function = driver.cuModuleGetFunction(module, name.encode())
+    if not error and shared:
+        error, = driver.cuFuncSetAttribute(
+            function, driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
     if error:
         raise Unusable(f"{name}: {error.name}")
 
@@ -96,6 +100,7 @@ def _launcher(code: bytes, name: str) -> Launch:
         config: Any = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = shared
         config.hStream = torch.cuda.current_stream().cuda_stream
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION

@@ -34,7 +34,7 @@ class IndexSelect(Protocol):
         Returns      chosen_BS int32, S = topk: ascending positions, -1 after the last. All visible ones
                      if they are no more than that. Of equal scores the lower position.
         score        sum over I of weight * max(q . key, 0), in f32 and an order that is the same for
-                     every token, batch and chunk; of codes and bf16 queries in what a device sums those in
+                     every token, batch and chunk; of bf16 queries in what a device sums those in
         Reads        only keys of visible positions. Writes nothing.
         Source       DeepSeek-V3.2-Exp technical report, section 1: lightning indexer
         """

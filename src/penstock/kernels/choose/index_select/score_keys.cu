@@ -1,15 +1,16 @@
-// Scores of every token that a query sees, of keys in fp8 as their pages have them. Four warps multiply together
-// what each of them brings for itself: 16 keys in one copy. Queries are two codes each, whose sum they are.
+// Scores of every token that a query sees, of keys as their pages have them. Four warps multiply together what each
+// of them brings for itself: 16 keys in one copy. Of keys in fp8 queries are two codes each, whose sum they are.
 //
-// Names that are not declared here are set when it is compiled: SIZE tokens a page, a multiple of 16; HEADS
-// of the indexer, up to 64; BINS in which tokens are counted, or 0.
+// Names that are not declared here are set when it is compiled: SIZE tokens a page, a multiple of 16; HEADS of the
+// indexer, up to 64; BINS in which tokens are counted, or 0; CODED, whether keys are in fp8 or in bfloat16.
 
 typedef unsigned char byte;
 typedef unsigned int word;
 typedef unsigned long long address;
 
 #define DIM 128
-#define KEY (DIM + 4)                   // bytes of a key: its codes, and a float32 that scales them
+#define KEY (CODED ? DIM + 4 : DIM * 2)  // bytes of a key: its codes and a float32 that scales them, or its dims
+#define STEPS (CODED ? 4 : 8)           // in which a key is multiplied, of 32 bytes of it
 #define TOKENS 16                       // of a turn of one warp
 #define TURN (TOKENS * KEY)
 #define WARPS 4
@@ -49,29 +50,38 @@ __device__ __forceinline__ int bin_of(float x) {
 }
 #endif
 
-// A matrix of 64 heads in shared memory, 16 bytes of each next to each other, eight such columns.
+// A matrix of 64 heads in shared memory, 16 bytes of each next to each other: columns, two to a step.
 __device__ __forceinline__ address matrix(const void *p) {
     return (shared_at(p) & 0x3ffff) >> 4 | (address)(PADDED * 16 >> 4) << 16 | (address)(8 * 16 >> 4) << 32;
 }
 
 #define SUMS(x) "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3]), "+f"(x[4]), "+f"(x[5]), "+f"(x[6]), "+f"(x[7])
 
-// sum (+)= 16 keys of each warp times 64 heads, over 32 dims.
+#if CODED
+#define PRODUCT "m64n64k32.f32.e4m3.e4m3"
+#define AS_IS "p, 1, 1"
+#else
+#define PRODUCT "m64n64k16.f32.bf16.bf16"
+#define AS_IS "p, 1, 1, 0"
+#endif
+
+// sum (+)= 16 keys of each warp times 64 heads, over 32 bytes of each.
 __device__ __forceinline__ void multiply(float *sum, const word *a, address b, int more) {
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned." PRODUCT " "
         "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,"
-        "%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1; }"
+        "%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, " AS_IS "; }"
         : SUMS((sum)), SUMS((sum + 8)), SUMS((sum + 16)), SUMS((sum + 24))
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(more));
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 4)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, CODED ? 4 : 3)
 score_keys(const uint4 *q, const float *weight, const byte *key, const int *table, const int *row,
            const int *position, float *score, int *counted, long long q_row, long long weight_row,
            long long key_page, long long table_row, long long most) {
     // Strides of weight and table in elements, of keys and queries in bytes; `most` tokens are a line of scores.
-    __shared__ __align__(128) byte q_code[2][8][PADDED][16];
-    __shared__ __align__(128) byte kept[WARPS][STAGES][TURN];
+    extern __shared__ __align__(128) byte room[];       // 16 columns of queries, then what is brought
+    byte (*q_code)[PADDED][16] = (byte (*)[PADDED][16])room;
+    byte (*kept)[STAGES][TURN] = (byte (*)[STAGES][TURN])(room + 16 * PADDED * 16);
     __shared__ __align__(8) address barriers[WARPS][STAGES];
     __shared__ __align__(8) float counts[PADDED];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = lane >> 2, part = lane & 3;
@@ -86,19 +96,24 @@ score_keys(const uint4 *q, const float *weight, const byte *key, const int *tabl
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     __syncwarp();
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    if (line < 0 || blockIdx.x * WARPS * TOKENS >= end) return;
     int ahead = own_first, page = 0;        // the turn that is brought next, of which the page is known
-    if (lane == 0) {
-        for (int s = 0; s < STAGES && ahead < end; ++s, ahead += step)
+    const auto begin = [&](int s, int before) {
+        for (; lane == 0 && line >= 0 && s < STAGES && ahead < before; ++s, ahead += step)
             bring(shared_at(kept[warp][s]), key + pages[ahead / SIZE] * key_page + ahead % SIZE * KEY,
                   shared_at(&barriers[warp][s]));
-        if (ahead < end) page = pages[ahead / SIZE];
-    }
-    {   // Half a head's query by each thread: brought to 128 and more by a power of two, and in two codes. Dim
-        // d lies where a key's word of it is multiplied: a lane takes every eighth word, as then none collide.
+        return s;
+    };
+    // The kernel in front writes keys of no more tokens than there are queries: those before them may come now.
+    const int begun = begin(0, end - TOKENS - (int)gridDim.y + 1);
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (line < 0 || blockIdx.x * WARPS * TOKENS >= end) return;
+    begin(begun, end);
+    if (lane == 0 && ahead < end) page = pages[ahead / SIZE];
+    {   // Half a head's query by each thread; codes: brought to 128 and more by a power of two, and in two of them.
+        // Dim d lies where a key's word of it is multiplied: a lane takes neighbours, as then few or none collide.
         const int head = threadIdx.x >> 1, half = threadIdx.x & 1;
         const bool used = head < HEADS;
+#if CODED
         const uint4 *from = (const uint4 *)((const byte *)q + b * q_row + head * DIM * 2) + half * 8;
         uint4 eight[8];
         word amount = 0;
@@ -127,24 +142,37 @@ score_keys(const uint4 *q, const float *weight, const byte *key, const int *tabl
                 #pragma unroll
                 for (int k = 0; k < 4; ++k) high[k] = __uint_as_float(__float_as_uint(x[k]) & 0xfff00000u);
                 const int at = half * 16 + i * 2 + j / 2;      // word of the key
-                *(word *)&q_code[0][at & 7][head][at >> 3 << 2] =
+                *(word *)&q_code[at & 7][head][at >> 3 << 2] =
                     two_codes(high[0], high[1]) | two_codes(high[2], high[3]) << 16;
-                *(word *)&q_code[1][at & 7][head][at >> 3 << 2] =
+                *(word *)&q_code[8 + (at & 7)][head][at >> 3 << 2] =
                     two_codes(x[0] - high[0], x[1] - high[1]) | two_codes(x[2] - high[2], x[3] - high[3]) << 16;
             }
         }
+#else
+        const uint4 *from = (const uint4 *)((const byte *)q + b * q_row + head * DIM * 2) + half * 8;
+        if (half == 0) counts[head] = used ? weight[b * weight_row + head] : 0.0f;
+        #pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const uint4 eight = used ? from[i] : make_uint4(0, 0, 0, 0);
+            const word pair[4] = {eight.x, eight.y, eight.z, eight.w};
+            const int of = half * 8 + i;                        // 16 bytes of the key
+            #pragma unroll
+            for (int j = 0; j < 4; ++j) *(word *)&q_code[(of >> 2) * 4 + j][head][(of & 3) * 4] = pair[j];
+        }
+#endif
     }
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncthreads();
-    const address high_q = matrix(q_code[0]), low_q = matrix(q_code[1]);
+    const address high_q = matrix(q_code[0]), low_q = matrix(q_code[8]);
     float *to = score + b * most;
     int stage = 0;
     word phase = 0;
     for (int first = own_first; first - warp * TOKENS < end; first += step) {
-        word a[4][4];
-        float own = 0.0f;
+        word a[STEPS][4];
+        float own = CODED ? 0.0f : 1.0f;
         if (first < end) {
             wait_for(shared_at(&barriers[warp][stage]), phase);
+#if CODED
             const word *low = (const word *)kept[warp][stage] + group * (KEY / 4), *high = low + 8 * (KEY / 4);
             #pragma unroll
             for (int s = 0; s < 4; ++s) {
@@ -152,16 +180,25 @@ score_keys(const uint4 *q, const float *weight, const byte *key, const int *tabl
                 a[s][0] = low[at], a[s][1] = high[at], a[s][2] = low[at + 1], a[s][3] = high[at + 1];
             }
             own = __uint_as_float((part & 1 ? high : low)[DIM / 4]);
+#else
+            const uint4 *low = (const uint4 *)(kept[warp][stage] + group * KEY), *high = low + 8 * (KEY / 16);
+            #pragma unroll
+            for (int s = 0; s < STEPS; s += 2) {
+                const uint4 x = low[2 * s + part], y = high[2 * s + part];
+                a[s][0] = x.x, a[s][1] = y.x, a[s][2] = x.y, a[s][3] = y.y;
+                a[s + 1][0] = x.z, a[s + 1][1] = y.z, a[s + 1][2] = x.w, a[s + 1][3] = y.w;
+            }
+#endif
         } else {
             #pragma unroll
-            for (int s = 0; s < 4; ++s) a[s][0] = a[s][1] = a[s][2] = a[s][3] = 0;
+            for (int s = 0; s < STEPS; ++s) a[s][0] = a[s][1] = a[s][2] = a[s][3] = 0;
         }
         float sum[32];
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
         #pragma unroll
-        for (int s = 0; s < 4; ++s) multiply(sum, a[s], low_q + s * (2 * PADDED * 16 >> 4), s > 0);
+        for (int s = 0; CODED && s < STEPS; ++s) multiply(sum, a[s], low_q + s * (2 * PADDED * 16 >> 4), s > 0);
         #pragma unroll
-        for (int s = 0; s < 4; ++s) multiply(sum, a[s], high_q + s * (2 * PADDED * 16 >> 4), 1);
+        for (int s = 0; s < STEPS; ++s) multiply(sum, a[s], high_q + s * (2 * PADDED * 16 >> 4), CODED || s > 0);
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         __syncwarp();                       // all have read what is written over now
         if (lane == 0 && ahead < end) {

@@ -237,6 +237,7 @@ TAKEN, TAKEN_MANY = 1024, 2048      # tokens that are looked through together, o
 ALONE = 32                  # queries for each of which one block is too few
 NEAR = 2048                 # of the cut's bin that are kept: of 32,768 tokens of a model it has some hundred
 _SCORE, _CHOOSE = (Path(__file__).with_name(name) for name in ("score_keys.cu", "choose_keys.cu"))
+ROOM = 64 * 256             # bytes of shared memory for queries, beside 16 keys thrice for each of four warps
 SCORES = 1 << 26            # in memory at once: a prompt's are thousands of queries
 
 
@@ -248,16 +249,17 @@ def _tile(queries: int, coded: bool, shared: int) -> tuple[int, int, int]:
 
 
 def _scores(q_BIJ: Tensor, key_PGJ: Tensor, bins: int) -> Launch | None:
-    """What scores one query of each row over fp8 keys, where it can: Triton brings a key of 132 bytes word by
-    word, and takes twice as long."""
+    """What scores one query of each row, where it can: Triton brings a key of 132 bytes word by word, and
+    takes twice as long, and some more of bfloat16 keys."""
     _, heads, dim = q_BIJ.shape
-    size = key_PGJ.shape[1]
-    if key_PGJ.dtype != torch.uint8 or q_BIJ.dtype != torch.bfloat16 or dim != fp8.BLOCK or heads > 64:
+    size, coded = key_PGJ.shape[1], key_PGJ.dtype == torch.uint8
+    if not (coded or key_PGJ.dtype == torch.bfloat16) or q_BIJ.dtype != torch.bfloat16 or heads > 64:
         return None
-    aligned = key_PGJ.data_ptr() | key_PGJ.stride(0) | q_BIJ.data_ptr()
-    if size % 16 or aligned % 16:
+    aligned = key_PGJ.data_ptr() | key_PGJ.stride(0) * key_PGJ.itemsize | q_BIJ.data_ptr()
+    if dim != fp8.BLOCK or size % 16 or aligned % 16:
         return None
-    return launcher(_SCORE, "score_keys", SIZE=size, HEADS=heads, BINS=bins)
+    room = ROOM + 12 * 16 * key_PGJ.stride(1) * key_PGJ.itemsize
+    return launcher(_SCORE, "score_keys", shared=room, SIZE=size, HEADS=heads, BINS=bins, CODED=int(coded))
 
 
 def _chooses(queries: int, tokens: int) -> Launch | None:
@@ -306,7 +308,7 @@ def index_select(q_BIJ: Tensor, weight_BI: Tensor, key_PGJ: Tensor, table_RP: Te
         if shared == 1 and (launch := _scores(q_BIJ, key_PGJ, bins)) is not None:
             parts = max(1, min(triton.cdiv(tokens, 64), PROGRAMS // num))
             launch((parts, num), 128, *scored, key_PGJ, *places, q_BIJ.stride(0) * q_BIJ.itemsize,
-                   weight_BI.stride(0), key_PGJ.stride(0), table_RP.stride(0), tokens)
+                   weight_BI.stride(0), key_PGJ.stride(0) * key_PGJ.itemsize, table_RP.stride(0), tokens)
         else:
             block, warps, stages = _tile(num, coded and not exact, shared)
             programs, total = triton.cdiv(num, shared), triton.cdiv(tokens, block)
