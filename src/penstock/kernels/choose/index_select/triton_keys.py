@@ -234,7 +234,7 @@ SHARED, MANY = 4, 16        # queries of a prompt that are scored together; how 
 PROGRAMS = 528              # that score at once: four on each processor of an H200
 BINS = 8192                 # of scores: see `topn.bin_of`
 TAKEN, TAKEN_MANY = 1024, 2048      # tokens that are looked through together, of many queries
-ALONE = 32                  # queries for each of which one block is too few
+SOME, ALONE = 8, 32         # queries: from where C++ scores bfloat16 keys; up to which one block each is too few
 NEAR = 2048                 # of the cut's bin that are kept: of 32,768 tokens of a model it has some hundred
 _SCORE, _CHOOSE = (Path(__file__).with_name(name) for name in ("score_keys.cu", "choose_keys.cu"))
 ROOM = 64 * 256             # bytes of shared memory for queries, beside 16 keys thrice for each of four warps
@@ -249,11 +249,12 @@ def _tile(queries: int, coded: bool, shared: int) -> tuple[int, int, int]:
 
 
 def _scores(q_BIJ: Tensor, key_PGJ: Tensor, bins: int) -> Launch | None:
-    """What scores one query of each row, where it can: Triton brings a key of 132 bytes word by word, and
-    takes twice as long, and some more of bfloat16 keys."""
-    _, heads, dim = q_BIJ.shape
+    """What scores one query of each row, where it can and is faster: Triton brings a key of 132 bytes word by
+    word, and takes twice as long; of bfloat16 keys it is slower with some queries, by a seventh of 16."""
+    queries, heads, dim = q_BIJ.shape
     size, coded = key_PGJ.shape[1], key_PGJ.dtype == torch.uint8
-    if not (coded or key_PGJ.dtype == torch.bfloat16) or q_BIJ.dtype != torch.bfloat16 or heads > 64:
+    if q_BIJ.dtype != torch.bfloat16 or heads > 64 or not (coded or (
+            key_PGJ.dtype == torch.bfloat16 and SOME <= queries <= ALONE)):
         return None
     aligned = key_PGJ.data_ptr() | key_PGJ.stride(0) * key_PGJ.itemsize | q_BIJ.data_ptr()
     if dim != fp8.BLOCK or size % 16 or aligned % 16:

@@ -85,12 +85,12 @@ class Cut:
 
 FEW_MAX = 32          # rows; from there on cuBLAS is as fast
 # Measured on an H200 over weights of 8B models (bench/device), beside cuBLAS at 2.6 to 4.1 TB/s.
-_MIDDLE, _LARGE, _HEAD = 4096, 16384, 65536        # outputs
+_FEW, _MIDDLE, _LARGE, _HEAD = 512, 4096, 16384, 65536        # outputs; few: a router's
 
 
 def cut_of(rows: int, outputs: int) -> Cut:
     if rows == 1:
-        return Cut(2, 2048, 4, 1) if outputs >= _LARGE else Cut(8, 512, 4, 3)
+        return Cut(2, 2048, 4, 1) if outputs >= _LARGE or outputs <= _FEW else Cut(8, 512, 4, 3)
     if outputs >= _HEAD:
         return Cut(128, 128, 8, 4)
     if rows > 16:
