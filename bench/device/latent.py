@@ -4,10 +4,10 @@
 
 Six layers of DeepSeek-V3.2's shape with 64 heads and a hidden size of 4,096, made here by a formula; random
 prompts of 32,768 tokens. W1b is W1 whose consecutive choices overlap as a trained model's do. Cells: all KV
-on the device; always hosted, with hot buffers of 4,096 tokens, the tight ones with 4.0 GB for KV on the
-device. A cell's formats are of rows and of index keys. The file is written anew after each row, so that a
-run that is cut off tells what it had. `kernels`: by torch's profiler over some steps, by name: launches a
-step, and us a step from the end of the kernel in front to its own, since kernels begin early.
+on the device; always hosted, with hot buffers of 4,096 tokens, or grown to 8,192, the tight ones with 4.0 GB
+for KV on the device. A cell's formats are of rows and of index keys. The file is written anew after each row,
+so that a run that is cut off tells what it had. `kernels`: by torch's profiler over some steps, by name:
+launches a step, and us a step from the end of the kernel in front to its own, since kernels begin early.
 """
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ class Cell:
 
 CELLS = {"resident": Cell((1, 8, 64)), "keys": Cell((64,), keys="fp8_e4m3"),
          "hosted": Cell((1, 8, 16), hot=4096),
+         "grown": Cell((8, 16), hot=8192),               # what the default's hot buffers grow to
          "hosted-keys": Cell((1, 8, 16), hot=4096, keys="fp8_e4m3"),
          "hosted-fp8": Cell((1, 8, 16), hot=4096, rows="fp8_e4m3", keys="fp8_e4m3"),
          "tight": Cell((64,), 4.0e9, 4096, keys="fp8_e4m3"),
