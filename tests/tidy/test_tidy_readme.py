@@ -93,6 +93,7 @@ def test_rows_of_the_gpu_are_what_was_measured() -> None:
     crowds = {row["crowd"]: median(row["first_token_p50_ms"]) for row in results("h200-crowd")
               if "crowd" in row}
     sampled, [experts, experts_32] = results("h200-sampled")[0], results("h200-experts")[-2:]
+    h100 = results("h100-experts")[-2]
     [steps], [ready, _], [fits] = results("h200-steps"), results("h200-ready-b"), results("h200-fits")
     for figure in (
             f"{one['decode_tokens_s']:.0f} tokens/s | {one['decode_share']:.2f}",
@@ -110,6 +111,7 @@ def test_rows_of_the_gpu_are_what_was_measured() -> None:
             f"{100 * steps['idle_share']:.1f} % |",
             f"{ready['cold']['ready_s']:.1f} s |", f"{ready['warm']['ready_s']:.1f} s |",
             f"{experts['decode_tokens_s']:,.0f} tokens/s | {experts['decode_share']:.2f}",
-            f"{experts_32['decode_tokens_s']:,.0f} tokens/s | {experts_32['decode_share']:.2f}"):
+            f"{experts_32['decode_tokens_s']:,.0f} tokens/s | {experts_32['decode_share']:.2f}",
+            f"{h100['decode_tokens_s']:,.0f} tokens/s | {h100['decode_share']:.2f}"):
         assert f"| {figure}" in PERFORMANCE, figure
     assert f"hit rate {HOSTED['hit_rate']:.2f} |" in PERFORMANCE
