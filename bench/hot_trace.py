@@ -65,10 +65,10 @@ def record(args: argparse.Namespace) -> None:
     encode = functools.partial(tokenizer.encode, add_special=False)
     prompt, said = conversation(encode, args.context, args.steps + 1)
     chosen: list[np.ndarray] = []
-    layers = built.executor._ranks[0]._selecting._layers        # there is no public way to look at choices
+    layers = built.executor._ranks[0]._attending._layers        # there is no public way to look at choices
     right = layers.attend
 
-    def attend(layer, q_BNH, chosen_BKC, step, sinks_N):
+    def attend(layer, q_BNH, chosen_BKC, step, sinks_N=None):
         if len(q_BNH) == 1 and int(step.position_B) >= len(prompt):
             chosen.append(chosen_BKC[0].numpy().astype(np.int16))
         return right(layer, q_BNH, chosen_BKC, step, sinks_N)
