@@ -49,7 +49,7 @@ class Rehearsal:
 
     def begin(self, sketch: Sketch) -> None:
         """Without waiting. On a GPU, and not of rows that select or are latent: some of their kernels are in
-        CUDA C++, and would run."""
+        CUDA C++, and would run, with addresses that hang on what was not computed."""
         if self._config.device.device != "cuda" or selection_of(self._config.kv) is not None:
             return
         spec = families.read_spec_of(sketch.config)

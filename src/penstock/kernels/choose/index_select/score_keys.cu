@@ -77,8 +77,9 @@ __device__ __forceinline__ void multiply(float *sum, const word *a, address b, i
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CODED ? 4 : 3)
 score_keys(const uint4 *q, const float *weight, const byte *key, const int *table, const int *row,
            const int *position, float *score, int *counted, long long q_row, long long weight_row,
-           long long key_page, long long table_row, long long most) {
-    // Strides of weight and table in elements, of keys and queries in bytes; `most` tokens are a line of scores.
+           long long key_page, long long table_row, long long most, long long news) {
+    // Strides of weight and table in elements, of keys and queries in bytes; `most` tokens are a line of scores. Of
+    // no row more than `news` keys, its last, are written by kernels in front that may not have ended.
     extern __shared__ __align__(128) byte room[];       // 16 columns of queries, then what is brought
     byte (*q_code)[PADDED][16] = (byte (*)[PADDED][16])room;
     byte (*kept)[STAGES][TURN] = (byte (*)[STAGES][TURN])(room + 16 * PADDED * 16);
@@ -103,8 +104,7 @@ score_keys(const uint4 *q, const float *weight, const byte *key, const int *tabl
                   shared_at(&barriers[warp][s]));
         return s;
     };
-    // The kernel in front writes keys of no more tokens than there are queries: those before them may come now.
-    const int begun = begin(0, end - TOKENS - (int)gridDim.y + 1);
+    const int begun = begin(0, end - TOKENS - (int)news + 1);
     asm volatile("griddepcontrol.wait;" ::: "memory");
     if (line < 0 || blockIdx.x * WARPS * TOKENS >= end) return;
     begin(begun, end);

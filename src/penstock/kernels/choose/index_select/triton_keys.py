@@ -309,7 +309,8 @@ def index_select(q_BIJ: Tensor, weight_BI: Tensor, key_PGJ: Tensor, table_RP: Te
         if shared == 1 and (launch := _scores(q_BIJ, key_PGJ, bins)) is not None:
             parts = max(1, min(triton.cdiv(tokens, 64), PROGRAMS // num))
             launch((parts, num), 128, *scored, key_PGJ, *places, q_BIJ.stride(0) * q_BIJ.itemsize,
-                   weight_BI.stride(0), key_PGJ.stride(0) * key_PGJ.itemsize, table_RP.stride(0), tokens)
+                   weight_BI.stride(0), key_PGJ.stride(0) * key_PGJ.itemsize, table_RP.stride(0), tokens,
+                   queries)
         else:
             block, warps, stages = _tile(num, coded and not exact, shared)
             programs, total = triton.cdiv(num, shared), triton.cdiv(tokens, block)

@@ -182,6 +182,6 @@ def say(found: Best, row_B: Tensor, position_B: Tensor, last_R: Tensor, count_LR
         *found, row_B, position_B, last_R, last_R if count_LRKE is None else count_LRKE, answer_XB, rows,
         len(last_R) - 1, table_rows, layers * heads, max(1, heads), PARTS=parts,
         PARTS_PAD=triton.next_power_of_2(parts),
-        COUNTED_PAD=0 if count_LRKE is None else triton.next_power_of_2(layers * heads), num_warps=4,
+        COUNTED_PAD=0 if count_LRKE is None else triton.next_power_of_2(max(1, layers * heads)), num_warps=4,
         **early())
     return answer_XB

@@ -47,7 +47,7 @@ def pack(weight: Scaled, bias_O: Tensor | None = None, *, backend: str) -> Linea
     bias_O      dtype of x, or None
     Returns     linear(x_TI) -> y_TO, dtype of x, dense; x_TI is f32|bf16, with a dense last dimension.
                 Elements are exact in bf16; products are summed in f32, and scaled there or, of many
-                rows, before, rounded to x's dtype.
+                rows, before, rounded to x's dtype: in another order of up to 16, up to 64 and more.
     Keeps       elements and scales as they are: no other copy of the weight.
     Raises      KernelError for another shape, or a backend that does not exist.
     """

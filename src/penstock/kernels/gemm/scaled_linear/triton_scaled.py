@@ -67,17 +67,18 @@ def _in_cpp(x_TI: Tensor, weight: Scaled, bias_O: Tensor | None, out_TO: Tensor)
     """Whether out_TO has been written: not of many rows, of float32, of odd blocks, or without NVRTC."""
     tokens, (outputs, inputs) = x_TI.shape[0], weight.shape
     several = weight.cols // CHUNK
-    if (tokens > CPP_MAX or x_TI.dtype != torch.bfloat16 or inputs % CHUNK or weight.cols != several * CHUNK
-            or several & (several - 1) or x_TI.stride(0) % 8 or x_TI.data_ptr() % 16
-            or weight.element_OI.data_ptr() % 16):
+    element, scale, scales, _ = parts_of(weight)
+    if (not 0 < tokens <= CPP_MAX or x_TI.dtype != torch.bfloat16 or inputs % CHUNK
+            or weight.cols != several * CHUNK or several & (several - 1) or x_TI.stride(0) % 8
+            or x_TI.data_ptr() % 16 or element.data_ptr() % 16):
         return False
     launch = device.launcher(Path(__file__).with_name("scaled_rows.cu"), "scaled_rows", WARPS=_WARPS,
                              AHEAD=_AHEAD, TILES=triton.cdiv(tokens, 8))
     if launch is None:
         return False
-    launch((min(triton.cdiv(outputs, 16), _BLOCKS), 1), 32 * _WARPS, x_TI, weight.element_OI, weight.scale_RJ,
+    launch((min(triton.cdiv(outputs, 16), _BLOCKS), 1), 32 * _WARPS, x_TI, element, scale,
            0 if bias_O is None else bias_O, out_TO, tokens, outputs, inputs, x_TI.stride(0), weight.rows,
-           several.bit_length() - 1, weight.scale_RJ.shape[1])
+           several.bit_length() - 1, scales)
     return True
 
 
