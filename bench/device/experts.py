@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from direct import HBM_BYTES_S, Direct, spread, write
+from direct import Direct, hbm_bytes_s, spread, write
 from steps import profiled, prompts_of, report
 from torch import Tensor
 
@@ -138,7 +138,7 @@ def main() -> None:
             prompts = [[rng.randrange(10, 150000) for _ in range(args.prompt)] for _ in range(count)]
             times.append(spread(engine.run(prompts, args.new).step_s[4:])["median"])
         step = spread(times)
-        bound = bytes_of(config, count, args.prompt + args.new / 2) / HBM_BYTES_S
+        bound = bytes_of(config, count, args.prompt + args.new / 2) / hbm_bytes_s()
         events = profiled(engine, prompts_of(count, args.prompt), args.steps)
         rows.append({"requests": count, "decode_step_ms": {k: 1e3 * v for k, v in step.items()},
                      "decode_tokens_s": count / step["median"], "decode_bound_ms": 1e3 * bound,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from direct import HBM_BYTES_S, LINK_BYTES_S, QWEN3_8B, Direct, spread, write
+from direct import LINK_BYTES_S, QWEN3_8B, Direct, hbm_bytes_s, spread, write
 from resident import bytes_of
 
 from penstock.config.request.selection import Selection
@@ -173,9 +173,9 @@ def main() -> None:
     context = args.tokens + args.steps / 2
     chosen = args.requests * args.budget * token_bytes
     bounds = token_bytes / (8 if args.bounds == "auto" else 16)         # of a token, scales not counted
-    memory = (weights + args.requests * context * bounds + chosen) / HBM_BYTES_S
+    memory = (weights + args.requests * context * bounds + chosen) / hbm_bytes_s()
     link = chosen * (1 - hit) / LINK_BYTES_S
-    alone = bytes_of(config, 1, context) / HBM_BYTES_S
+    alone = bytes_of(config, 1, context) / hbm_bytes_s()
     took = {name: spread([1e3 * s for s in values]) for name, values in steps.items()}
     bound = max(memory, link)
     write("hosted", args.out, [{

@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from direct import HBM_BYTES_S, LINK_BYTES_S, Direct, spread, write
+from direct import LINK_BYTES_S, Direct, hbm_bytes_s, spread, write
 from hosted import counts
 
 from penstock.config.settings.tree import KVConfig
@@ -116,11 +116,6 @@ def weights_bytes() -> int:
         if "embed" not in name)
 
 
-def _hbm_bytes_s() -> float:
-    """Measured, reads and writes: of an H100 by a copy alone."""
-    return HBM_BYTES_S if "H200" in torch.cuda.get_device_name() else 3.0e12
-
-
 def by_layer(engine: Direct) -> dict[str, list[int]]:
     """Hits and misses so far, of each layer."""
     stats = engine.rank.stats()
@@ -194,7 +189,7 @@ def measure(model: Any, work: str, name: str, batches: tuple[int, ...], args: ar
         steps = [1e3 * s for s in ran.step_s[16:profiled - 2]] or [float("nan")]
         took = spread(steps)
         memory = (weights_bytes() + batch * LAYERS * (
-            key_bytes * (args.tokens + args.steps / 2) + row_bytes * TOPK)) / _hbm_bytes_s()
+            key_bytes * (args.tokens + args.steps / 2) + row_bytes * TOPK)) / hbm_bytes_s()
         link = batch * LAYERS * row_bytes * TOPK * (1 - hit) / LINK_BYTES_S
         out.append({
             "work": work, "cell": name, "batch": batch, "context": args.tokens,

@@ -10,7 +10,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from direct import FLOPS_S, GREEDY, HBM_BYTES_S, QWEN3_8B, Direct, build_model, spread
+from direct import FLOPS_S, GREEDY, QWEN3_8B, Direct, build_model, hbm_bytes_s, spread
 
 from penstock.config.request.params import SamplingParams
 
@@ -67,7 +67,7 @@ def main() -> None:
             decode.append(spread(ran.step_s[4:])["median"])
             prefill.append(max(ran.first_s.values()))
         context = tokens + args.new / 2
-        bound = bytes_of(config, count, context) / HBM_BYTES_S
+        bound = bytes_of(config, count, context) / hbm_bytes_s()
         flops = flops_of(config, count, tokens)
         row = {"requests": count, "prompt": tokens, "decode_step_ms": spread([1e3 * s for s in decode]),
                "decode_tokens_s": count / spread(decode)["median"], "decode_bound_ms": 1e3 * bound,

@@ -12,8 +12,7 @@ from penstock.kernels.gemm.scaled_linear import Pack
 from penstock.kernels.types.scaled import E4M3, Scaled
 
 # outputs, inputs, rows and columns of a block
-_SHAPES = ((1, 1, 128, 128), (37, 19, 4, 16), (64, 576, 128, 128), (300, 130, 1, 64), (129, 257, 100, 48),
-           (4500, 640, 96, 64))
+_SHAPES = ((1, 1, 128, 128), (37, 19, 4, 16), (64, 576, 128, 128), (300, 130, 1, 64), (129, 257, 100, 48))
 _ROWS = (1, 2, 9, 17, 65, 130)
 
 
@@ -23,6 +22,9 @@ def cases(device: str = "cpu") -> Iterator[Case]:
             for rows in _ROWS:
                 yield Case(f"{name}-{'x'.join(map(str, shape))}-{rows}",
                            partial(_run, device, dtype, shape, rows), TOLERANCE[dtype])
+        yield Case(f"{name}-more outputs than a GPU has blocks",
+                   partial(_run, device, dtype, (4500, 640, 96, 64), 9), TOLERANCE[dtype])
+        yield Case(f"{name}-the smallest elements", partial(_smallest, device, dtype), TOLERANCE[dtype])
 
 
 def weight_of(outputs: int, inputs: int, rows: int, cols: int, device: str = "cpu") -> Scaled:
@@ -40,6 +42,13 @@ def _run(device: str, dtype: torch.dtype, shape: tuple[int, int, int, int], rows
     x = torch.randn(rows, inputs + 24, generator=generator).to(device, dtype)[:, 8:8 + inputs]
     bias = torch.randn(outputs, generator=generator).to(device, dtype) * 50 if rows % 2 else None
     return pack(weight_of(*shape, device), bias)(x)
+
+
+def _smallest(device: str, dtype: torch.dtype, pack: Pack) -> Tensor:
+    """Of elements whose exponent is 0 alone, in a float32 that is brought to 1."""
+    codes = (torch.arange(24 * 128) % 7 + 1).to(torch.uint8).view(24, 128).view(E4M3)
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    return pack(Scaled(codes, torch.full((1, 1), 512.0), 128, 128).to(device), None)(x)
 
 
 def workloads() -> Iterator[Workload]:

@@ -63,11 +63,10 @@ CPP_MAX, CHUNK = 16, 64         # rows of the kernel in C++, and inputs that it 
 _WARPS, _AHEAD, _BLOCKS = 8, 4, 264
 
 
-def _in_cpp(x_TI: Tensor, weight: Scaled, bias_O: Tensor | None, out_TO: Tensor) -> bool:
+def _in_cpp(x_TI: Tensor, weight: Scaled, element: Tensor, bias_O: Tensor | None, out_TO: Tensor) -> bool:
     """Whether out_TO has been written: not of many rows, of float32, of odd blocks, or without NVRTC."""
     tokens, (outputs, inputs) = x_TI.shape[0], weight.shape
     several = weight.cols // CHUNK
-    element, scale, scales, _ = parts_of(weight)
     if (not 0 < tokens <= CPP_MAX or x_TI.dtype != torch.bfloat16 or inputs % CHUNK
             or weight.cols != several * CHUNK or several & (several - 1) or x_TI.stride(0) % 8
             or x_TI.data_ptr() % 16 or element.data_ptr() % 16):
@@ -76,9 +75,9 @@ def _in_cpp(x_TI: Tensor, weight: Scaled, bias_O: Tensor | None, out_TO: Tensor)
                              AHEAD=_AHEAD, TILES=triton.cdiv(tokens, 8))
     if launch is None:
         return False
-    launch((min(triton.cdiv(outputs, 16), _BLOCKS), 1), 32 * _WARPS, x_TI, element, scale,
+    launch((min(triton.cdiv(outputs, 16), _BLOCKS), 1), 32 * _WARPS, x_TI, element, weight.scale_RJ,
            0 if bias_O is None else bias_O, out_TO, tokens, outputs, inputs, x_TI.stride(0), weight.rows,
-           several.bit_length() - 1, scales)
+           several.bit_length() - 1, weight.scale_RJ.shape[1])
     return True
 
 
@@ -87,9 +86,9 @@ def run(x_TI: Tensor, weight: Scaled, bias_O: Tensor | None) -> Tensor:
     tokens, (outputs, inputs) = x_TI.shape[0], weight.shape
     assert x_TI.stride(1) == 1 and x_TI.shape[1] == inputs, "rows must be dense and fit"
     out_TO = torch.empty((tokens, outputs), dtype=x_TI.dtype, device=x_TI.device)
-    if _in_cpp(x_TI, weight, bias_O, out_TO):
-        return out_TO
     element, scale, scales, constants = parts_of(weight)
+    if _in_cpp(x_TI, weight, element, bias_O, out_TO):
+        return out_TO
     rows, exact = 32, x_TI.dtype == torch.float32
     scaled_rows[(triton.cdiv(outputs, rows),)](
         x_TI, element, scale, scale if bias_O is None else bias_O, out_TO, tokens, outputs, x_TI.stride(0),
