@@ -305,10 +305,11 @@ def test_attention_in_gluon_compiles_for_hopper() -> None:
 
 
 @pytest.mark.parametrize("name, defines", [
-    ("choose/index_select/score_keys", dict(SIZE=64, HEADS=64, BINS=0, CODED=1)),
-    ("choose/index_select/score_keys", dict(SIZE=16, HEADS=8, BINS=8192, CODED=1)),
-    ("choose/index_select/score_keys", dict(SIZE=64, HEADS=64, BINS=8192, CODED=0)),
-    ("choose/index_select/choose_keys", dict(BINS=8192, NEAR=2048, ROUNDS=64)),
+    ("choose/index_select/score_keys", dict(SIZE=64, HEADS=64, CODED=1)),
+    ("choose/index_select/score_keys", dict(SIZE=16, HEADS=8, CODED=1)),
+    ("choose/index_select/score_keys", dict(SIZE=64, HEADS=64, CODED=0)),
+    ("choose/index_select/choose_keys", dict(BINS=8192, NEAR=2048, SHARE=1)),
+    ("choose/index_select/choose_keys", dict(BINS=8192, NEAR=2048, SHARE=8)),
     ("choose/resolve/map_units", dict(THREADS=1024, CHOSEN=2048, SLOTS=4096, PAGE_UNITS=64, TURNS=0)),
     ("choose/resolve/map_units", dict(THREADS=1024, CHOSEN=4096, SLOTS=8192, PAGE_UNITS=64, TURNS=1)),
     ("gemm/scaled_linear/scaled_rows", dict(WARPS=8, AHEAD=4, TILES=1)),

@@ -1,14 +1,16 @@
-// The tokens with the highest scores of one query, ascending, by one block of 1,024 threads: counted in bins, a
-// list of what is in the bin of the cut, and then one pass in which each of 32 warps has a part of the tokens,
-// in order. Exact; of more in that bin than the list holds by halves, which is slow.
+// The tokens with the highest scores of one query, ascending, by a cluster of SHARE blocks of 1,024 threads: each
+// counts its part of the tokens in bins, and lists what it has in the bin of the cut; then each warp writes its
+// part, in order. Exact, of any number of tokens; of more in that bin than a list holds by halves, which is slow.
 //
 // Names that are not declared here are set when it is compiled: BINS, a multiple of 1,024; NEAR entries of the
-// list; ROUNDS of 1,024 tokens that a query has at most, a multiple of 32.
+// list, no more than BINS; SHARE, 1, 2, 4 or 8.
 
 #include "c/warps.cuh"
 
 #define WARPS 32
-#define EACH (BINS / WARPS / 32)
+#define LINE (BINS / WARPS)             // bins that a warp sums
+#define EACH (LINE / 32)
+#define STEP 128                        // tokens of a warp at once, four of each lane
 
 // As `topn.key_of` and `topn.bin_of`.
 __device__ __forceinline__ word key_of(float x) {
@@ -23,141 +25,187 @@ __device__ __forceinline__ int bin_of(float x) {
     return bits < 0 ? BINS / 2 + size : BINS / 2 - 1 - size;
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
+// Where a block of the cluster has what lies at `own` here.
+__device__ __forceinline__ word at_block(const void *own, int block) {
+    word there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"((word)__cvta_generic_to_shared(own)), "r"(block));
+    return there;
+}
+
+__device__ __forceinline__ int get(const void *own, int block) {
+    int x;
+    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(at_block(own, block)) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ void put(void *own, int block, int x) {
+    asm volatile("st.shared::cluster.u32 [%0], %1;" :: "r"(at_block(own, block)), "r"(x) : "memory");
+}
+
+__device__ __forceinline__ void arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
+__device__ __forceinline__ void meet() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+
+extern "C" __global__ void __cluster_dims__(SHARE, 1, 1) __launch_bounds__(32 * WARPS, 1)
 choose_keys(const float *score, const int *position, int *chosen, long long most, long long topk) {
-    __shared__ int bins[BINS];
-    __shared__ word near_key[NEAR];
-    __shared__ int sums[WARPS], more_sums[WARPS], equal_sums[WARPS], cut_bin, above, num, larger, count;
-    __shared__ word cut;
+    __shared__ int bins[BINS], line[LINE], lines[SHARE][WARPS], nums[SHARE], counts[SHARE];
+    __shared__ int mores[SHARE * WARPS], equals[SHARE * WARPS], num, count, larger;
+    __shared__ word near_key[NEAR], cut;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, top = (int)topk;
-    const long long b = blockIdx.x;
+    const int rank = blockIdx.x % SHARE, own = rank * WARPS + warp;
+    const long long b = blockIdx.x / SHARE;
     const int end = position[b] + 1;        // nothing of ours writes it
     for (int n = threadIdx.x; n < BINS; n += 32 * WARPS) bins[n] = 0;
-    if (threadIdx.x == 0) num = 0;
-    __syncthreads();
+    if (threadIdx.x == 0) num = count = 0;
+    arrive();
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     asm volatile("griddepcontrol.wait;" ::: "memory");
+    meet();                                 // all blocks are there, to be written to
     int *out = chosen + b * topk;
     if (end <= top) {
-        for (int n = threadIdx.x; n < top; n += 32 * WARPS) out[n] = n < end ? n : -1;
+        for (int n = rank * 32 * WARPS + threadIdx.x; n < top; n += 32 * WARPS * SHARE) out[n] = n < end ? n : -1;
         return;
     }
+    const int rounds = (end + STEP * WARPS * SHARE - 1) / (STEP * WARPS * SHARE);
+    const int first = own * rounds * STEP + lane * 4, behind = min(end, (own + 1) * rounds * STEP);
     const float *from = score + b * most;
-    const int rounds = (end + 32 * WARPS - 1) / (32 * WARPS), first = warp * rounds * 32 + lane;
-    #pragma unroll 8
-    for (int j = 0; j < rounds; ++j) {
-        const int t = first + j * 32;
-        if (t < end) atomicAdd(bins + bin_of(from[t]), 1);
-    }
+    // each(token, score) of the warp's tokens, four of a lane after each other
+    const auto look = [&](const auto &each) {
+        #pragma unroll 4
+        for (int t = first; t < behind; t += STEP) {
+            const float4 four = *(const float4 *)(from + t);
+            each(t, four.x);
+            if (t + 1 < end) each(t + 1, four.y);
+            if (t + 2 < end) each(t + 2, four.z);
+            if (t + 3 < end) each(t + 3, four.w);
+        }
+    };
+    look([&](int, float x) { atomicAdd(bins + bin_of(x), 1); });
     __syncthreads();
-    // The bin in which the cut is, and how many are in those of larger scores.
-    int of[EACH], mine = 0;
+    int sum = 0;
     #pragma unroll
-    for (int j = 0; j < EACH; ++j) mine += of[j] = bins[(warp * EACH + j) * 32 + lane];
-    mine = sum_before(mine, lane);
-    if (lane == 31) sums[warp] = mine;
-    __syncthreads();
-    const int before = sum_before(sums[lane], lane);
-    const int line = __popc(__ballot_sync(~0u, before < top));
-    if (warp == line) {
-        int so_far = line ? __shfl_sync(~0u, before, line - 1) : 0;
+    for (int j = 0; j < EACH; ++j) sum += bins[warp * LINE + j * 32 + lane];
+    sum = __reduce_add_sync(~0u, sum);
+    if (lane < SHARE) put(&lines[rank][warp], lane, sum);
+    arrive(), meet();
+    // The bin in which the cut is, and how many are in those of larger scores: each warp for itself.
+    sum = 0;
+    #pragma unroll
+    for (int k = 0; k < SHARE; ++k) sum += lines[k][lane];
+    sum = sum_before(sum, lane);
+    const int which = __popc(__ballot_sync(~0u, sum < top));
+    int above = __shfl_sync(~0u, sum, max(which - 1, 0));
+    if (which == 0) above = 0;
+    if (threadIdx.x < LINE) {
+        sum = 0;
         #pragma unroll
-        for (int j = 0; j < EACH; ++j) {
-            const int with = so_far + sum_before(of[j], lane);
-            const word short_of = __ballot_sync(~0u, with < top);
-            if (so_far < top && short_of != ~0u) {
-                const int at = __popc(short_of);
-                if (lane == at) cut_bin = line * (32 * EACH) + j * 32 + lane, above = with - of[j];
-            }
-            so_far = __shfl_sync(~0u, with, 31);
-        }
+        for (int k = 0; k < SHARE; ++k) sum += get(bins + which * LINE + threadIdx.x, k);
+        line[threadIdx.x] = sum;
     }
     __syncthreads();
-    const int want = top - above, middle = cut_bin;
-    #pragma unroll 8
-    for (int j = 0; j < rounds; ++j) {
-        const int t = first + j * 32;
-        const float x = t < end ? from[t] : 0.0f;
-        if (t < end && bin_of(x) == middle) {
-            const int at = atomicAdd(&num, 1);
-            if (at < NEAR) near_key[at] = key_of(x);
-        }
-    }
+    sum = 0;
+    #pragma unroll
+    for (int j = 0; j < EACH; ++j) sum += line[lane * EACH + j];
+    const int with = above + sum_before(sum, lane), owner = __popc(__ballot_sync(~0u, with < top));
+    int middle = 0;
+    sum = with - sum;
+    #pragma unroll
+    for (int j = 0; j < EACH; ++j)
+        if (middle == j && sum + line[lane * EACH + j] < top) sum += line[lane * EACH + j], middle = j + 1;
+    middle = __shfl_sync(~0u, which * LINE + lane * EACH + middle, owner);
+    const int want = top - __shfl_sync(~0u, sum, owner);
+    look([&](int, float x) {
+        if (bin_of(x) != middle) return;
+        const int at = atomicAdd(&num, 1);
+        if (at < NEAR) near_key[at] = key_of(x);
+    });
     __syncthreads();
-    const int listed = num;
+    if (threadIdx.x < SHARE) put(&nums[rank], threadIdx.x, num);
+    arrive(), meet();
+    int listed = 0;
+    #pragma unroll
+    for (int k = 0; k < SHARE; ++k) listed += nums[k];
     if (listed <= NEAR) {
+        word *all = (word *)bins;           // which nobody reads any more
         for (int n = threadIdx.x; n < listed; n += 32 * WARPS) {
-            const word key = near_key[n];
+            int of = 0, at = n;
+            while (at >= nums[of]) at -= nums[of++];
+            all[n] = get(near_key + at, of);
+        }
+        __syncthreads();
+        int split = 1;                      // lanes that compare one of them
+        while (split < 32 && 2 * split * listed <= 32 * WARPS) split *= 2;
+        for (int n = threadIdx.x / split; n - lane / split < listed; n += 32 * WARPS / split) {
+            const word key = n < listed ? all[n] : 0;
             int more = 0, equal = 0;
             #pragma unroll 8
-            for (int k = 0; k < listed; ++k) {
-                more += near_key[k] > key;
-                equal += near_key[k] == key;
+            for (int k = lane % split; k < listed; k += split) {
+                more += all[k] > key;
+                equal += all[k] == key;
             }
-            if (more < want && want <= more + equal) cut = key, larger = more;    // all that say it say the same
+            for (int step = 1; step < split; step *= 2) {
+                more += __shfl_xor_sync(~0u, more, step);
+                equal += __shfl_xor_sync(~0u, equal, step);
+            }
+            if (n < listed && more < want && want <= more + equal) cut = key, larger = more;   // all say the same
         }
     } else {
+        const auto all_of = [&](int found) {            // the sum of what all threads of the cluster found
+            found = __reduce_add_sync(~0u, found);
+            if (lane == 0 && found) atomicAdd(&count, found);
+            __syncthreads();
+            if (threadIdx.x < SHARE) put(&counts[rank], threadIdx.x, count);
+            arrive(), meet();
+            found = 0;
+            #pragma unroll
+            for (int k = 0; k < SHARE; ++k) found += counts[k];
+            if (threadIdx.x == 0) count = 0;
+            arrive(), meet();
+            return found;
+        };
         word low = 0, high = ~0u;           // at least `want` of the bin's keys are no smaller than `low`
         while (low < high) {
             const word half = low + ((high - low) >> 1) + 1;
             int found = 0;
-            for (int j = 0; j < rounds; ++j) {
-                const int t = first + j * 32;
-                if (t < end && bin_of(from[t]) == middle) found += key_of(from[t]) >= half;
-            }
-            if (threadIdx.x == 0) count = 0;
-            __syncthreads();
-            if (found) atomicAdd(&count, found);
-            __syncthreads();
-            if (count >= want) low = half; else high = half - 1;
-            __syncthreads();
+            look([&](int, float x) { found += bin_of(x) == middle && key_of(x) >= half; });
+            if (all_of(found) >= want) low = half; else high = half - 1;
         }
         int found = 0;
-        for (int j = 0; j < rounds; ++j) {
-            const int t = first + j * 32;
-            if (t < end && bin_of(from[t]) == middle) found += key_of(from[t]) > low;
-        }
-        if (threadIdx.x == 0) count = 0;
-        __syncthreads();
-        if (found) atomicAdd(&count, found);
-        __syncthreads();
-        if (threadIdx.x == 0) cut = low, larger = count;
+        look([&](int, float x) { found += bin_of(x) == middle && key_of(x) > low; });
+        found = all_of(found);
+        if (threadIdx.x == 0) cut = low, larger = found;
     }
     __syncthreads();
     // What is larger than the cut is taken, and of what equals it the first `spare`.
     const word limit = cut;
     const int spare = want - larger;
-    word more_of[ROUNDS / 32], equal_of[ROUNDS / 32];       // a lane has those of its own rounds
     int more = 0, equal = 0;
-    #pragma unroll
-    for (int part = 0; part < ROUNDS / 32; ++part) {
-        more_of[part] = equal_of[part] = 0;
-        #pragma unroll 8
-        for (int j = part * 32; j < min(rounds, part * 32 + 32); ++j) {
-            const int t = first + j * 32;
-            const word key = t < end ? key_of(from[t]) : 0;
-            const word m = __ballot_sync(~0u, t < end && key > limit), e = __ballot_sync(~0u, t < end && key == limit);
-            if (lane == (j & 31)) more_of[part] = m, equal_of[part] = e;
-            more += __popc(m);
-            equal += __popc(e);
+    look([&](int, float x) {
+        const word key = key_of(x);
+        more += key > limit;
+        equal += key == limit;
+    });
+    more = __reduce_add_sync(~0u, more), equal = __reduce_add_sync(~0u, equal);
+    if (lane < SHARE) put(mores + own, lane, more), put(equals + own, lane, equal);
+    arrive(), meet();
+    more = equal = 0;
+    for (int k = lane; k < own; k += 32) more += mores[k], equal += equals[k];
+    more = __reduce_add_sync(~0u, more), equal = __reduce_add_sync(~0u, equal);
+    #pragma unroll 4
+    for (int t = first; t - lane * 4 < behind; t += STEP) {
+        const float4 four = t < end ? *(const float4 *)(from + t) : float4{};
+        const word key[4] = {key_of(four.x), key_of(four.y), key_of(four.z), key_of(four.w)};
+        int mine = 0;                       // the larger ones, and 1 << 16 of each that equals
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) mine += t + i < end ? (key[i] > limit) + ((key[i] == limit) << 16) : 0;
+        if (!__any_sync(~0u, mine)) continue;
+        const int up_to = sum_before(mine, lane), before = up_to - mine, whole = __shfl_sync(~0u, up_to, 31);
+        int so_more = more + (before & 0xffff), so_equal = equal + (before >> 16);
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const bool is_more = t + i < end && key[i] > limit, is_equal = t + i < end && key[i] == limit;
+            if (is_more || (is_equal && so_equal < spare)) out[so_more + min(so_equal, spare)] = t + i;
+            so_more += is_more, so_equal += is_equal;
         }
+        more += whole & 0xffff, equal += whole >> 16;
     }
-    if (lane == 0) more_sums[warp] = more, equal_sums[warp] = equal;
-    __syncthreads();
-    const int all_more = sum_before(more_sums[lane], lane), all_equal = sum_before(equal_sums[lane], lane);
-    int so_more = warp ? __shfl_sync(~0u, all_more, max(warp - 1, 0)) : 0;
-    int so_equal = warp ? __shfl_sync(~0u, all_equal, max(warp - 1, 0)) : 0;
-    const word below = (1u << lane) - 1;
-    #pragma unroll
-    for (int part = 0; part < ROUNDS / 32; ++part)
-        for (int j = part * 32; j < min(rounds, part * 32 + 32); ++j) {
-            const word m = __shfl_sync(~0u, more_of[part], j & 31), e = __shfl_sync(~0u, equal_of[part], j & 31);
-            if (m | e) {
-                const int equals = so_equal + __popc(e & below);
-                if (m >> lane & 1 || (e >> lane & 1 && equals < spare))
-                    out[so_more + __popc(m & below) + min(equals, spare)] = first + j * 32;
-                so_more += __popc(m);
-                so_equal += __popc(e);
-            }
-        }
 }

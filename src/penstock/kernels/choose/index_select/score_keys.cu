@@ -2,7 +2,7 @@
 // of them brings for itself: 16 keys in one copy. Of keys in fp8 queries are two codes each, whose sum they are.
 //
 // Names that are not declared here are set when it is compiled: SIZE tokens a page, a multiple of 16; HEADS of the
-// indexer, up to 64; BINS in which tokens are counted, or 0; CODED, whether keys are in fp8 or in bfloat16.
+// indexer, up to 64; CODED, whether keys are in fp8 or in bfloat16.
 
 typedef unsigned char byte;
 typedef unsigned int word;
@@ -39,17 +39,6 @@ __device__ __forceinline__ word two_codes(float low, float high) {
     return two;
 }
 
-#if BINS
-// As `topn.bin_of`.
-__device__ __forceinline__ int bin_of(float x) {
-    const int part = BINS / 2 / 16;
-    int bits = x == 0.0f ? 0 : __float_as_int(x);
-    int size = (bits & 0x7fffffff) / (0x800000 / part) - (127 - 8) * part;
-    size = min(max(size, 0), BINS / 2 - 1);
-    return bits < 0 ? BINS / 2 + size : BINS / 2 - 1 - size;
-}
-#endif
-
 // A matrix of 64 heads in shared memory, 16 bytes of each next to each other: columns, two to a step.
 __device__ __forceinline__ address matrix(const void *p) {
     return (shared_at(p) & 0x3ffff) >> 4 | (address)(PADDED * 16 >> 4) << 16 | (address)(8 * 16 >> 4) << 32;
@@ -76,7 +65,7 @@ __device__ __forceinline__ void multiply(float *sum, const word *a, address b, i
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CODED ? 4 : 3)
 score_keys(const uint4 *q, const float *weight, const byte *key, const int *table, const int *row,
-           const int *position, float *score, int *counted, long long q_row, long long weight_row,
+           const int *position, float *score, long long q_row, long long weight_row,
            long long key_page, long long table_row, long long most, long long news) {
     // Strides of weight and table in elements, of keys and queries in bytes; `most` tokens are a line of scores. Of
     // no row more than `news` keys, its last, are written by kernels in front that may not have ended.
@@ -225,12 +214,6 @@ score_keys(const uint4 *q, const float *weight, const byte *key, const int *tabl
         y += __shfl_xor_sync(~0u, y, 2);
         // Of four lanes the first writes row `group`, the second row 8 + `group`.
         const int token = first + group + (part & 1) * 8;
-        if (part < 2 && token < end) {
-            const float s = (part ? y : x) * own;
-            to[token] = s;
-#if BINS
-            atomicAdd(counted + b * (BINS + 1) + bin_of(s), 1);
-#endif
-        }
+        if (part < 2 && token < end) to[token] = (part ? y : x) * own;
     }
 }

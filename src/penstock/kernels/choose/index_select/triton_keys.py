@@ -234,7 +234,8 @@ SHARED, MANY = 4, 16        # queries of a prompt that are scored together; how 
 PROGRAMS = 528              # that score at once: four on each processor of an H200
 BINS = 8192                 # of scores: see `topn.bin_of`
 TAKEN, TAKEN_MANY = 1024, 2048      # tokens that are looked through together, of many queries
-SOME, ALONE = 8, 32         # queries: C++ scores bfloat16 keys of 8 to 32; of 32 one block each is too few
+SOME, MOST = 8, 32          # queries: C++ scores bfloat16 keys of 8 to 32
+CLUSTER, PROCESSORS = 8, 132        # blocks that may choose together; of an H100 and an H200
 NEAR = 2048                 # of the cut's bin that are kept: of 32,768 tokens of a model it has some hundred
 _SCORE, _CHOOSE = (Path(__file__).with_name(name) for name in ("score_keys.cu", "choose_keys.cu"))
 ROOM = 64 * 256             # bytes of shared memory for queries, beside 16 keys thrice for each of four warps
@@ -248,28 +249,26 @@ def _tile(queries: int, coded: bool, shared: int) -> tuple[int, int, int]:
     return (64, 4, 3) if queries >= MANY else (128, 4, 2)
 
 
-def _scores(q_BIJ: Tensor, key_PGJ: Tensor, bins: int) -> Launch | None:
+def _scores(q_BIJ: Tensor, key_PGJ: Tensor) -> Launch | None:
     """What scores one query of each row, where it can and is faster: Triton brings a key of 132 bytes word by
     word, and takes twice as long; of bfloat16 keys it is slower with some queries, by a seventh of 16."""
     queries, heads, dim = q_BIJ.shape
     size, coded = key_PGJ.shape[1], key_PGJ.dtype == torch.uint8
     if q_BIJ.dtype != torch.bfloat16 or heads > 64 or not (coded or (
-            key_PGJ.dtype == torch.bfloat16 and SOME <= queries <= ALONE)):
+            key_PGJ.dtype == torch.bfloat16 and SOME <= queries <= MOST)):
         return None
     aligned = key_PGJ.data_ptr() | key_PGJ.stride(0) * key_PGJ.itemsize | q_BIJ.data_ptr()
     if dim != fp8.BLOCK or size % 16 or aligned % 16:
         return None
     room = ROOM + 12 * 16 * key_PGJ.stride(1) * key_PGJ.itemsize
-    return launcher(_SCORE, "score_keys", shared=room, SIZE=size, HEADS=heads, BINS=bins, CODED=int(coded))
+    return launcher(_SCORE, "score_keys", shared=room, SIZE=size, HEADS=heads, CODED=int(coded))
 
 
-def _chooses(queries: int, tokens: int) -> Launch | None:
-    """What counts and chooses in one launch and one block a query, where it can: of many queries, and up to
-    so many tokens, that is faster than counting in memory and two launches of many blocks, each of which
-    looks for the cut. A block takes 28 us of 32,768 tokens, the two launches of one query 11."""
-    if queries <= ALONE or tokens > 1 << 16:
-        return None
-    return launcher(_CHOOSE, "choose_keys", BINS=BINS, NEAR=NEAR, ROUNDS=64)
+def _chooses(queries: int, tokens: int) -> tuple[Launch | None, int]:
+    """What counts and chooses in one launch, where it can, and the blocks of a query: as many as fill a device,
+    up to a cluster of them. Else scores are counted in memory, and two launches look for the cut."""
+    share = 1 << min(CLUSTER, max(1, PROCESSORS // queries)).bit_length() - 1
+    return None if tokens % 4 else launcher(_CHOOSE, "choose_keys", BINS=BINS, NEAR=NEAR, SHARE=share), share
 
 
 def index_select(q_BIJ: Tensor, weight_BI: Tensor, key_PGJ: Tensor, table_RP: Tensor, row_B: Tensor,
@@ -298,15 +297,15 @@ def index_select(q_BIJ: Tensor, weight_BI: Tensor, key_PGJ: Tensor, table_RP: Te
         turn = slice(first, first + most)
         position_b = position_B[turn]
         num = len(position_b)
-        choose = _chooses(num, tokens)
+        choose, share = _chooses(num, tokens)
         bins = BINS if choose is None else 0
         counted_bN = torch.empty((num, bins + 1), dtype=torch.int32, device=device)
         if bins:
             clear_bins[(num,)](counted_bN, BINS=BINS, num_warps=8, **early())
         shared = 1 if exact or num <= len(table_RP) else SHARED
         scored = q_BIJ[turn], weight_BI[turn]
-        places = table_RP, row_B[turn], position_b, score_bU, counted_bN
-        if shared == 1 and (launch := _scores(q_BIJ, key_PGJ, bins)) is not None:
+        places = table_RP, row_B[turn], position_b, score_bU
+        if shared == 1 and choose is not None and (launch := _scores(q_BIJ, key_PGJ)) is not None:
             parts = max(1, min(triton.cdiv(tokens, 64), PROGRAMS // num))
             launch((parts, num), 128, *scored, key_PGJ, *places, q_BIJ.stride(0) * q_BIJ.itemsize,
                    weight_BI.stride(0), key_PGJ.stride(0) * key_PGJ.itemsize, table_RP.stride(0), tokens,
@@ -316,14 +315,14 @@ def index_select(q_BIJ: Tensor, weight_BI: Tensor, key_PGJ: Tensor, table_RP: Te
             programs, total = triton.cdiv(num, shared), triton.cdiv(tokens, block)
             at_once = max(1, min(1024 // block, total * programs // PROGRAMS))
             score_keys[(triton.cdiv(total, at_once), programs)](
-                *scored, codes, words, *places, q_BIJ.stride(0), weight_BI.stride(0), words.stride(0),
+                *scored, codes, words, *places, counted_bN, q_BIJ.stride(0), weight_BI.stride(0), words.stride(0),
                 table_RP.stride(0), tokens, at_once, num, SIZE=size, HEADS=heads,
                 HEADS_PAD=max(16, triton.next_power_of_2(heads)), DIM=dim,
                 DIM_PAD=max(32, triton.next_power_of_2(dim)), BLOCK=block, EXACT=exact,
                 KEY=words.stride(1), CODED=coded, BINS=bins, QUERIES=shared,
                 num_warps=warps, num_stages=stages, **early())
         if choose is not None:
-            choose((num, 1), 1024, score_bU, position_b, chosen_BS[turn], tokens, topk)
+            choose((num * share, 1), 1024, score_bU, position_b, chosen_BS[turn], tokens, topk)
             continue
         lists = score_bU, position_b, counted_bN, above_bK, near_bN, near_at_bN
         mark_keys[(blocks, num)](*lists, tokens, topk, BINS=BINS, BLOCK=taken, NEAR=NEAR, num_warps=8,
