@@ -45,6 +45,19 @@ __device__ __forceinline__ void put(void *own, int block, int x) {
 __device__ __forceinline__ void arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
 __device__ __forceinline__ void meet() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
+// each(score) of a warp's tokens from `first` on, four of a lane after each other.
+template <typename Each> __device__ __forceinline__ void
+look(const float *from, int first, int behind, const Each &each) {
+    #pragma unroll 4
+    for (int t = first; t < behind; t += STEP) {
+        const float4 four = *(const float4 *)(from + t);
+        each(four.x);
+        if (t + 1 < behind) each(four.y);
+        if (t + 2 < behind) each(four.z);
+        if (t + 3 < behind) each(four.w);
+    }
+}
+
 extern "C" __global__ void __cluster_dims__(SHARE, 1, 1) __launch_bounds__(32 * WARPS, 1)
 choose_keys(const float *score, const int *position, int *chosen, long long most, long long topk) {
     __shared__ int bins[BINS], line[LINE], lines[SHARE][WARPS], nums[SHARE], counts[SHARE];
@@ -68,18 +81,7 @@ choose_keys(const float *score, const int *position, int *chosen, long long most
     const int rounds = (end + STEP * WARPS * SHARE - 1) / (STEP * WARPS * SHARE);
     const int first = own * rounds * STEP + lane * 4, behind = min(end, (own + 1) * rounds * STEP);
     const float *from = score + b * most;
-    // each(token, score) of the warp's tokens, four of a lane after each other
-    const auto look = [&](const auto &each) {
-        #pragma unroll 4
-        for (int t = first; t < behind; t += STEP) {
-            const float4 four = *(const float4 *)(from + t);
-            each(t, four.x);
-            if (t + 1 < end) each(t + 1, four.y);
-            if (t + 2 < end) each(t + 2, four.z);
-            if (t + 3 < end) each(t + 3, four.w);
-        }
-    };
-    look([&](int, float x) { atomicAdd(bins + bin_of(x), 1); });
+    look(from, first, behind, [&](float x) { atomicAdd(bins + bin_of(x), 1); });
     __syncthreads();
     int sum = 0;
     #pragma unroll
@@ -113,7 +115,7 @@ choose_keys(const float *score, const int *position, int *chosen, long long most
         if (middle == j && sum + line[lane * EACH + j] < top) sum += line[lane * EACH + j], middle = j + 1;
     middle = __shfl_sync(~0u, which * LINE + lane * EACH + middle, owner);
     const int want = top - __shfl_sync(~0u, sum, owner);
-    look([&](int, float x) {
+    look(from, first, behind, [&](float x) {
         if (bin_of(x) != middle) return;
         const int at = atomicAdd(&num, 1);
         if (at < NEAR) near_key[at] = key_of(x);
@@ -166,11 +168,11 @@ choose_keys(const float *score, const int *position, int *chosen, long long most
         while (low < high) {
             const word half = low + ((high - low) >> 1) + 1;
             int found = 0;
-            look([&](int, float x) { found += bin_of(x) == middle && key_of(x) >= half; });
+            look(from, first, behind, [&](float x) { found += bin_of(x) == middle && key_of(x) >= half; });
             if (all_of(found) >= want) low = half; else high = half - 1;
         }
         int found = 0;
-        look([&](int, float x) { found += bin_of(x) == middle && key_of(x) > low; });
+        look(from, first, behind, [&](float x) { found += bin_of(x) == middle && key_of(x) > low; });
         found = all_of(found);
         if (threadIdx.x == 0) cut = low, larger = found;
     }
@@ -179,7 +181,7 @@ choose_keys(const float *score, const int *position, int *chosen, long long most
     const word limit = cut;
     const int spare = want - larger;
     int more = 0, equal = 0;
-    look([&](int, float x) {
+    look(from, first, behind, [&](float x) {
         const word key = key_of(x);
         more += key > limit;
         equal += key == limit;
