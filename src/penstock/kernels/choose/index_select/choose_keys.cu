@@ -62,7 +62,9 @@ extern "C" __global__ void __cluster_dims__(SHARE, 1, 1) __launch_bounds__(32 * 
 choose_keys(const float *score, const int *position, int *chosen, long long most, long long topk) {
     __shared__ int bins[BINS], line[LINE], lines[SHARE][WARPS], nums[SHARE], counts[SHARE];
     __shared__ int mores[SHARE * WARPS], equals[SHARE * WARPS], num, count, larger;
+    __shared__ int more_of[WARPS], equal_of[WARPS];
     __shared__ word near_key[NEAR], cut;
+    __shared__ unsigned char near_warp[NEAR];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, top = (int)topk;
     const int rank = blockIdx.x % SHARE, own = rank * WARPS + warp;
     const long long b = blockIdx.x / SHARE;
@@ -78,8 +80,9 @@ choose_keys(const float *score, const int *position, int *chosen, long long most
         for (int n = rank * 32 * WARPS + threadIdx.x; n < top; n += 32 * WARPS * SHARE) out[n] = n < end ? n : -1;
         return;
     }
-    const int rounds = (end + STEP * WARPS * SHARE - 1) / (STEP * WARPS * SHARE);
-    const int first = own * rounds * STEP + lane * 4, behind = min(end, (own + 1) * rounds * STEP);
+    const int steps = (end + STEP - 1) / STEP;
+    const int first = own * steps / (WARPS * SHARE) * STEP + lane * 4;
+    const int behind = min(end, (own + 1) * steps / (WARPS * SHARE) * STEP);
     const float *from = score + b * most;
     look(from, first, behind, [&](float x) { atomicAdd(bins + bin_of(x), 1); });
     __syncthreads();
@@ -115,11 +118,16 @@ choose_keys(const float *score, const int *position, int *chosen, long long most
         if (middle == j && sum + line[lane * EACH + j] < top) sum += line[lane * EACH + j], middle = j + 1;
     middle = __shfl_sync(~0u, which * LINE + lane * EACH + middle, owner);
     const int want = top - __shfl_sync(~0u, sum, owner);
+    sum = 0;
     look(from, first, behind, [&](float x) {
-        if (bin_of(x) != middle) return;
+        const int bin = bin_of(x);
+        sum += bin < middle;
+        if (bin != middle) return;
         const int at = atomicAdd(&num, 1);
-        if (at < NEAR) near_key[at] = key_of(x);
+        if (at < NEAR) near_key[at] = key_of(x), near_warp[at] = warp;
     });
+    sum = __reduce_add_sync(~0u, sum);
+    if (lane == 0) more_of[warp] = sum, equal_of[warp] = 0;
     __syncthreads();
     if (threadIdx.x < SHARE) put(&nums[rank], threadIdx.x, num);
     arrive(), meet();
@@ -177,19 +185,28 @@ choose_keys(const float *score, const int *position, int *chosen, long long most
         if (threadIdx.x == 0) cut = low, larger = found;
     }
     __syncthreads();
-    // What is larger than the cut is taken, and of what equals it the first `spare`.
+    // What is larger than the cut is taken, and of what equals it the first `spare`. Of each warp:
     const word limit = cut;
     const int spare = want - larger;
-    int more = 0, equal = 0;
-    look(from, first, behind, [&](float x) {
-        const word key = key_of(x);
-        more += key > limit;
-        equal += key == limit;
-    });
-    more = __reduce_add_sync(~0u, more), equal = __reduce_add_sync(~0u, equal);
-    if (lane < SHARE) put(mores + own, lane, more), put(equals + own, lane, equal);
+    if (listed <= NEAR) {
+        for (int n = threadIdx.x; n < num; n += 32 * WARPS) {
+            if (near_key[n] > limit) atomicAdd(more_of + near_warp[n], 1);
+            if (near_key[n] == limit) atomicAdd(equal_of + near_warp[n], 1);
+        }
+        __syncthreads();
+    } else {
+        int more = 0, equal = 0;
+        look(from, first, behind, [&](float x) {
+            more += key_of(x) > limit;
+            equal += key_of(x) == limit;
+        });
+        more = __reduce_add_sync(~0u, more), equal = __reduce_add_sync(~0u, equal);
+        if (lane == 0) more_of[warp] = more, equal_of[warp] = equal;
+        __syncwarp();
+    }
+    if (lane < SHARE) put(mores + own, lane, more_of[warp]), put(equals + own, lane, equal_of[warp]);
     arrive(), meet();
-    more = equal = 0;
+    int more = 0, equal = 0;
     for (int k = lane; k < own; k += 32) more += mores[k], equal += equals[k];
     more = __reduce_add_sync(~0u, more), equal = __reduce_add_sync(~0u, equal);
     #pragma unroll 4

@@ -235,7 +235,7 @@ PROGRAMS = 528              # that score at once: four on each processor of an H
 BINS = 8192                 # of scores: see `topn.bin_of`
 TAKEN, TAKEN_MANY = 1024, 2048      # tokens that are looked through together, of many queries
 SOME, MOST = 8, 32          # queries: C++ scores bfloat16 keys of 8 to 32
-CLUSTER, PROCESSORS = 8, 132        # blocks that may choose together; of an H100 and an H200
+SHARES = (8, 8), (16, 4), (66, 2)   # up to so many queries: blocks that choose together, on 132 processors
 NEAR = 2048                 # of the cut's bin that are kept: of 32,768 tokens of a model it has some hundred
 _SCORE, _CHOOSE = (Path(__file__).with_name(name) for name in ("score_keys.cu", "choose_keys.cu"))
 ROOM = 64 * 256             # bytes of shared memory for queries, beside 16 keys thrice for each of four warps
@@ -265,9 +265,9 @@ def _scores(q_BIJ: Tensor, key_PGJ: Tensor) -> Launch | None:
 
 
 def _chooses(queries: int, tokens: int) -> tuple[Launch | None, int]:
-    """What counts and chooses in one launch, where it can, and the blocks of a query: as many as fill a device,
-    up to a cluster of them. Else scores are counted in memory, and two launches look for the cut."""
-    share = 1 << min(CLUSTER, max(1, PROCESSORS // queries)).bit_length() - 1
+    """What counts and chooses in one launch, where it can, and the blocks of a query: as many as are faster. Else
+    scores are counted in memory, and two launches look for the cut."""
+    share = next((blocks for most, blocks in SHARES if queries <= most), 1)
     return None if tokens % 4 else launcher(_CHOOSE, "choose_keys", BINS=BINS, NEAR=NEAR, SHARE=share), share
 
 
