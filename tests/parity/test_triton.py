@@ -277,8 +277,10 @@ def test_kernel_compiles_for_hopper(module: str, name: str) -> None:
             assert stack_of(built.asm["cubin"]) <= STACK.get(name, 0), "it spills more than it did"
 
 
-def test_attention_in_gluon_compiles_for_hopper() -> None:
-    """Its scores once: 36 products of 16 dims, and four of 16 rows. Without a stack frame."""
+@pytest.mark.parametrize("pool, size, blocks", [(BF16, 64, 16), (U8, 64, 16), (U8, 3, 1)])
+def test_attention_in_gluon_compiles_for_hopper(pool: str, size: int, blocks: int) -> None:
+    """Its scores once: 36 products of 16 dims, and four of 16 rows; all copies of 16 bytes. Without a stack
+    frame."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -291,9 +293,9 @@ def test_attention_in_gluon_compiles_for_hopper() -> None:
         WARPS,
         attend_whole,
     )
-    types = dict(q=BF16, pool=BF16, slot=I32, part=F32, peak=F32, scale="fp32", pool_page="i32", HEADS="i32",
+    types = dict(q=BF16, pool=pool, slot=I32, part=F32, peak=F32, scale="fp32", pool_page="i32", HEADS="i32",
                  CHOSEN="i32")
-    constants = dict(SIZE=64, BLOCKS=16, G=GROUP, BLOCK=BLOCK, V=VALUE, R=REST)
+    constants = dict(SIZE=size, BLOCKS=blocks, G=GROUP, BLOCK=BLOCK, V=VALUE, R=REST)
     whole = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(attend_whole.arg_names)
              if name in types and name != "scale"}
     built = triton.compile(
@@ -301,6 +303,8 @@ def test_attention_in_gluon_compiles_for_hopper() -> None:
                        constants, whole),
         target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS})
     assert built.asm["ptx"].count("wgmma.mma_async") == (VALUE + REST) // 16 + BLOCK // 16
+    copies = [line for line in built.asm["ptx"].splitlines() if "cp.async.c" in line and "commit" not in line]
+    assert len(copies) == (72 if pool == BF16 else 54) and all(", 0x10, " in line for line in copies)
     assert built.metadata.shared <= 227 << 10 and stack_of(built.asm["cubin"]) == 0
 
 

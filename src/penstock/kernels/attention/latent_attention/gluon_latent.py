@@ -23,17 +23,53 @@ GROUP, BLOCK, VALUE, REST, WARPS = 64, 64, 512, 64, 8
 
 
 @gluon.jit
-def _bring(pool, at, pool_page, values, rests, SIZE: gl.constexpr, ROW: gl.constexpr, V: gl.constexpr,
-           R: gl.constexpr, lines: gl.constexpr, short: gl.constexpr):
-    """Begin to copy the rows of these slots, zeros where there are none. at: i32, by `lines`."""
+def _bring_heads(q, values, first, HEADS, ROW: gl.constexpr, lines: gl.constexpr):
+    """Begin to copy what heads from `first` on have, of ROW dims each."""
+    n = first + gl.arange(0, values.shape[0], layout=gl.SliceLayout(1, lines))
+    d = gl.arange(0, values.shape[1], layout=gl.SliceLayout(0, lines))
+    _copy(values, q + (n * ROW)[:, None] + d[None, :], mask=(n < HEADS)[:, None])
+
+
+@gluon.jit
+def _bring(pool, at, pool_page, values, rests, scales, turn, SIZE: gl.constexpr, V: gl.constexpr,
+           R: gl.constexpr, lines: gl.constexpr, short: gl.constexpr, CODED: gl.constexpr):
+    """Begin to copy the rows of these slots into the buffers of `turn`, zeros where there are none. at: i32,
+    by `lines`."""
+    SCALES: gl.constexpr = V // 128 if CODED else 0
+    ROW: gl.constexpr = V + 4 * SCALES + 2 * R if CODED else V + R
     d = gl.arange(0, V, layout=gl.SliceLayout(0, lines))
     begin = (at // SIZE).to(gl.int64) * pool_page + at % SIZE * ROW
-    _copy(values, pool + begin[:, None] + d[None, :], mask=(at >= 0)[:, None])
-    r = gl.arange(0, R, layout=gl.SliceLayout(0, short))
+    _copy(values.index(turn), pool + begin[:, None] + d[None, :], mask=(at >= 0)[:, None])
     at = gl.convert_layout(at, gl.SliceLayout(1, short))
     begin = (at // SIZE).to(gl.int64) * pool_page + at % SIZE * ROW + V
-    _copy(rests, pool + begin[:, None] + r[None, :], mask=(at >= 0)[:, None])
+    row = pool + begin[:, None]
+    if CODED:
+        word = gl.arange(0, SCALES, layout=gl.SliceLayout(0, short))
+        scale = row.to(gl.pointer_type(gl.float32), bitcast=True) + word[None, :]
+        _copy(scales.index(turn), scale, mask=(at >= 0)[:, None])
+        row = (row + 4 * SCALES).to(gl.pointer_type(gl.bfloat16), bitcast=True)
+    r = gl.arange(0, R, layout=gl.SliceLayout(0, short))
+    _copy(rests.index(turn), row + r[None, :], mask=(at >= 0)[:, None])
     async_copy.commit_group()
+
+
+@gluon.jit
+def _decode(codes, scales, values, V: gl.constexpr):
+    """Codes times their scales, in f32, into `values`."""
+    # Eight threads one below the other share no bank in what they read of `codes`, nor in what they write.
+    down: gl.constexpr = gl.BlockedLayout([1, 1, 16], [8, 1, 4], [8, 1, 1], [0, 2, 1])
+    parts: gl.constexpr = [values.shape[0], V // 128, 128]
+    code = codes.reshape(parts).load(down).to(gl.float8e4nv, bitcast=True)
+    scale = scales.load(gl.SliceLayout(2, down))
+    values.reshape(parts).store((code.to(gl.float32) * scale[:, :, None]).to(values.dtype))
+
+
+@gluon.jit
+def _weigh(score, top):
+    """A block's weights, what earlier ones are worth now, and the largest score so far."""
+    new = gl.maximum(top, gl.max(score, 1))
+    base = gl.where(new == float("-inf"), 0.0, new)
+    return gl.exp2(score - base[:, None]), gl.exp2(top - base), new
 
 
 @gluon.jit
@@ -58,69 +94,69 @@ def attend_whole(q, pool, slot, part, peak, scale, pool_page, HEADS, CHOSEN, SIZ
                  BLOCKS: gl.constexpr, G: gl.constexpr, BLOCK: gl.constexpr, V: gl.constexpr,
                  R: gl.constexpr):
     """As `triton_latent.attend_rows` of one group of 64 heads. scale: with log2(e) in it. Of one part alone
-    `peak` becomes the natural log of the weights' sum, and `part` the result, in its dtype."""
+    `peak` becomes the natural log of the weights' sum, and `part` the result, in its dtype. A pool of u8 has
+    codes (`kernels/types/fp8.py`), which become values here."""
     gdc_launch_dependents()
     gdc_wait()
     s, group, parts = gl.program_id(0), gl.program_id(1), gl.num_programs(0)
     b = gl.program_id(2).to(gl.int64)
-    ROW: gl.constexpr = V + R
+    CODED: gl.constexpr = pool.dtype.element_ty == gl.uint8
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
+    brought: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0]) if CODED else lines
     short: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     sums: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 256, 16])
     scores: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 32, 16])
     kind: gl.constexpr = q.dtype.element_ty
-    wide: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    values = gl.allocate_shared_memory(kind, [2, BLOCK, V], wide)
+    wide: gl.constexpr = gl.NVMMASharedLayout(128, element_bitwidth=16, rank=2)
+    held: gl.constexpr = gl.NVMMASharedLayout(128, element_bitwidth=8 if CODED else 16, rank=2)
+    values = gl.allocate_shared_memory(pool.dtype.element_ty, [2, BLOCK, V], held)
     rests = gl.allocate_shared_memory(kind, [2, BLOCK, R], wide)
+    scales = rests                  # there are none, and none is asked for
+    if CODED:
+        scales = gl.allocate_shared_memory(gl.float32, [2, BLOCK, V // 128],
+                                           gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+        own = gl.allocate_shared_memory(kind, [BLOCK, V], wide)
     q_values = gl.allocate_shared_memory(kind, [G, V], wide)
     q_rests = gl.allocate_shared_memory(kind, [G, R], wide)
     weights = gl.allocate_shared_memory(kind, [G, BLOCK], wide)
     line = slot + b * CHOSEN
-    i = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, lines))
+    i = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, brought))
     i_score = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, scores))
     first = s * (BLOCKS * BLOCK)
     at = gl.load(line + first + i, mask=first + i < CHOSEN, other=-1)
     next_at = gl.load(line + first + BLOCK + i, mask=(first + BLOCK + i < CHOSEN) & (BLOCKS > 1),
                       other=-1)
-    n = group * G + gl.arange(0, G, layout=gl.SliceLayout(1, lines))
-    d = gl.arange(0, V, layout=gl.SliceLayout(0, lines))
-    _copy(q_values, q + ((b * HEADS + n) * ROW)[:, None] + d[None, :],
-                                           mask=(n < HEADS)[:, None])
-    n_short = group * G + gl.arange(0, G, layout=gl.SliceLayout(1, short))
-    r = gl.arange(0, R, layout=gl.SliceLayout(0, short))
-    _copy(q_rests, q + ((b * HEADS + n_short) * ROW + V)[:, None] + r[None, :],
-                                           mask=(n_short < HEADS)[:, None])
-    _bring(pool, at, pool_page, values.index(0), rests.index(0), SIZE, ROW, V, R, lines, short)
-    _bring(pool, next_at, pool_page, values.index(1), rests.index(1), SIZE, ROW, V, R, lines, short)
+    _bring_heads(q + b * HEADS * (V + R), q_values, group * G, HEADS, V + R, lines)
+    _bring_heads(q + b * HEADS * (V + R) + V, q_rests, group * G, HEADS, V + R, short)
+    _bring(pool, at, pool_page, values, rests, scales, 0, SIZE, V, R, brought, short, CODED)
+    _bring(pool, next_at, pool_page, values, rests, scales, 1, SIZE, V, R, brought, short, CODED)
     acc = gl.zeros([G, V], gl.float32, sums)
     top = gl.full([G], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
     total = gl.zeros([G, BLOCK], gl.float32, scores)        # of each of a block's places: summed at the end
     for block in range(BLOCKS):
         turn = block % 2
+        async_copy.wait_group(1)
+        if CODED:
+            _decode(values.index(turn), scales.index(turn), own, V)
+        else:
+            own = values.index(turn)
         ahead = first + (block + 2) * BLOCK + i
         next_at = gl.load(line + ahead, mask=(ahead < CHOSEN) & (block + 2 < BLOCKS), other=-1)
         here = first + block * BLOCK + i_score
         here = gl.load(line + here, mask=here < CHOSEN, other=-1) >= 0
-        async_copy.wait_group(1)
         fence_async_shared()
-        own, rest = values.index(turn), rests.index(turn)
         score = gl.zeros([G, BLOCK], gl.float32, scores)
         score = warpgroup_mma(q_values, own.permute((1, 0)), score, use_acc=False)
-        score = warpgroup_mma(q_rests, rest.permute((1, 0)), score)
-        score = gl.where(here[None, :], score * scale, float("-inf"))
-        new = gl.maximum(top, gl.max(score, 1))
-        base = gl.where(new == float("-inf"), 0.0, new)
-        weight = gl.exp2(score - base[:, None])
-        keep = gl.exp2(top - base)
+        score = warpgroup_mma(q_rests, rests.index(turn).permute((1, 0)), score)
+        weight, keep, top = _weigh(gl.where(here[None, :], score * scale, float("-inf")), top)
         total = total * keep[:, None] + weight
-        top = new
         weights.store(weight.to(kind))
         fence_async_shared()
         acc = acc * gl.convert_layout(keep, gl.SliceLayout(1, sums))[:, None]
         acc = warpgroup_mma(weights, own, acc)
-        _bring(pool, next_at, pool_page, own, rest, SIZE, ROW, V, R, lines, short)
+        _bring(pool, next_at, pool_page, values, rests, scales, turn, SIZE, V, R, brought, short, CODED)
     async_copy.wait_group(0)
     _leave(part, peak, acc, total, top, b, s, parts, group * G, HEADS, G, V, scores, sums)
 
@@ -128,7 +164,7 @@ def attend_whole(q, pool, slot, part, peak, scale, pool_page, HEADS, CHOSEN, SIZ
 def attend(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, part_BNSV: Tensor, peak_BNS: Tensor,
            scale: float, rows: int) -> None:
     """Parts S of `rows` chosen rows, a multiple of BLOCK, as `attend_whole` leaves them. part_BNSV f32, or of
-    S = 1 the dtype of q."""
+    S = 1 the dtype of q. pool_PGH: of that dtype, or codes under bf16 queries."""
     queries, heads, _ = q_BNH.shape
     attend_whole[(peak_BNS.shape[2], -(-heads // GROUP), queries)](
         q_BNH, pool_PGH, slot_BS, part_BNSV, peak_BNS, scale * 1.4426950408889634, pool_PGH.stride(0), heads,

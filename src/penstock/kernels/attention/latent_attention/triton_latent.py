@@ -4,8 +4,8 @@ A part is a fixed number of rows in float32, whatever the batch: a query's resul
 runs beside it. In bfloat16, where the step's other products depend on that too, there are as many parts as
 fill a device. A program has some heads and, where values are wide, one half of them: their sums must stay in
 registers. It scores with the row's two halves and its rest one by one, and adds these in an order that
-is the same in either half. Rows of codes become floats of the queries' type first, by a kernel of their own:
-there is one attention. Imported only where a CUDA device was asked for.
+is the same in either half. Rows of codes become floats of the queries' type first, by a kernel of their own,
+but for those that `gluon_latent` decodes itself. Imported only where a CUDA device was asked for.
 
     B queries   N query heads   H row dim   R value dim   P pages   G page size   S chosen rows
 """
@@ -135,8 +135,7 @@ def decoded(pool_PGH: Tensor, slot_BS: Tensor, dim: int, value_dim: int, dtype: 
             every: bool) -> tuple[Tensor, Tensor]:
     """Rows of codes as floats, and their slots: those that are named one after the other, -1 stays that; with
     `every` all of the pool, in its order."""
-    size, row = pool_PGH.shape[1], fp8.width(dim, value_dim)
-    assert pool_PGH.stride(2) == 1 and pool_PGH.stride(1) == row, "rows of a page must be dense"
+    size, row = pool_PGH.shape[1:]
     num = len(pool_PGH) * size if every else slot_BS.numel()
     rows_PGH = torch.empty((triton.cdiv(num, size), size, dim), dtype=dtype, device=pool_PGH.device)
     own_BS = slot_BS if every else torch.empty_like(slot_BS)
@@ -148,17 +147,12 @@ def decoded(pool_PGH: Tensor, slot_BS: Tensor, dim: int, value_dim: int, dtype: 
     return rows_PGH, own_BS
 
 
-def _over_codes(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, value_dim: int,
-                scale: float) -> tuple[Tensor, Tensor]:
-    """What is attended to becomes floats first: what queries name, of some of them after the other, or all of
-    a pool that lies together, as a prompt's does, where they name more than it has."""
-    dim, dtype = q_BNH.shape[2], q_BNH.dtype
-    most = DECODED // (dim * dtype.itemsize)
-    size, row = pool_PGH.shape[1:]
-    # One page is contiguous to torch whatever its stride: what a start measures would not decode.
-    every = pool_PGH.stride(0) == size * row and len(pool_PGH) * size <= min(most, slot_BS.numel())
+def _over_codes(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, value_dim: int, scale: float, most: int, *,
+                every: bool) -> tuple[Tensor, Tensor]:
+    """What is attended to becomes floats first, up to `most` rows at once: what queries name, of some of them
+    after the other, or with `every` all of the pool."""
     at_once = max(1, len(q_BNH) if every else most // slot_BS.shape[1])
-    outs = [latent_attention(q, *decoded(pool_PGH, slot, dim, value_dim, dtype, every=every),
+    outs = [latent_attention(q, *decoded(pool_PGH, slot, q.shape[2], value_dim, q.dtype, every=every),
                              value_dim=value_dim, scale=scale)
             for q, slot in zip(q_BNH.split(at_once), slot_BS.split(at_once), strict=True)]
     if len(outs) == 1:
@@ -172,16 +166,23 @@ def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_
     """As `penstock.kernels.attention.latent_attention`. Capturable."""
     queries, heads, dim = q_BNH.shape
     size, chosen = pool_PGH.shape[1], slot_BS.shape[1]
+    coded = pool_PGH.dtype == torch.uint8
+    row = fp8.width(dim, value_dim) if coded else dim
     assert q_BNH.is_contiguous() and slot_BS.is_contiguous(), "queries and slots must be dense"
-    if pool_PGH.dtype == torch.uint8:
-        return _over_codes(q_BNH, pool_PGH, slot_BS, value_dim, scale)
-    assert pool_PGH.stride(2) == 1 and pool_PGH.stride(1) == dim, "rows of a page must be dense"
+    assert pool_PGH.stride(2) == 1 and pool_PGH.stride(1) == row, "rows of a page must be dense"
     exact = q_BNH.dtype == torch.float32
     pad = max(16, triton.next_power_of_2(value_dim))
     assert pad <= 2 * WIDE, f"values of {value_dim}"
     group = min(16 if exact else GROUP, max(16, triton.next_power_of_2(heads)))
     groups = triton.cdiv(heads, group)
     whole = (group, value_dim, dim) == (GROUP, 2 * WIDE, 2 * WIDE + 64) and _in_gluon()
+    if coded:
+        most = DECODED // (dim * q_BNH.dtype.itemsize)
+        # A pool that lies together, as a prompt's does, is decoded once where queries name more than it has.
+        # One page is contiguous to torch whatever its stride: what a start measures would not decode.
+        every = pool_PGH.stride(0) == size * row and len(pool_PGH) * size <= min(most, slot_BS.numel())
+        if every or not (whole and q_BNH.dtype == torch.bfloat16):
+            return _over_codes(q_BNH, pool_PGH, slot_BS, value_dim, scale, most, every=every)
     halves = 1 if whole or pad <= WIDE else 2
     rows = BLOCK * BLOCKS
     if not exact:
