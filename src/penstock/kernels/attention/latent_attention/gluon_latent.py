@@ -137,15 +137,16 @@ def attend_whole(q, pool, slot, part, peak, scale, pool_page, HEADS, CHOSEN, SIZ
     total = gl.zeros([G, BLOCK], gl.float32, scores)        # of each of a block's places: summed at the end
     for block in range(BLOCKS):
         turn = block % 2
-        async_copy.wait_group(1)
-        if CODED:
+        if CODED:                   # slots come behind: registers do not hold both
+            async_copy.wait_group(1)
             _decode(values.index(turn), scales.index(turn), own, V)
-        else:
-            own = values.index(turn)
         ahead = first + (block + 2) * BLOCK + i
         next_at = gl.load(line + ahead, mask=(ahead < CHOSEN) & (block + 2 < BLOCKS), other=-1)
         here = first + block * BLOCK + i_score
         here = gl.load(line + here, mask=here < CHOSEN, other=-1) >= 0
+        if not CODED:
+            async_copy.wait_group(1)
+            own = values.index(turn)
         fence_async_shared()
         score = gl.zeros([G, BLOCK], gl.float32, scores)
         score = warpgroup_mma(q_values, own.permute((1, 0)), score, use_acc=False)
