@@ -265,8 +265,8 @@ def _scores(q_BIJ: Tensor, key_PGJ: Tensor) -> Launch | None:
 
 
 def _chooses(queries: int, tokens: int) -> tuple[Launch | None, int]:
-    """What counts and chooses in one launch, where it can, and the blocks of a query: as many as are faster. Else
-    scores are counted in memory, and two launches look for the cut."""
+    """What counts and chooses in one launch, where it can, and the blocks of a query. Else scores are counted
+    in memory, and two launches look for the cut."""
     share = next((blocks for most, blocks in SHARES if queries <= most), 1)
     return None if tokens % 4 else launcher(_CHOOSE, "choose_keys", BINS=BINS, NEAR=NEAR, SHARE=share), share
 
@@ -315,8 +315,8 @@ def index_select(q_BIJ: Tensor, weight_BI: Tensor, key_PGJ: Tensor, table_RP: Te
             programs, total = triton.cdiv(num, shared), triton.cdiv(tokens, block)
             at_once = max(1, min(1024 // block, total * programs // PROGRAMS))
             score_keys[(triton.cdiv(total, at_once), programs)](
-                *scored, codes, words, *places, counted_bN, q_BIJ.stride(0), weight_BI.stride(0), words.stride(0),
-                table_RP.stride(0), tokens, at_once, num, SIZE=size, HEADS=heads,
+                *scored, codes, words, *places, counted_bN, q_BIJ.stride(0), weight_BI.stride(0),
+                words.stride(0), table_RP.stride(0), tokens, at_once, num, SIZE=size, HEADS=heads,
                 HEADS_PAD=max(16, triton.next_power_of_2(heads)), DIM=dim,
                 DIM_PAD=max(32, triton.next_power_of_2(dim)), BLOCK=block, EXACT=exact,
                 KEY=words.stride(1), CODED=coded, BINS=bins, QUERIES=shared,
