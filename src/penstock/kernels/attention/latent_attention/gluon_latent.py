@@ -126,8 +126,7 @@ def attend_whole(q, pool, slot, part, peak, scale, pool_page, HEADS, CHOSEN, SIZ
     i_score = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, scores))
     first = s * (BLOCKS * BLOCK)
     at = gl.load(line + first + i, mask=first + i < CHOSEN, other=-1)
-    next_at = gl.load(line + first + BLOCK + i, mask=(first + BLOCK + i < CHOSEN) & (BLOCKS > 1),
-                      other=-1)
+    next_at = gl.load(line + first + BLOCK + i, mask=(first + BLOCK + i < CHOSEN) & (BLOCKS > 1), other=-1)
     _bring_heads(q + b * HEADS * (V + R), q_values, group * G, HEADS, V + R, lines)
     _bring_heads(q + b * HEADS * (V + R) + V, q_rests, group * G, HEADS, V + R, short)
     _bring(pool, at, pool_page, values, rests, scales, 0, SIZE, V, R, brought, short, CODED)

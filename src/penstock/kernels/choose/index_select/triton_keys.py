@@ -271,6 +271,21 @@ def _chooses(queries: int, tokens: int) -> tuple[Launch | None, int]:
     return None if tokens % 4 else launcher(_CHOOSE, "choose_keys", BINS=BINS, NEAR=NEAR, SHARE=share), share
 
 
+def _choose(score_bU: Tensor, position_b: Tensor, counted_bN: Tensor, chosen_bS: Tensor) -> None:
+    """In Triton, of scores that are counted in bins."""
+    num, tokens, topk = len(position_b), score_bU.shape[1], chosen_bS.shape[1]
+    taken = TAKEN if num < MANY else TAKEN_MANY
+    blocks = triton.cdiv(tokens, taken)
+    near_bN = torch.empty((num, NEAR), dtype=torch.float32, device=score_bU.device)
+    near_at_bN, above_bK = (torch.empty((num, of), dtype=torch.int32, device=score_bU.device)
+                            for of in (NEAR, blocks))
+    lists = score_bU, position_b, counted_bN, above_bK, near_bN, near_at_bN
+    mark_keys[(blocks, num)](*lists, tokens, topk, BINS=BINS, BLOCK=taken, NEAR=NEAR, num_warps=8, **early())
+    take_keys[(blocks, num)](*lists, chosen_bS, tokens, topk, BINS=BINS, BLOCK=taken, NEAR=NEAR,
+                             BLOCKS_PAD=triton.next_power_of_2(blocks), TOPK_PAD=triton.next_power_of_2(topk),
+                             num_warps=4 if taken == TAKEN else 8, **early())
+
+
 def index_select(q_BIJ: Tensor, weight_BI: Tensor, key_PGJ: Tensor, table_RP: Tensor, row_B: Tensor,
                  position_B: Tensor, *, topk: int) -> Tensor:
     """As `penstock.kernels.choose.index_select`. Capturable."""
@@ -286,20 +301,15 @@ def index_select(q_BIJ: Tensor, weight_BI: Tensor, key_PGJ: Tensor, table_RP: Te
                     (key_PGJ, key_PGJ))
     device, exact = q_BIJ.device, q_BIJ.dtype == torch.float32
     most = max(1, min(queries, SCORES // tokens))
-    taken = TAKEN if min(most, queries) < MANY else TAKEN_MANY
-    blocks = triton.cdiv(tokens, taken)
+    choose, share = _chooses(most, tokens)
+    bins = BINS if choose is None else 0
     score_bU = torch.empty((most, tokens), dtype=torch.float32, device=device)
-    near_bN = torch.empty((most, NEAR), dtype=torch.float32, device=device)
-    near_at_bN = torch.empty((most, NEAR), dtype=torch.int32, device=device)
-    above_bK = torch.empty((most, blocks), dtype=torch.int32, device=device)
+    counted_bN = torch.empty((most, bins + 1), dtype=torch.int32, device=device)
     chosen_BS = torch.empty((queries, topk), dtype=torch.int32, device=device)
     for first in range(0, queries, most):
         turn = slice(first, first + most)
         position_b = position_B[turn]
         num = len(position_b)
-        choose, share = _chooses(num, tokens)
-        bins = BINS if choose is None else 0
-        counted_bN = torch.empty((num, bins + 1), dtype=torch.int32, device=device)
         if bins:
             clear_bins[(num,)](counted_bN, BINS=BINS, num_warps=8, **early())
         shared = 1 if exact or num <= len(table_RP) else SHARED
@@ -321,14 +331,8 @@ def index_select(q_BIJ: Tensor, weight_BI: Tensor, key_PGJ: Tensor, table_RP: Te
                 DIM_PAD=max(32, triton.next_power_of_2(dim)), BLOCK=block, EXACT=exact,
                 KEY=words.stride(1), CODED=coded, BINS=bins, QUERIES=shared,
                 num_warps=warps, num_stages=stages, **early())
-        if choose is not None:
+        if choose is None:
+            _choose(score_bU, position_b, counted_bN, chosen_BS[turn])
+        else:
             choose((num * share, 1), 1024, score_bU, position_b, chosen_BS[turn], tokens, topk)
-            continue
-        lists = score_bU, position_b, counted_bN, above_bK, near_bN, near_at_bN
-        mark_keys[(blocks, num)](*lists, tokens, topk, BINS=BINS, BLOCK=taken, NEAR=NEAR, num_warps=8,
-                                 **early())
-        take_keys[(blocks, num)](*lists, chosen_BS[turn], tokens, topk, BINS=BINS, BLOCK=taken, NEAR=NEAR,
-                                 BLOCKS_PAD=triton.next_power_of_2(blocks),
-                                 TOPK_PAD=triton.next_power_of_2(topk), num_warps=4 if taken == TAKEN else 8,
-                                 **early())
     return chosen_BS
