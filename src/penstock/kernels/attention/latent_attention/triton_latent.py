@@ -120,7 +120,7 @@ def attend_rows(q, pool, slot, part, peak, scale, pool_page, HEADS, CHOSEN, SIZE
 BLOCK, BLOCKS, WARPS = 64, 4, 4     # rows of a block, blocks of a part
 GROUP, WIDE = 64, 256           # heads and value dims that one program sums
 SUMS = 1 << 24                  # of parts, in memory at once
-PROGRAMS, FEW = 128, 8          # that fill a device; of so few half as many, as there are fewer parts to join
+PROGRAMS, FEW = 128, 8          # that fill a device; in Gluon half of them do for so few queries and groups
 LINES = 16                      # codes that a program decodes: a load of each thread and 128 values
 DECODED = 256 << 20             # bytes of rows that were codes, in memory at once
 
@@ -188,7 +188,8 @@ def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_
     if not exact:
         blocks = triton.cdiv(chosen, BLOCK)
         beside = queries * groups * halves
-        blocks = max(1, blocks * min(beside, PROGRAMS) // (PROGRAMS if beside > FEW else PROGRAMS // 2))
+        fill = PROGRAMS // 2 if whole and beside <= FEW else PROGRAMS
+        blocks = max(1, blocks * min(beside, PROGRAMS) // fill)
         rows = BLOCK * (1 << blocks.bit_length() - 1)           # few numbers of them are compiled
     parts = triton.cdiv(chosen, rows)
     device = q_BNH.device

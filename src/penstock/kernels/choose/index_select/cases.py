@@ -23,6 +23,7 @@ _QUERIES: dict[str, tuple[tuple[int, int], ...]] = {
     "none and one": ((0, -1), (1, 333), (2, -1)),
     "long": ((0, 5000), (2, 4500)),
     "a step of many": tuple((n % 3, 97 * n - 1) for n in range(40)),
+    "a chunk of many": tuple((1, 1000 + n) for n in range(70)),
 }
 _HEADS = ((8, 32), (4, 20), (1, 16), (64, 128))     # index heads, index head dim
 _TOPK = 24
@@ -35,10 +36,13 @@ def cases(device: str) -> Iterator[Case]:
                 size = (16, 64, 3)[i % 3]
                 yield Case(f"{name}-{step}-{heads}-pages of {size}",
                            partial(_run, dtype, kept, queries, heads, size, False, device), 0.0)
-        yield Case(f"{name}-long, all alike",
-                   partial(_run, dtype, kept, ((0, 5000), (2, 30)), (8, 32), 16, True, device), 0.0)
+        for size in (16, 3):
+            yield Case(f"{name}-long, all alike, pages of {size}",
+                       partial(_run, dtype, kept, ((0, 5000), (2, 30)), (8, 32), size, True, device), 0.0)
         yield Case(f"{name}-many, all alike", partial(
-            _run, dtype, kept, ((0, 5000), *((1, n) for n in range(32, 64))), (8, 32), 16, True, device), 0.0)
+            _run, dtype, kept, ((0, 5000), *((1, n) for n in range(32, 99))), (8, 32), 16, True, device), 0.0)
+        yield Case(f"{name}-long, all small", partial(      # more of them share a bin than a list holds
+            _run, dtype, kept, ((0, 5000), (2, 4500)), (8, 32), 16, False, device, by=2.0 ** -20), 0.0)
 
 
 def make(dtype: torch.dtype, kept: torch.dtype, queries: tuple[tuple[int, int], ...], heads: tuple[int, int],
@@ -66,8 +70,9 @@ def make(dtype: torch.dtype, kept: torch.dtype, queries: tuple[tuple[int, int], 
 
 
 def _run(dtype: torch.dtype, kept: torch.dtype, queries: tuple[tuple[int, int], ...], heads: tuple[int, int],
-         size: int, alike: bool, device: str, run: IndexSelect) -> Tensor:
-    return run(*(x.to(device) for x in make(dtype, kept, queries, heads, size, alike)), topk=_TOPK)
+         size: int, alike: bool, device: str, run: IndexSelect, *, by: float = 1.0) -> Tensor:
+    q, weight, *rest = (x.to(device) for x in make(dtype, kept, queries, heads, size, alike))
+    return run(q, weight * by, *rest, topk=_TOPK)
 
 
 def workloads() -> Iterator[Workload]:

@@ -1,6 +1,7 @@
 // The tokens with the highest scores of one query, ascending, by a cluster of SHARE blocks of 1,024 threads: each
 // counts its part of the tokens in bins, and lists what it has in the bin of the cut; then each warp writes its
 // part, in order. Exact, of any number of tokens; of more in that bin than a list holds by halves, which is slow.
+// `score` begins at 16 bytes, and `most`, a line's floats, is a multiple of four; there are SHARE blocks a query.
 //
 // Names that are not declared here are set when it is compiled: BINS, a multiple of 1,024; NEAR entries of the
 // list, no more than BINS; SHARE, 1, 2, 4 or 8.

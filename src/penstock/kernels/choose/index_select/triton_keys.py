@@ -11,6 +11,7 @@ are on the device: a captured graph serves any rows. Imported only where a CUDA 
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import torch
@@ -264,11 +265,24 @@ def _scores(q_BIJ: Tensor, key_PGJ: Tensor) -> Launch | None:
     return launcher(_SCORE, "score_keys", shared=room, SIZE=size, HEADS=heads, CODED=int(coded))
 
 
+@functools.cache
+def _choosers() -> dict[int, Launch]:
+    """What counts and chooses in one launch, by the blocks of a query: all at once, as a compile between
+    steps would stop who streams. None where they cannot be had."""
+    found: dict[int, Launch] = {}
+    for share in (*(blocks for _, blocks in SHARES), 1):
+        launch = launcher(_CHOOSE, "choose_keys", BINS=BINS, NEAR=NEAR, SHARE=share)
+        if launch is None:
+            return {}
+        found[share] = launch
+    return found
+
+
 def _chooses(queries: int, tokens: int) -> tuple[Launch | None, int]:
-    """What counts and chooses in one launch, where it can, and the blocks of a query. Else scores are counted
-    in memory, and two launches look for the cut."""
+    """The launch, and the blocks of a query, for lines that are a multiple of four scores and not too long
+    for them. Else scores are counted in memory, and two launches look for the cut."""
     share = next((blocks for most, blocks in SHARES if queries <= most), 1)
-    return None if tokens % 4 else launcher(_CHOOSE, "choose_keys", BINS=BINS, NEAR=NEAR, SHARE=share), share
+    return None if tokens % 4 or tokens >= share << 17 else _choosers().get(share), share
 
 
 def _choose(score_bU: Tensor, position_b: Tensor, counted_bN: Tensor, chosen_bS: Tensor) -> None:
