@@ -1,9 +1,10 @@
-"""Tokens by an indexer's scores in Triton: scores of all, counted in bins, then the best of each query.
+"""Tokens by an indexer's scores on a GPU: scores of all, counted in bins, then the best of each query.
 
 The bin in which the cut falls follows from the counts; what lies in bins above it is chosen, and the few in
-it are listed and settled exactly, by every block of tokens for itself. However many the bin has, the choice
-is exact; with more than the list holds it is slow. Which tokens are scored depends on positions alone, which
-are on the device: a captured graph serves any rows. Imported only where a CUDA device was asked for.
+it are listed and settled exactly. However many the bin has, the choice is exact; with more than the list
+holds it is slow. On Hopper a cluster of blocks in CUDA C++ counts and chooses; else scoring counts, and every
+block of tokens settles the list for itself, in Triton. Which tokens are scored depends on positions alone,
+which are on the device: a captured graph serves any rows. Imported only where a CUDA device was asked for.
 
     B queries   I index heads   J index head dim   P pages of keys   G page size   R rows of the table
     U tokens a row may have   S tokens chosen   b queries of a turn   K blocks of U   N entries of a list
