@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.attention.paged_attention.spec import AttentionSpec
+from penstock.kernels.triton.depend import early, follow
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -37,6 +38,7 @@ def attend_parts(q, k, v, table, row, context, sinks, out, part, peak, scale, ca
     """Part `s` of row `b`, all query heads of one KV head. One part: straight into `out`; several:
     the mean into `part` and log2 of the weights' sum into `peak`, -inf for an empty one. What is before a
     window is not looked at; a sink is in the sum of part 0."""
+    follow()
     b, head, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
     n = tl.load(context + b)
@@ -99,6 +101,7 @@ def attend_parts(q, k, v, table, row, context, sinks, out, part, peak, scale, ca
 def join_parts(part, peak, out, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PARTS: tl.constexpr,
                PARTS_PAD: tl.constexpr):
     """The weighted mean of the parts of one row and query head; zeros for a row without context."""
+    follow()
     at = tl.program_id(0)
     s = tl.arange(0, PARTS_PAD)
     d = tl.arange(0, DIM_PAD)
@@ -159,10 +162,10 @@ def decode(q_BNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor, table_RP: Tensor, row_
         table_RP.stride(0), GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)), DIM=dim,
         DIM_PAD=dim_pad, PAGE=page_size, BLOCK=cut.block, PARTS=cut.parts,
         EXACT=q_BNH.dtype == torch.float32, WINDOW=spec.window, CAPPED=spec.softcap > 0, SINKS=spec.sinks,
-        FIRST=spec.first, num_warps=cut.warps, num_stages=cut.stages)
+        FIRST=spec.first, num_warps=cut.warps, num_stages=cut.stages, **early())
     if cut.parts > 1:
         join_parts[(rows * heads,)](part, peak, out_BNH, DIM=dim, DIM_PAD=dim_pad, PARTS=cut.parts,
-                                    PARTS_PAD=triton.next_power_of_2(cut.parts), num_warps=1)
+                                    PARTS_PAD=triton.next_power_of_2(cut.parts), num_warps=1, **early())
     return out_BNH
 
 
@@ -171,6 +174,7 @@ def write_rows(k_new, v_new, k, v, table, row_T, position_T, new_token, new_head
                kv_token, table_row, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, DIM: tl.constexpr,
                DIM_PAD: tl.constexpr, PAGE: tl.constexpr):
     """One new token's k and v into its slot; none for a negative position."""
+    follow()
     t = tl.program_id(0)
     position = tl.load(position_T + t)
     if position >= 0:
@@ -200,4 +204,4 @@ def write_kv(k_TKH: Tensor, v_TKH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor, table
         k_TKH, v_TKH, k_PKGH, v_PKGH, table_RP, row_T, position_T, k_TKH.stride(0), k_TKH.stride(1),
         k_PKGH.stride(0), k_PKGH.stride(1), k_PKGH.stride(2), table_RP.stride(0), HEADS=heads,
         HEADS_PAD=triton.next_power_of_2(heads), DIM=dim, DIM_PAD=triton.next_power_of_2(dim),
-        PAGE=k_PKGH.shape[2], num_warps=4)
+        PAGE=k_PKGH.shape[2], num_warps=4, **early())

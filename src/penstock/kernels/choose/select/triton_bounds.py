@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.choose.select.spec import LEAST, MOST, SelectRule
+from penstock.kernels.triton.depend import early, follow
 from penstock.kernels.triton.topn import cut_of, key_of, taken_of
 from penstock.kernels.types import fp8
 
@@ -29,6 +30,7 @@ def score_units(q, bounds, scales, table, row, position, score, q_row, q_head, b
     at a time, which codes have one scale for. Pages of bounds are `b_page` elements apart, heads and planes
     vectors of VECTOR elements; `scales` are they as f32. A scale is a power of two: it is exact wherever it
     is multiplied."""
+    follow()
     block, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     end = tl.maximum(tl.load(position + b) + 1 - WINDOW, 0) // UNIT
     first = tl.minimum(SINK_UNITS, end)
@@ -79,6 +81,7 @@ def choose_units(score, position, budget, chosen, UNITS, CHOSEN, SINK_UNITS, WIN
                  CHOSEN_PAD: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
     """What one query and KV head keeps: all that is not scored, and the best of what is, in the order of
     units; -1 behind them. WHOLE: one block holds all scores of a row."""
+    follow()
     head, b = tl.program_id(0), tl.program_id(1)
     at = (b * tl.num_programs(0) + head).to(tl.int64)
     p = tl.load(position + b)
@@ -161,9 +164,9 @@ def select(q_BNH: Tensor, bounds_PK2SH: Tensor, table_RP: Tensor, row_B: Tensor,
             rule.window, UNIT=rule.unit, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)),
             DIM=dim, PART=part, PARTS=triton.cdiv(dim, part), OF_PAGE=of_page, BLOCK=BLOCK_UNITS,
             MOST=MOST, LEAST=LEAST, EXACT=q_BNH.dtype == torch.float32, VECTOR=vector, CODED=coded,
-            num_warps=4)
+            num_warps=4, **early())
         choose_units[(kv_heads, len(q_bNH))](
             score_bKU, position_b, budget_B[at], chosen_BKC[at], units, chosen, rule.sink_units, rule.window,
             UNIT=rule.unit, CHOSEN_PAD=triton.next_power_of_2(chosen), BLOCK=block, WHOLE=units <= block,
-            num_warps=max(1, min(32, block // 512)))
+            num_warps=max(1, min(32, block // 512)), **early())
     return chosen_BKC
