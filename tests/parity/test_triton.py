@@ -312,7 +312,7 @@ def test_attention_in_gluon_compiles_for_hopper(pool: str, size: int, blocks: in
     ("choose/index_select/score_keys", dict(SIZE=64, HEADS=64, CODED=1)),
     ("choose/index_select/score_keys", dict(SIZE=16, HEADS=8, CODED=1)),
     ("choose/index_select/score_keys", dict(SIZE=64, HEADS=64, CODED=0)),
-    *(("choose/index_select/choose_keys", dict(BINS=8192, NEAR=2048, SHARE=share)) for share in (1, 2, 4, 8)),
+    *(("choose/choose_best", dict(BINS=8192, NEAR=2048, SHARE=share)) for share in (1, 2, 4, 8)),
     ("choose/resolve/map_units", dict(THREADS=1024, CHOSEN=2048, SLOTS=4096, PAGE_UNITS=64, TURNS=0)),
     ("choose/resolve/map_units", dict(THREADS=1024, CHOSEN=4096, SLOTS=8192, PAGE_UNITS=64, TURNS=1)),
     ("gemm/scaled_linear/scaled_rows", dict(WARPS=8, AHEAD=4, TILES=1)),

@@ -12,7 +12,6 @@ which are on the device: a captured graph serves any rows. Imported only where a
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 import torch
@@ -21,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.c.device import Launch, launcher
+from penstock.kernels.choose.clusters import BINS, NEAR, clustered
 from penstock.kernels.triton.depend import early, fetch, follow
 from penstock.kernels.triton.topn import bin_of, cut_of, key_of
 from penstock.kernels.types import fp8
@@ -234,12 +234,9 @@ def take_keys(score, position, counted, above, near_score, near_at, chosen, TOKE
 
 SHARED, MANY = 4, 16        # queries of a prompt that are scored together; how many are called many
 PROGRAMS = 528              # that score at once: four on each processor of an H200
-BINS = 8192                 # of scores: see `topn.bin_of`
 TAKEN, TAKEN_MANY = 1024, 2048      # tokens that are looked through together, of many queries
 SOME, MOST = 8, 32          # queries: C++ scores bfloat16 keys of 8 to 32
-SHARES = (8, 8), (16, 4), (66, 2)   # up to so many queries: blocks that choose together, on 132 processors
-NEAR = 2048                 # of the cut's bin that are kept: of 32,768 tokens of a model it has some hundred
-_SCORE, _CHOOSE = (Path(__file__).with_name(name) for name in ("score_keys.cu", "choose_keys.cu"))
+_SCORE = Path(__file__).with_name("score_keys.cu")
 ROOM = 64 * 256             # bytes of shared memory for queries, beside 16 keys thrice for each of four warps
 SCORES = 1 << 26            # in memory at once: a prompt's are thousands of queries
 
@@ -264,26 +261,6 @@ def _scores(q_BIJ: Tensor, key_PGJ: Tensor) -> Launch | None:
         return None
     room = ROOM + 12 * 16 * key_PGJ.stride(1) * key_PGJ.itemsize
     return launcher(_SCORE, "score_keys", shared=room, SIZE=size, HEADS=heads, CODED=int(coded))
-
-
-@functools.cache
-def _choosers() -> dict[int, Launch]:
-    """What counts and chooses in one launch, by the blocks of a query: all at once, as a compile between
-    steps would stop who streams. None where they cannot be had."""
-    found: dict[int, Launch] = {}
-    for share in (*(blocks for _, blocks in SHARES), 1):
-        launch = launcher(_CHOOSE, "choose_keys", BINS=BINS, NEAR=NEAR, SHARE=share)
-        if launch is None:
-            return {}
-        found[share] = launch
-    return found
-
-
-def _chooses(queries: int, tokens: int) -> tuple[Launch | None, int]:
-    """The launch, and the blocks of a query, for lines that are a multiple of four scores and not too long
-    for them. Else scores are counted in memory, and two launches look for the cut."""
-    share = next((blocks for most, blocks in SHARES if queries <= most), 1)
-    return None if tokens % 4 or tokens >= share << 17 else _choosers().get(share), share
 
 
 def _choose(score_bU: Tensor, position_b: Tensor, counted_bN: Tensor, chosen_bS: Tensor) -> None:
@@ -316,7 +293,7 @@ def index_select(q_BIJ: Tensor, weight_BI: Tensor, key_PGJ: Tensor, table_RP: Te
                     (key_PGJ, key_PGJ))
     device, exact = q_BIJ.device, q_BIJ.dtype == torch.float32
     most = max(1, min(queries, SCORES // tokens))
-    choose, share = _chooses(most, tokens)
+    choose = clustered(most, tokens)
     bins = BINS if choose is None else 0
     score_bU = torch.empty((most, tokens), dtype=torch.float32, device=device)
     counted_bN = torch.empty((most, bins + 1), dtype=torch.int32, device=device)
@@ -349,5 +326,5 @@ def index_select(q_BIJ: Tensor, weight_BI: Tensor, key_PGJ: Tensor, table_RP: Te
         if choose is None:
             _choose(score_bU, position_b, counted_bN, chosen_BS[turn])
         else:
-            choose((num * share, 1), 1024, score_bU, position_b, chosen_BS[turn], tokens, topk)
+            choose(score_bU, position_b, None, chosen_BS[turn])
     return chosen_BS

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.choose.clusters import clustered
 from penstock.kernels.choose.select.spec import LEAST, MOST, SelectRule
 from penstock.kernels.triton.depend import early, follow
 from penstock.kernels.triton.topn import cut_of, key_of, taken_of
@@ -153,6 +154,7 @@ def select(q_BNH: Tensor, bounds_PK2SH: Tensor, table_RP: Tensor, row_B: Tensor,
     score_bKU = torch.empty((most, kv_heads, units), dtype=torch.float32, device=q_BNH.device)
     chosen_BKC = torch.empty((queries, kv_heads, chosen), dtype=torch.int32, device=q_BNH.device)
     block = min(WHOLE_UNITS, max(32, triton.next_power_of_2(units)))
+    choose = clustered(most * kv_heads, units)
     for first in range(0, queries, most):
         at = slice(first, first + most)
         q_bNH, position_b = q_BNH[at], position_B[at]
@@ -165,6 +167,10 @@ def select(q_BNH: Tensor, bounds_PK2SH: Tensor, table_RP: Tensor, row_B: Tensor,
             DIM=dim, PART=part, PARTS=triton.cdiv(dim, part), OF_PAGE=of_page, BLOCK=BLOCK_UNITS,
             MOST=MOST, LEAST=LEAST, EXACT=q_BNH.dtype == torch.float32, VECTOR=vector, CODED=coded,
             num_warps=4, **early())
+        if choose is not None:
+            choose(score_bKU, position_b, budget_B[at], chosen_BKC[at], heads=kv_heads, unit=rule.unit,
+                   sinks=rule.sink_units, window=rule.window)
+            continue
         choose_units[(kv_heads, len(q_bNH))](
             score_bKU, position_b, budget_B[at], chosen_BKC[at], units, chosen, rule.sink_units, rule.window,
             UNIT=rule.unit, CHOSEN_PAD=triton.next_power_of_2(chosen), BLOCK=block, WHOLE=units <= block,

@@ -1,7 +1,7 @@
-// The tokens with the highest scores of one query, ascending, by a cluster of SHARE blocks of 1,024 threads: each
-// counts its part of the tokens in bins, and lists what it has in the bin of the cut; then each warp writes its
-// part, in order. Exact, of any number of tokens; of more in that bin than a list holds by halves, which is slow.
-// `score` begins at 16 bytes, and `most`, a line's floats, is a multiple of four; there are SHARE blocks a query.
+// The best of what one query may choose from, tokens or units of them, in their order, by a cluster of SHARE blocks
+// of 1,024 threads: each counts its part of the scores in bins, and lists what it has in the bin of the cut; then each
+// warp writes its part. Exact, of any number; of more in that bin than a list holds by halves, which is slow. `score`
+// begins at 16 bytes, and `most`, a line's floats, is a multiple of four; there are SHARE blocks a query and head.
 //
 // Names that are not declared here are set when it is compiled: BINS, a multiple of 1,024; NEAR entries of the
 // list, no more than BINS; SHARE, 1, 2, 4 or 8.
@@ -11,7 +11,7 @@
 #define WARPS 32
 #define LINE (BINS / WARPS)             // bins that a warp sums
 #define EACH (LINE / 32)
-#define STEP 128                        // tokens of a warp at once, four of each lane
+#define STEP 128                        // scores of a warp at once, four of each lane
 
 // As `topn.key_of` and `topn.bin_of`.
 __device__ __forceinline__ word key_of(float x) {
@@ -46,46 +46,56 @@ __device__ __forceinline__ void put(void *own, int block, int x) {
 __device__ __forceinline__ void arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
 __device__ __forceinline__ void meet() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
-// each(score) of a warp's tokens from `first` on, four of a lane after each other.
+// each(score) of a warp's part, from `first` to `last`, four of a lane after each other, of what is not before `begin`.
 template <typename Each> __device__ __forceinline__ void
-look(const float *from, int first, int behind, const Each &each) {
+look(const float *from, int first, int last, int begin, const Each &each) {
     #pragma unroll 4
-    for (int t = first; t < behind; t += STEP) {
+    for (int t = first; t < last; t += STEP) {
         const float4 four = *(const float4 *)(from + t);
-        each(four.x);
-        if (t + 1 < behind) each(four.y);
-        if (t + 2 < behind) each(four.z);
-        if (t + 3 < behind) each(four.w);
+        if (t >= begin) each(four.x);
+        if (t + 1 >= begin && t + 1 < last) each(four.y);
+        if (t + 2 >= begin && t + 2 < last) each(four.z);
+        if (t + 3 >= begin && t + 3 < last) each(four.w);
     }
 }
 
 extern "C" __global__ void __cluster_dims__(SHARE, 1, 1) __launch_bounds__(32 * WARPS, 1)
-choose_keys(const float *score, const int *position, int *chosen, long long most, long long topk) {
+choose_best(const float *score, const int *position, const int *budget, int *chosen, long long most, long long room,
+            long long heads, long long unit, long long sinks, long long window) {
+    // Units of `unit` tokens up to a query's position. Chosen are `sinks` at the front, all that is not whole before the
+    // last `window` tokens, and of the rest as many as `budget` leaves, or, without one, the room for what is chosen.
     __shared__ int bins[BINS], line[LINE], lines[SHARE][WARPS], nums[SHARE], counts[SHARE];
     __shared__ int mores[SHARE * WARPS], equals[SHARE * WARPS], num, count, larger;
     __shared__ int more_of[WARPS], equal_of[WARPS];
     __shared__ word near_key[NEAR], cut;
     __shared__ unsigned char near_warp[NEAR];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, top = (int)topk;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int rank = blockIdx.x % SHARE, own = rank * WARPS + warp;
     const long long b = blockIdx.x / SHARE;
-    const int end = position[b] + 1;        // nothing of ours writes it
+    const int p = position[b / heads];      // nothing of ours writes it
     for (int n = threadIdx.x; n < BINS; n += 32 * WARPS) bins[n] = 0;
     if (threadIdx.x == 0) num = count = 0;
     arrive();
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     asm volatile("griddepcontrol.wait;" ::: "memory");
     meet();                                 // all blocks are there, to be written to
-    int *out = chosen + b * topk;
-    if (end <= top) {
-        for (int n = rank * 32 * WARPS + threadIdx.x; n < top; n += 32 * WARPS * SHARE) out[n] = n < end ? n : -1;
-        return;
-    }
-    const int steps = (end + STEP - 1) / STEP;
-    const int first = own * steps / (WARPS * SHARE) * STEP + lane * 4;
-    const int behind = min(end, (own + 1) * steps / (WARPS * SHARE) * STEP);
+    const int end = max(p + 1 - (int)window, 0) / (int)unit, begin = min((int)sinks, end);
+    const int behind = p < 0 ? 0 : p / (int)unit + 1 - end;
+    const int top = max(min((budget ? budget[b / heads] : (int)room) - begin - behind, end - begin), 0);
+    int *out = chosen + b * room;
+    const bool all_of_them = top == end - begin;
+    for (int n = rank * 32 * WARPS + threadIdx.x; n < (int)room; n += 32 * WARPS * SHARE)
+        if (n < begin || n >= begin + top || all_of_them) {
+            const int whole = n < begin + top ? n : end + n - begin - top;
+            out[n] = n < begin + top + behind ? whole : -1;
+        }
+    if (all_of_them || top == 0) return;
+    out += begin;
+    const int start = begin / 4 * 4, steps = (end - start + STEP - 1) / STEP;
+    const int first = start + own * steps / (WARPS * SHARE) * STEP + lane * 4;
+    const int last = min(end, start + (own + 1) * steps / (WARPS * SHARE) * STEP);
     const float *from = score + b * most;
-    look(from, first, behind, [&](float x) { atomicAdd(bins + bin_of(x), 1); });
+    look(from, first, last, begin, [&](float x) { atomicAdd(bins + bin_of(x), 1); });
     __syncthreads();
     int sum = 0;
     #pragma unroll
@@ -120,7 +130,7 @@ choose_keys(const float *score, const int *position, int *chosen, long long most
     middle = __shfl_sync(~0u, which * LINE + lane * EACH + middle, owner);
     const int want = top - __shfl_sync(~0u, sum, owner);
     sum = 0;
-    look(from, first, behind, [&](float x) {
+    look(from, first, last, begin, [&](float x) {
         const int bin = bin_of(x);
         sum += bin < middle;
         if (bin != middle) return;
@@ -177,11 +187,11 @@ choose_keys(const float *score, const int *position, int *chosen, long long most
         while (low < high) {
             const word half = low + ((high - low) >> 1) + 1;
             int found = 0;
-            look(from, first, behind, [&](float x) { found += bin_of(x) == middle && key_of(x) >= half; });
+            look(from, first, last, begin, [&](float x) { found += bin_of(x) == middle && key_of(x) >= half; });
             if (all_of(found) >= want) low = half; else high = half - 1;
         }
         int found = 0;
-        look(from, first, behind, [&](float x) { found += bin_of(x) == middle && key_of(x) > low; });
+        look(from, first, last, begin, [&](float x) { found += bin_of(x) == middle && key_of(x) > low; });
         found = all_of(found);
         if (threadIdx.x == 0) cut = low, larger = found;
     }
@@ -197,7 +207,7 @@ choose_keys(const float *score, const int *position, int *chosen, long long most
         __syncthreads();
     } else {
         int more = 0, equal = 0;
-        look(from, first, behind, [&](float x) {
+        look(from, first, last, begin, [&](float x) {
             more += key_of(x) > limit;
             equal += key_of(x) == limit;
         });
@@ -211,18 +221,20 @@ choose_keys(const float *score, const int *position, int *chosen, long long most
     for (int k = lane; k < own; k += 32) more += mores[k], equal += equals[k];
     more = __reduce_add_sync(~0u, more), equal = __reduce_add_sync(~0u, equal);
     #pragma unroll 4
-    for (int t = first; t - lane * 4 < behind; t += STEP) {
+    for (int t = first; t - lane * 4 < last; t += STEP) {
         const float4 four = t < end ? *(const float4 *)(from + t) : float4{};
         const word key[4] = {key_of(four.x), key_of(four.y), key_of(four.z), key_of(four.w)};
         int mine = 0;                       // the larger ones, and 1 << 16 of each that equals
         #pragma unroll
-        for (int i = 0; i < 4; ++i) mine += t + i < end ? (key[i] > limit) + ((key[i] == limit) << 16) : 0;
+        for (int i = 0; i < 4; ++i) mine += t + i >= begin && t + i < end
+            ? (key[i] > limit) + ((key[i] == limit) << 16) : 0;
         if (!__any_sync(~0u, mine)) continue;
         const int up_to = sum_before(mine, lane), before = up_to - mine, whole = __shfl_sync(~0u, up_to, 31);
         int so_more = more + (before & 0xffff), so_equal = equal + (before >> 16);
         #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const bool is_more = t + i < end && key[i] > limit, is_equal = t + i < end && key[i] == limit;
+            const bool is_one = t + i >= begin && t + i < end;
+            const bool is_more = is_one && key[i] > limit, is_equal = is_one && key[i] == limit;
             if (is_more || (is_equal && so_equal < spare)) out[so_more + min(so_equal, spare)] = t + i;
             so_more += is_more, so_equal += is_equal;
         }
