@@ -184,11 +184,14 @@ choose_best(const float *score, const int *position, const int *budget, int *cho
             return found;
         };
         word low = 0, high = ~0u;           // at least `want` of the bin's keys are no smaller than `low`
-        while (low < high) {
-            const word half = low + ((high - low) >> 1) + 1;
+        int of = 0;
+        while (nums[of] == 0) ++of;
+        const word one = get(near_key, of); // where many are equal it is likely to be the cut
+        for (word half = one; low < high;) {
             int found = 0;
             look(from, first, last, begin, [&](float x) { found += bin_of(x) == middle && key_of(x) >= half; });
             if (all_of(found) >= want) low = half; else high = half - 1;
+            half = half == one && low == one ? one + 1 : low + ((high - low) >> 1) + 1;
         }
         int found = 0;
         look(from, first, last, begin, [&](float x) { found += bin_of(x) == middle && key_of(x) > low; });
