@@ -25,6 +25,14 @@ def follow():
 
 
 @triton.jit
+def wait():
+    """As `follow`, but the next kernel begins when this one ends: beside many programs that read all the
+    time it takes more than it gives (docs/levers.md)."""
+    if cuda_capability_geq(9, 0):
+        gdc_wait()
+
+
+@triton.jit
 def fetch(at):
     """The cache lines of these addresses into the L2, without waiting for them."""
     if cuda_capability_geq(9, 0):

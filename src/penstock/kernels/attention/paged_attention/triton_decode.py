@@ -38,7 +38,6 @@ def attend_parts(q, k, v, table, row, context, sinks, out, part, peak, scale, ca
     """Part `s` of row `b`, all query heads of one KV head. One part: straight into `out`; several:
     the mean into `part` and log2 of the weights' sum into `peak`, -inf for an empty one. What is before a
     window is not looked at; a sink is in the sum of part 0."""
-    follow()
     b, head, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
     n = tl.load(context + b)
@@ -155,6 +154,7 @@ def decode(q_BNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor, table_RP: Tensor, row_
         peak = torch.empty((rows, heads, cut.parts), dtype=torch.float32, device=q_BNH.device)
     group = heads // kv_heads
     dim_pad = max(16, triton.next_power_of_2(dim))
+    # Not early: begun beside the kernels in front, its programs fill the processors unevenly.
     attend_parts[(rows, kv_heads, cut.parts)](
         q_BNH, k_PKGH, v_PKGH, table_RP, row_B, context_B, out_BNH if sinks_N is None else sinks_N, out_BNH,
         part, peak, spec.scale, spec.softcap,
@@ -162,7 +162,7 @@ def decode(q_BNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor, table_RP: Tensor, row_
         table_RP.stride(0), GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)), DIM=dim,
         DIM_PAD=dim_pad, PAGE=page_size, BLOCK=cut.block, PARTS=cut.parts,
         EXACT=q_BNH.dtype == torch.float32, WINDOW=spec.window, CAPPED=spec.softcap > 0, SINKS=spec.sinks,
-        FIRST=spec.first, num_warps=cut.warps, num_stages=cut.stages, **early())
+        FIRST=spec.first, num_warps=cut.warps, num_stages=cut.stages)
     if cut.parts > 1:
         join_parts[(rows * heads,)](part, peak, out_BNH, DIM=dim, DIM_PAD=dim_pad, PARTS=cut.parts,
                                     PARTS_PAD=triton.next_power_of_2(cut.parts), num_warps=1, **early())

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.triton.depend import early, fetch, follow
+from penstock.kernels.triton.depend import early, fetch, follow, wait
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def one_row(x, weight, bias, out, OUTPUTS, INPUTS: tl.constexpr, ROWS: tl.conste
     own = o < OUTPUTS
     line = weight + o.to(tl.int64)[:, None] * INPUTS
     _begin(weight + tl.where(own, o, 0).to(tl.int64)[:, None] * INPUTS, own, INPUTS)
-    follow()
+    wait()
     acc = tl.zeros([ROWS, COLS], tl.float32)
     for start in tl.range(0, INPUTS, COLS, num_stages=STAGES):
         inside = start + c < INPUTS
