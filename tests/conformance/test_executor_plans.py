@@ -357,7 +357,8 @@ class Damaged:
         self.bad, self.inner = bad, model(stage)
         self.vocab_size, self.groups = self.inner.vocab_size, self.inner.groups
         self.attention, self.layers = self.inner.attention, self.inner.layers
-        self.logits, self.stage, self.drafting = self.inner.logits, self.inner.stage, None
+        self.logits, self.head = self.inner.logits, self.inner.head
+        self.stage, self.drafting = self.inner.stage, None
 
     def forward(self, ids, positions, attend):
         return self.norm(self.layers(self.embed(ids), positions, attend))

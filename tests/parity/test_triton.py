@@ -69,10 +69,11 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
         (dict(q=BF16, bounds=bounds, scales=scales, table=I32, row=I32, position=I32, score=F32, q_row="i32",
               q_head="i32",
               b_page="i32", b_head="i32", b_plane="i32", table_row="i32", UNITS="i32", SINK_UNITS="i32",
-              WINDOW="i32"),
-         dict(UNIT=8, GROUP=4, GROUP_PAD=16, DIM=128, PART=128, PARTS=1, OF_PAGE=8, BLOCK=64, MOST=0.75,
-              LEAST=0.25, EXACT=False, VECTOR=vector, CODED=bounds == U8), 4, 3)
-        for bounds, scales, vector in ((BF16, BF16, 128), (U8, F32, 132))],
+              WINDOW="i32", turns="i32"),
+         dict(UNIT=8, GROUP=4, COLS=16, DIM=128, PART=128, PARTS=1, OF_PAGE=8, BLOCK=64, MOST=0.75,
+              LEAST=0.25, EXACT=False, VECTOR=vector, CODED=bounds == U8, STAGES=stages), warps, 3)
+        for bounds, scales, vector, stages, warps in (
+            (BF16, BF16, 128, 1, 4), (U8, F32, 132, 1, 2), (U8, F32, 132, 3, 2))],
     ("choose.select.triton_bounds", "choose_units"): [
         (dict(score=F32, position=I32, budget=I32, chosen=I32, UNITS="i32", CHOSEN="i32", SINK_UNITS="i32",
               WINDOW="i32"), dict(UNIT=8, CHOSEN_PAD=256, BLOCK=16384, WHOLE=whole), 16, 3)

@@ -21,60 +21,79 @@ from penstock.kernels.types import fp8
 
 
 @triton.jit
+def _query(q, q_head, head, part, GROUP: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr,
+           PART: tl.constexpr, CODED: tl.constexpr):
+    """PART dims of a KV head's query heads as columns, two a head: what is above zero, and what is below; and
+    the exponent of what they are multiples of, 127 for 1. Codes become f16 at little cost, so queries are
+    that too, which a power of two brings near the largest."""
+    c = tl.arange(0, COLS)
+    d = part * PART + tl.arange(0, PART)
+    q_Hc = tl.load(q + (head * GROUP + c[None, :] // 2) * q_head + d[:, None],
+                   mask=(c[None, :] < 2 * GROUP) & (d[:, None] < DIM), other=0.0)
+    amount_Hc = q_Hc.to(tl.float32)
+    counts = tl.where(c % 2 == 0, amount_Hc > 0, amount_Hc < 0)
+    exponent = 127
+    if CODED:
+        exponent = tl.max(tl.max(tl.abs(amount_Hc), 1), 0).to(tl.int32, bitcast=True) >> 23
+        exponent = tl.maximum(exponent, 20) - 14
+        q_Hc = (amount_Hc * ((254 - exponent) << 23).to(tl.float32, bitcast=True)).to(tl.float16)
+    return tl.where(counts, q_Hc, tl.zeros_like(q_Hc)), exponent
+
+
+@triton.jit
 def score_units(q, bounds, scales, table, row, position, score, q_row, q_head, b_page, b_head, b_plane,
-                table_row, UNITS, SINK_UNITS, WINDOW, UNIT: tl.constexpr, GROUP: tl.constexpr,
-                GROUP_PAD: tl.constexpr, DIM: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
+                table_row, UNITS, SINK_UNITS, WINDOW, turns, UNIT: tl.constexpr, GROUP: tl.constexpr,
+                COLS: tl.constexpr, DIM: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
                 OF_PAGE: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr,
-                EXACT: tl.constexpr, VECTOR: tl.constexpr, CODED: tl.constexpr):
-    """BLOCK units of one query and KV head. The sum of max(q low, q high) is q's positive part times high
-    plus its negative part times low, that of min the other way round: all are matrix products, of PART dims
+                EXACT: tl.constexpr, VECTOR: tl.constexpr, CODED: tl.constexpr, STAGES: tl.constexpr):
+    """`turns` of BLOCK units of one query and KV head. The sum of max(q low, q high) is q's positive part
+    times high plus its negative part times low, that of min the other way round: two products, of PART dims
     at a time, which codes have one scale for. Pages of bounds are `b_page` elements apart, heads and planes
     vectors of VECTOR elements; `scales` are they as f32. A scale is a power of two: it is exact wherever it
     is multiplied."""
     follow()
-    block, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    own_first, head, b = tl.program_id(0) * turns * BLOCK, tl.program_id(1), tl.program_id(2)
     end = tl.maximum(tl.load(position + b) + 1 - WINDOW, 0) // UNIT
     first = tl.minimum(SINK_UNITS, end)
-    if (block * BLOCK < end) & (block * BLOCK + BLOCK > first):
-        u = block * BLOCK + tl.arange(0, BLOCK)
-        own = (u >= first) & (u < end)
+    behind = tl.minimum(end, own_first + turns * BLOCK)
+    if (own_first < behind) & (behind > first):
         pages = table + tl.load(row + b).to(tl.int64) * table_row
-        page = tl.load(pages + u // OF_PAGE, mask=own, other=0).to(tl.int64)
-        i = tl.arange(0, GROUP_PAD)
-        low_u = page * b_page + (head * b_head + u % OF_PAGE) * VECTOR
-        zero = tl.zeros([PART, GROUP_PAD], q.dtype.element_ty)
-        most_ug = tl.zeros([BLOCK, GROUP_PAD], tl.float32)
-        least_ug = tl.zeros([BLOCK, GROUP_PAD], tl.float32)
+        line = score + (b * tl.num_programs(1) + head).to(tl.int64) * UNITS
+        q += b.to(tl.int64) * q_row
+        c, g = tl.arange(0, COLS), tl.arange(0, COLS // 2)
+        of_high = tl.where(c % 2 == 0, MOST, LEAST)[None, :]
+        of_low = tl.where(c % 2 == 0, LEAST, MOST)[None, :]
         precision: tl.constexpr = "ieee" if EXACT else "tf32"
-        for part in tl.static_range(PARTS):
-            d = part * PART + tl.arange(0, PART)
-            inside = own[:, None] & (d[None, :] < DIM)
-            at_uH = bounds + low_u[:, None] + d[None, :]
-            low_uH = tl.load(at_uH, mask=inside, other=0)
-            high_uH = tl.load(at_uH + b_plane * VECTOR, mask=inside, other=0)
-            q_Hg = tl.load(q + b.to(tl.int64) * q_row + (head * GROUP + i[None, :]) * q_head + d[:, None],
-                           mask=(i[None, :] < GROUP) & (d[:, None] < DIM), other=0.0)
-            above_Hg, below_Hg = tl.where(q_Hg > 0, q_Hg, zero), tl.where(q_Hg < 0, q_Hg, zero)
-            if CODED:
-                low_uH = low_uH.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-                high_uH = high_uH.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-                at_u = scales + low_u // 4 + (DIM // 4 + part)
-                s_low_u = tl.load(at_u, mask=own, other=0.0)
-                s_high_u = tl.load(at_u + b_plane * (VECTOR // 4), mask=own, other=0.0)
-                low_uH, high_uH = low_uH.to(q_Hg.dtype), high_uH.to(q_Hg.dtype)
-                most_ug += s_high_u[:, None] * tl.dot(high_uH, above_Hg, input_precision=precision)
-                most_ug += s_low_u[:, None] * tl.dot(low_uH, below_Hg, input_precision=precision)
-                least_ug += s_low_u[:, None] * tl.dot(low_uH, above_Hg, input_precision=precision)
-                least_ug += s_high_u[:, None] * tl.dot(high_uH, below_Hg, input_precision=precision)
-            else:
-                low_uH, high_uH = low_uH.to(q_Hg.dtype), high_uH.to(q_Hg.dtype)
-                most_ug = tl.dot(high_uH, above_Hg, most_ug, input_precision=precision)
-                most_ug = tl.dot(low_uH, below_Hg, most_ug, input_precision=precision)
-                least_ug = tl.dot(low_uH, above_Hg, least_ug, input_precision=precision)
-                least_ug = tl.dot(high_uH, below_Hg, least_ug, input_precision=precision)
-        s_ug = MOST * most_ug + LEAST * least_ug
-        best_u = tl.max(tl.where(i[None, :] < GROUP, s_ug, float("-inf")), 1)
-        tl.store(score + (b * tl.num_programs(1) + head).to(tl.int64) * UNITS + u, best_u, mask=own)
+        SCALED: tl.constexpr = CODED and not EXACT
+        q_Hc, exponent = _query(q, q_head, head, 0, GROUP, COLS, DIM, PART, SCALED)
+        for start in tl.range(own_first, behind, BLOCK, num_stages=STAGES):
+            u = start + tl.arange(0, BLOCK)
+            own = (u >= first) & (u < end)
+            page = tl.load(pages + u // OF_PAGE, mask=own, other=0).to(tl.int64)
+            low_u = page * b_page + (head * b_head + u % OF_PAGE) * VECTOR
+            s_uc = tl.zeros([BLOCK, COLS], tl.float32)
+            for part in tl.static_range(PARTS):
+                if PARTS > 1:
+                    q_Hc, exponent = _query(q, q_head, head, part, GROUP, COLS, DIM, PART, SCALED)
+                d = part * PART + tl.arange(0, PART)
+                inside = own[:, None] & (d[None, :] < DIM)
+                at_uH = bounds + low_u[:, None] + d[None, :]
+                low_uH = tl.load(at_uH, mask=inside, other=0)
+                high_uH = tl.load(at_uH + b_plane * VECTOR, mask=inside, other=0)
+                counts_high, counts_low = of_high, of_low
+                if CODED:
+                    at_u = scales + low_u // 4 + (DIM // 4 + part)
+                    one = (exponent << 23).to(tl.float32, bitcast=True) if SCALED else 1.0
+                    counts_low *= tl.load(at_u, mask=own, other=0.0)[:, None] * one
+                    counts_high *= tl.load(at_u + b_plane * (VECTOR // 4), mask=own, other=0.0)[:, None] * one
+                    low_uH = low_uH.to(tl.float8e4nv, bitcast=True)
+                    high_uH = high_uH.to(tl.float8e4nv, bitcast=True)
+                low_uH, high_uH = low_uH.to(q_Hc.dtype), high_uH.to(q_Hc.dtype)
+                s_uc += counts_high * tl.dot(high_uH, q_Hc, input_precision=precision)
+                s_uc += counts_low * tl.dot(low_uH, q_Hc, input_precision=precision)
+            s_ug = tl.sum(tl.reshape(s_uc, [BLOCK, COLS // 2, 2]), 2)
+            best_u = tl.max(tl.where(g[None, :] < GROUP, s_ug, float("-inf")), 1)
+            tl.store(line + u, best_u, mask=own)
 
 
 @triton.jit
@@ -132,7 +151,8 @@ def choose_units(score, position, budget, chosen, UNITS, CHOSEN, SINK_UNITS, WIN
 
 
 WHOLE_UNITS = 16384         # of a row: as many scores as one program keeps in registers
-BLOCK_UNITS = 64            # of a program that scores
+BLOCK_UNITS = 64            # that are scored at once
+MANY, TURNS = 4096, 4       # programs: of so many over codes, each takes that many turns
 SCORES = 1 << 24            # in memory at once: a prompt's outputs computed anew are thousands of queries
 
 
@@ -153,20 +173,21 @@ def select(q_BNH: Tensor, bounds_PK2SH: Tensor, table_RP: Tensor, row_B: Tensor,
     most = max(1, min(queries, SCORES // (kv_heads * units)))
     score_bKU = torch.empty((most, kv_heads, units), dtype=torch.float32, device=q_BNH.device)
     chosen_BKC = torch.empty((queries, kv_heads, chosen), dtype=torch.int32, device=q_BNH.device)
+    codes = coded and q_BNH.dtype == torch.bfloat16             # multiplied as f16
     block = min(WHOLE_UNITS, max(32, triton.next_power_of_2(units)))
     choose = clustered(most * kv_heads, units)
     for first in range(0, queries, most):
         at = slice(first, first + most)
         q_bNH, position_b = q_BNH[at], position_B[at]
-        score_units[(triton.cdiv(units, BLOCK_UNITS), kv_heads, len(q_bNH))](
+        turns = TURNS if codes and triton.cdiv(units, BLOCK_UNITS) * kv_heads * len(q_bNH) >= MANY else 1
+        score_units[(triton.cdiv(units, BLOCK_UNITS * turns), kv_heads, len(q_bNH))](
             q_bNH, bounds_PK2SH, bounds_PK2SH.view(torch.float32) if coded else bounds_PK2SH, table_RP,
             row_B[at], position_b, score_bKU, q_BNH.stride(0), q_BNH.stride(1),
-            b_page, *(stride // vector for stride in within), table_RP.stride(0), units,
-            rule.sink_units,
-            rule.window, UNIT=rule.unit, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)),
+            b_page, *(stride // vector for stride in within), table_RP.stride(0), units, rule.sink_units,
+            rule.window, turns, UNIT=rule.unit, GROUP=group, COLS=max(16, triton.next_power_of_2(2 * group)),
             DIM=dim, PART=part, PARTS=triton.cdiv(dim, part), OF_PAGE=of_page, BLOCK=BLOCK_UNITS,
             MOST=MOST, LEAST=LEAST, EXACT=q_BNH.dtype == torch.float32, VECTOR=vector, CODED=coded,
-            num_warps=4, **early())
+            STAGES=1 if turns == 1 else 3, num_warps=2 if codes else 4, **early())
         if choose is not None:
             choose(score_bKU, position_b, budget_B[at], chosen_BKC[at], heads=kv_heads, unit=rule.unit,
                    sinks=rule.sink_units, window=rule.window)
