@@ -141,6 +141,7 @@ def test_what_does_not_compile_is_not_used_and_said_once(monkeypatch, caplog):
     assert not flash.ready(6, 2, 64, torch.float32, 16) and not flash.ready(6, 2, 20, torch.bfloat16, 16)
     assert [r.message for r in caplog.records] == [
         "flash-attn-4 is not used for prompts: ZeroDivisionError: division by zero"]
+    assert flash._flash.begin().exception().__traceback__ is None, "it keeps what its callers had"
 
 
 def library(tile: int):

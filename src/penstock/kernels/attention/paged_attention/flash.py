@@ -144,6 +144,7 @@ class _Flash:
         except Exception as e:                  # a compiler's errors are of any kind
             why = f"{type(e).__name__}: {str(e).splitlines()[0][:200]}" if str(e) else type(e).__name__
             log.warning("%s is not used for prompts: %s", NAME, why)
+            e.__traceback__ = None              # that of an import is kept, and would keep what callers had
             return False
         return True
 
