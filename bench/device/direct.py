@@ -176,6 +176,28 @@ class Direct:
         return ran
 
 
+def kernels_of(profiler: Any, steps: int) -> dict[str, dict[str, float]]:
+    """By name, the longest first: launches a step, us a step from the end of the kernel in front, as kernels
+    begin early, and its own."""
+    seen = sorted((e for e in profiler.events() if e.device_type.name == "CUDA" and e.time_range.end > 0),
+                  key=lambda e: e.time_range.end)
+    found: dict[str, dict[str, float]] = {}
+    last = seen[0].time_range.start if seen else 0.0
+    for event in seen:
+        of = found.setdefault(event.name[:60], {"a_step": 0.0, "us_a_step": 0.0, "its_own_us": 0.0})
+        of["a_step"] += 1 / steps
+        of["us_a_step"] += (event.time_range.end - last) / steps
+        of["its_own_us"] += (event.time_range.end - event.time_range.start) / steps
+        last = max(last, event.time_range.end)
+    return dict(sorted(found.items(), key=lambda item: -item[1]["us_a_step"]))
+
+
+def show_kernels(kernels: dict[str, dict[str, float]], most: int) -> None:
+    for kernel, of in list(kernels.items())[:most]:
+        print(f"    {of['us_a_step']:8.1f} us ({of['its_own_us']:8.1f}) {of['a_step']:6.1f} x {kernel}",
+              flush=True)
+
+
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median, least and largest."""
     return {"median": median(values), "least": min(values), "largest": max(values)}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from direct import LINK_BYTES_S, QWEN3_8B, Direct, hbm_bytes_s, spread, write
+from direct import LINK_BYTES_S, QWEN3_8B, Direct, hbm_bytes_s, kernels_of, show_kernels, spread, write
 from resident import bytes_of
 
 from penstock.config.request.selection import Selection
@@ -30,7 +30,7 @@ from penstock.kernels.gemm import linear
 from penstock.model import registry as families
 
 LAYERS, DEVICE_BYTES = 36, 16e9
-BLOCK = 24                      # steps of one engine before the other's turn
+BLOCK, PROFILED = 24, 4         # steps of one engine before the other's turn; of a profile
 CONFIG = QWEN3_8B | {"max_position_embeddings": 163840}
 
 
@@ -153,7 +153,7 @@ def main() -> None:
     def every_step() -> None:
         nonlocal seen
         seen += 1
-        if args.profile and seen in (2 * BLOCK + 4, 2 * BLOCK + 8):
+        if args.profile and seen in (2 * BLOCK + 4, 2 * BLOCK + 4 + PROFILED):
             torch.cuda.synchronize()
             (profiler.start if seen == 2 * BLOCK + 4 else profiler.stop)()
         if seen % BLOCK == 0:
@@ -165,8 +165,7 @@ def main() -> None:
     # The steps around the other engine's turn, and the first ones, are not counted.
     steps["hosted"] = [s for i, s in enumerate(ran.step_s, 2) if i > BLOCK and 3 < i % BLOCK < BLOCK]
     if args.profile:
-        print(profiler.key_averages().table(sort_by="cuda_time_total", row_limit=24,
-                                            max_name_column_width=60), flush=True)
+        show_kernels(kernels_of(profiler, PROFILED), 24)
     told = {key: at[-1][key] - at[0].get(key, 0) for key in at[-1]}
     hit = told["hot_hits_total"] / (told["hot_hits_total"] + told["hot_misses_total"])
     weights = bytes_of(config, 0, 0)

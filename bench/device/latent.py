@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from direct import LINK_BYTES_S, Direct, hbm_bytes_s, spread, write
+from direct import LINK_BYTES_S, Direct, hbm_bytes_s, kernels_of, show_kernels, spread, write
 from hosted import counts
 
 from penstock.config.settings.tree import KVConfig
@@ -123,21 +123,6 @@ def by_layer(engine: Direct) -> dict[str, list[int]]:
             for name in ("hits", "misses")}
 
 
-def kernels_of(profiler: Any, steps: int) -> dict[str, dict[str, float]]:
-    """By name, the longest first."""
-    seen = sorted((e for e in profiler.events() if e.device_type.name == "CUDA" and e.time_range.end > 0),
-                  key=lambda e: e.time_range.end)
-    found: dict[str, dict[str, float]] = {}
-    last = seen[0].time_range.start if seen else 0.0
-    for event in seen:
-        of = found.setdefault(event.name[:60], {"a_step": 0.0, "us_a_step": 0.0, "its_own_us": 0.0})
-        of["a_step"] += 1 / steps
-        of["us_a_step"] += (event.time_range.end - last) / steps
-        of["its_own_us"] += (event.time_range.end - event.time_range.start) / steps
-        last = max(last, event.time_range.end)
-    return dict(sorted(found.items(), key=lambda item: -item[1]["us_a_step"]))
-
-
 def launches(kernels: dict[str, dict[str, float]]) -> int:
     """Of a layer, in which no kernel is torch's own."""
     return sum(int(of["a_step"] + 0.01) // LAYERS for name, of in kernels.items() if "at::native" not in name)
@@ -210,9 +195,7 @@ def measure(model: Any, work: str, name: str, batches: tuple[int, ...], args: ar
               f"{1e3 * link:.3f}, hits {hit:.3f} {row['hit_rate_by_layer']}, {row['launches_a_layer']} "
               f"launches a layer, wall {wall:.1f} s, capture {engine.capture_s:.1f}, prompts one by one "
               f"{row['prompt_tokens_s']:.0f} tokens/s", flush=True)
-        for kernel, of in list(kernels.items())[:args.kernels]:
-            print(f"    {of['us_a_step']:8.1f} us ({of['its_own_us']:8.1f}) {of['a_step']:6.1f} x {kernel}",
-                  flush=True)
+        show_kernels(kernels, args.kernels)
     del engine
     torch.cuda.empty_cache()
 
