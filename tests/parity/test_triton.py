@@ -226,7 +226,8 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
 # Bytes of stack that a thread of the worst way takes, of kernels that have any: what registers do not hold.
 TRITON = "3.9.0"
 STACK = {"attend_rows": 9792, "score_keys": 336, "take_keys": 8, "experts_in": 1632, "experts_out": 272,
-         "attend_units": 64, "attend_parts": 72, "choose_units": 32, "scaled_rows": 32, "walk": 24}
+         "attend_units": 64, "attend_parts": 72, "choose_units": 32, "scaled_rows": 32, "score_units": 104,
+         "walk": 24}
 FRAME_SIZE, SIZED = 0x11, 4         # of an entry of .nv.info: its kind, and the form with a length
 
 

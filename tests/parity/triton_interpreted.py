@@ -129,15 +129,18 @@ def hosted() -> None:
 
     for name in ("write_kv", "resolve", "sparse_attention", "sparse_attention", "select", "select"):
         op = registry.OPS[name]
-        for case in cases_of(op)[1::10 if name == "write_kv" else 8]:      # a device runs all of them
+        for i, case in enumerate(cases_of(op)):
+            # A device runs all of them. Bounds in fp8 are multiplied as float16, which the interpreter has.
+            coded = name == "select" and case.name.startswith("bfloat16") and "uint8" in case.name
             products = name in ("select", "sparse_attention")
-            if products and (case.name.startswith("bfloat16") or "-long-" in case.name):
+            if not coded and (i % (10 if name == "write_kv" else 8) != 1 or (products and (
+                    case.name.startswith("bfloat16") or "-long-" in case.name))):
                 continue
             why = case.wrong(case.run(op.use("cuda")), case.run(op.use("reference")))
             assert not why, (name, why)
             count += 1
         if name == "select":
-            triton_bounds.WHOLE_UNITS, triton_bounds.SCORES = 32, 200
+            triton_bounds.WHOLE_UNITS, triton_bounds.SCORES, triton_bounds.MANY = 32, 200, 0
         if name == "sparse_attention":
             triton_units.SUMS = 100
 

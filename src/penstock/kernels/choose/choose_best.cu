@@ -72,13 +72,13 @@ choose_best(const float *score, const int *position, const int *budget, int *cho
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int rank = blockIdx.x % SHARE, own = rank * WARPS + warp;
     const long long b = blockIdx.x / SHARE;
-    const int p = position[b / heads];      // nothing of ours writes it
     for (int n = threadIdx.x; n < BINS; n += 32 * WARPS) bins[n] = 0;
     if (threadIdx.x == 0) num = count = 0;
     arrive();
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     asm volatile("griddepcontrol.wait;" ::: "memory");
     meet();                                 // all blocks are there, to be written to
+    const int p = position[b / heads];
     const int end = max(p + 1 - (int)window, 0) / (int)unit, begin = min((int)sinks, end);
     const int behind = p < 0 ? 0 : p / (int)unit + 1 - end;
     const int top = max(min((budget ? budget[b / heads] : (int)room) - begin - behind, end - begin), 0);

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from penstock.kernels.c import device
 from penstock.kernels.choose.select import native, reference
 from penstock.kernels.choose.select.spec import SelectRule
 from penstock.kernels.op import DEVICES, Implementation, Op
@@ -46,7 +47,7 @@ class Select(Protocol):
 
 
 OP: Op[Select] = Op("select", (
-    lazy("cuda", "penstock.kernels.choose.select.triton_bounds:select"),
+    lazy("cuda", "penstock.kernels.choose.select.triton_bounds:select", device.probe),
     Implementation("native", native.select, native.probe),
     Implementation("reference", reference.select, "one query and head at a time", DEVICES),
 ))

@@ -187,7 +187,7 @@ def select(q_BNH: Tensor, bounds_PK2SH: Tensor, table_RP: Tensor, row_B: Tensor,
             rule.window, turns, UNIT=rule.unit, GROUP=group, COLS=max(16, triton.next_power_of_2(2 * group)),
             DIM=dim, PART=part, PARTS=triton.cdiv(dim, part), OF_PAGE=of_page, BLOCK=BLOCK_UNITS,
             MOST=MOST, LEAST=LEAST, EXACT=q_BNH.dtype == torch.float32, VECTOR=vector, CODED=coded,
-            STAGES=1 if turns == 1 else 3, num_warps=2 if codes else 4, **early())
+            STAGES=1 if turns == 1 else 3, num_warps=2 if codes and group <= 16 else 4, **early())
         if choose is not None:
             choose(score_bKU, position_b, budget_B[at], chosen_BKC[at], heads=kv_heads, unit=rule.unit,
                    sinks=rule.sink_units, window=rule.window)
