@@ -34,7 +34,7 @@ EXPERTS = [(BF16, {"weight": U8, "scale": F32}, FP8, FEW), (BF16, {"weight": U8,
 SCANS = {delta: dict(CHANNELS=8192, KEYS=16, KEY_DIM=128, VALUE_DIM=128, TAPS=4, DELTA=delta)
          for delta in (True, False)}
 
-# (module, kernel): (types of arguments, constants, warps, stages); one or more ways to compile each
+# (module, kernel): (types of arguments, :16 of multiples, constants, warps, stages); one or more ways each
 COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], int, int]]] = {
     ("attention.paged_attention.triton_decode", "attend_parts"): [
         (dict(q=BF16, k=BF16, v=BF16, table=I32, row=I32, context=I32, sinks=F32, out=BF16, part=F32,
@@ -66,10 +66,9 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
         for summaries, bounds, scales, vector, form in (
             (0, BF16, BF16, 128, 0), (8, BF16, BF16, 128, 0), (8, U8, F32, 132, 2))],
     ("choose.select.triton_bounds", "score_units"): [
-        (dict(q=BF16, bounds=bounds, scales=scales, table=I32, row=I32, position=I32, score=F32, q_row="i32",
-              q_head="i32",
-              b_page="i32", b_head="i32", b_plane="i32", table_row="i32", UNITS="i32", SINK_UNITS="i32",
-              WINDOW="i32", turns="i32"),
+        (dict(q=BF16, bounds=f"{bounds}:16", scales=f"{scales}:16", table=I32, row=I32, position=I32,
+              score=F32, q_row="i32", q_head="i32", b_page="i32:16", b_head="i32", b_plane="i32",
+              table_row="i32", UNITS="i32", SINK_UNITS="i32", WINDOW="i32", turns="i32"),
          dict(UNIT=8, GROUP=4, COLS=16, DIM=128, PART=128, PARTS=1, OF_PAGE=8, BLOCK=64, MOST=0.75,
               LEAST=0.25, EXACT=False, VECTOR=vector, CODED=bounds == U8, STAGES=stages), warps, 3)
         for bounds, scales, vector, stages, warps in (
@@ -226,8 +225,7 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
 # Bytes of stack that a thread of the worst way takes, of kernels that have any: what registers do not hold.
 TRITON = "3.9.0"
 STACK = {"attend_rows": 9792, "score_keys": 336, "take_keys": 8, "experts_in": 1632, "experts_out": 272,
-         "attend_units": 64, "attend_parts": 72, "choose_units": 32, "scaled_rows": 32, "score_units": 104,
-         "walk": 24}
+         "attend_units": 64, "attend_parts": 72, "choose_units": 32, "scaled_rows": 32, "walk": 24}
 FRAME_SIZE, SIZED = 0x11, 4         # of an entry of .nv.info: its kind, and the form with a length
 
 
@@ -268,8 +266,10 @@ def test_kernel_compiles_for_hopper(module: str, name: str) -> None:
     kernel = getattr(importlib.import_module(f"penstock.kernels.{module}"), name)
     for types, constants, warps, stages in COMPILED[module, name]:
         constants = {k: getattr(triton.language, v) if k == "WORD" else v for k, v in constants.items()}
-        signature = {argument: types.get(argument, "constexpr") for argument in kernel.arg_names}
-        built = triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=constants),
+        kinds = [types.get(argument, "constexpr").partition(":") for argument in kernel.arg_names]
+        signature = {argument: kind for argument, (kind, _, _) in zip(kernel.arg_names, kinds, strict=True)}
+        aligned = {(i,): [["tt.divisibility", int(of)]] for i, (_, _, of) in enumerate(kinds) if of}
+        built = triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned),
                                target=GPUTarget("cuda", 90, 32),
                                options={"num_warps": warps, "num_stages": stages})
         assert ".target sm_90a" in built.asm["ptx"] and len(built.asm["cubin"]) > 1000

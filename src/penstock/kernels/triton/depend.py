@@ -1,9 +1,9 @@
 """Kernels that begin before the one in front of them has ended, where the device can: Hopper's and later.
 
-A kernel calls `follow` before it reads or writes anything that another kernel writes or reads, and is
-launched with `early()`. What it does before runs beside the end of the one in front, and may read what no
+A kernel calls `follow` or `wait` before it reads or writes anything that another kernel writes or reads, and
+is launched with `early()`. What it does before runs beside the end of the one in front, and may read what no
 kernel of a step writes: weights, tables of pages, earlier keys.
-Each must call it: who waits for a kernel that waited knows that all before have ended.
+Each must call one: who waits for a kernel that waited knows that all before have ended.
 """
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Units by bounds of their keys in Triton: scores of all, then the largest of each query and KV head.
+"""Units by bounds of their keys on a GPU: scores of all, then the largest of each query and KV head.
 
-Which units are scored depends on positions alone, which are on the device: a captured graph serves any
-rows. Imported only where a CUDA device was asked for.
+On Hopper clusters of blocks in CUDA C++ choose (`choose/clusters.py`), else a program in Triton. Which units
+are scored depends on positions alone, which are on the device: a captured graph serves any rows. Imported
+only where a CUDA device was asked for.
 
     B queries   N query heads   K KV heads   g = N / K   H head dim   P pages of summaries   S units a page
     R rows of the table   U units a row may have   C units chosen at most   b queries of a turn
