@@ -21,6 +21,7 @@ from penstock.serve.parsers.table import FORMATS, format_of
 from penstock.serve.text.chat import ChatTemplate
 from penstock.serve.text.encoder import Encoder
 from penstock.serve.text.model_text import Text
+from penstock.serve.text.prompts import program_of
 from penstock.serve.text.tokenizer import Tokenizer
 from penstock.serve.wire import Chunk, Logprob, Ready
 
@@ -50,8 +51,8 @@ SAYS = {
 
 
 def template(name: str) -> str:
-    """A family's form of a conversation, as short as it can be."""
-    return (DATA / "templates" / f"{name}.jinja").read_text()
+    """A family's form of a conversation, as short as it can be; ours, where its models have no template."""
+    return program_of(name) or (DATA / "templates" / f"{name}.jinja").read_text()
 
 
 class _Stream:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import signal
 from pathlib import Path
@@ -204,6 +205,64 @@ def test_request_variables_cannot_replace_the_servers(template):
         template(CHATML).render([])
 
 
+def test_tools_and_documents_are_none_where_there_are_none(template):
+    chat = template("{{ tools is none }} {{ documents is none }} {{ tools is not none }}")
+    assert chat.render(USER) == "True True False"
+    assert template("{{ tools | length }}").render(USER, tools=[{}]) == "1"
+    with pytest.raises(RequestError, match="TypeError"):            # as in transformers
+        template("{{ tools | length }}").render(USER)
+
+
+def call_of(arguments: str) -> list[dict]:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [*USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+
+CALLS = "{%% for c in messages[1].tool_calls %%}%s{%% endfor %%}"
+
+
+@pytest.mark.parametrize("form, whole, cut", [
+    ("{{ 'a: ' + c.function.arguments }}", 'a: {"k": "é"}', 'a: {"k": "'),
+    ("{{ c.function.arguments | tojson }}", '{"k": "é"}', json.dumps('{"k": "')),
+    ("{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}", "k=é", 'arguments={"k": "'),
+    ("{% for k, v in c.function.arguments|items %}{{ k }}={{ v }}{% endfor %}", "k=é", 'arguments={"k": "'),
+    ("{{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}",
+     '{"k": "é"}', '{"k": "')], ids=["joined", "tojson", "walked", "items", "asked"])
+def test_a_template_gets_arguments_in_the_form_that_it_shows(template, form, whole, cut):
+    """An answer that ended by length has a call that is cut off; it stays in the history."""
+    chat = template(CALLS % form)
+    assert chat.render(call_of('{"k": "é"}')) == whole
+    assert chat.render(call_of('{"k": "')) == cut
+    assert '"k' not in chat.render(call_of("[1]")) and "[1]" in chat.render(call_of("[1]"))
+
+
+def test_a_template_that_shows_no_form_of_arguments_says_its_first_error(template):
+    with pytest.raises(RequestError, match="TypeError"):
+        template(CALLS % "{{ 1 + c.function.arguments }}").render(call_of('{"k": 1}'))
+
+
+TEMPLATES = sorted((RECALL.parent / "templates").glob("*.jinja"))
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda p: p.stem)
+def test_every_template_shows_a_tool_loop(template, path):
+    chat = template(path.read_text(), {"bos_token": "<s>", "eos_token": "</s>"})
+    function = {"name": "get_weather", "description": "Now.", "parameters": {
+        "type": "object", "properties": {"city": {"type": "string"}}}}
+    tools = [{"type": "function", "function": function}]
+    call = {"id": "abcdefghi", "type": "function", "function": {
+        "name": "get_weather", "arguments": '{"city": "Paris"}'}}
+    said = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Weather?"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "abcdefghi", "content": "rain"}]
+    text = chat.render(said, tools=tools)
+    for word in ("Weather?", "get_weather", "city", "Paris", "rain"):
+        assert word in text
+    assert "Paris" not in chat.render(said[:2], tools=tools)
+    if path.stem not in ("command_r",):             # that one is only for requests with tools
+        assert "get_weather" not in chat.render(said[:2])
+
+
 def test_without_a_tokenizer_a_template_is_of_no_use(tmp_path):
     """A folder with a config.json only, as for random weights."""
     (tmp_path / "config.json").symlink_to(RECALL / "config.json")
@@ -217,15 +276,17 @@ def test_without_a_tokenizer_a_template_is_of_no_use(tmp_path):
 
 
 def test_a_program_in_place_of_a_template_is_refused_by_name(tmp_path):
-    """DeepSeek-V3.2's folder has encoding/encoding_dsv32.py; a template of the operator's works."""
-    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+    """A folder of a type that we have no template for; a template of the operator's works."""
+    for name in ("tokenizer.json", "model.safetensors"):
         (tmp_path / name).symlink_to(RECALL / name)
+    config = json.loads((RECALL / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "deepseek_v99"}))
     (tmp_path / "encoding").mkdir()
-    (tmp_path / "encoding" / "encoding_dsv32.py").write_text("raise SystemExit\n")
+    (tmp_path / "encoding" / "encoding_dsv99.py").write_text("raise SystemExit\n")
     given = tmp_path / "given.jinja"
     given.write_text("{{ messages[0].content }}|")
     files = locate(str(tmp_path))
-    with pytest.raises(RequestError, match=r"but a program, encoding/encoding_dsv32\.py, .*chat_template"):
+    with pytest.raises(RequestError, match=r"but a program, encoding/encoding_dsv99\.py, .*chat_template"):
         open_text(Config(model=ModelConfig(model=str(tmp_path))), files).chat(USER)
     text = open_text(Config(model=ModelConfig(model=str(tmp_path), chat_template=str(given))), files)
     try:

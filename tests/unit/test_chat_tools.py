@@ -166,8 +166,6 @@ def test_calls_or_an_answer_that_matches(scripted):
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
       "tool_choice": "required"}, "tools"),
     ({"messages": [*USER, {"role": "assistant", "tool_calls": [{}]}]}, "messages[1].tool_calls[0]"),
-    ({"messages": [*USER, {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": {
-        "name": "f", "arguments": "[1]"}}]}]}, "messages[1].tool_calls[0].function.arguments"),
     ({"messages": [*USER, {"role": "tool", "tool_call_id": 1, "content": "x"}]}, "messages[1].tool_call_id"),
     ({"messages": [{"role": "user", "content": "x", "tool_call_id": "x"}]}, "messages[0].tool_call_id"),
     ({"reasoning_effort": "enormous"}, "reasoning_effort"), ({"separate_reasoning": 1}, "separate_reasoning"),
@@ -244,3 +242,13 @@ def test_a_grammar_begins_behind_the_reasoning(scripted):
     assert "@answer" in server.params.grammar.before
     whole(server, structured_outputs={"choice": ["yes"]}, chat_template_kwargs={"enable_thinking": False})
     assert server.params.grammar.before == ""
+
+
+def test_a_response_format_is_shown_where_the_template_reads_it(scripted):
+    server = scripted("deepseek_v32")
+    server.says = '{"a": 1}'
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+    whole(server, response_format=form)
+    assert "## Response Format:" in server.prompt and '"schema": {"type": "object"}' in server.prompt
+    whole(server, response_format={"type": "text"})
+    assert "Response Format" not in server.prompt

@@ -13,9 +13,11 @@ from penstock.serve.parsers.source import Arguments, CallBegun, CallEnded, Reade
 from penstock.serve.parsers.table import FORMATS, format_of, plain
 from penstock.serve.text.chat import plain_message
 from penstock.serve.text.chat_render import compile_template, render
+from penstock.serve.text.prompts import program_of
 
 FOLDER = Path(__file__).parents[1] / "data" / "templates"
-TEMPLATES = {p.stem: p.read_text() for p in FOLDER.glob("*.jinja")}
+TEMPLATES = {**{p.stem: p.read_text() for p in FOLDER.glob("*.jinja")},
+             "deepseek_v32": program_of("deepseek_v32")}
 COMPILED = {name: compile_template(source) for name, source in TEMPLATES.items()}
 REASONS = ("deepseek_v32", "glm", "hermes")
 END = {"hermes": "<|im_end|>\n", "qwen3_coder": "<|im_end|>\n", "llama3_json": "<|eot_id|>",

@@ -231,6 +231,9 @@ class OpenAI:
                 raise RequestError("reasoning_effort: this model's chat template does not read it: leave it "
                                    "out", "reasoning_effort")
             found = {} if switch is None else {switch: effort not in ("none", "minimal")}
+        form = request.response_format
+        if form is not None and form.type != "text" and template.reads("response_format"):
+            found["response_format"] = {k: v for k, v in msgspec.to_builtins(form).items() if v is not None}
         return found | request.variables
 
     async def encode(self, texts: Sequence[str], tenant: bytes, *, special: bool) -> list[list[int]]:

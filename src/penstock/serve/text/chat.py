@@ -6,7 +6,6 @@ Knows neither HTTP nor tokens. A template never comes from a request.
 """
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Collection, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 from penstock.config.base.errors import CONTEXT_EXCEEDED, ConfigError, RequestError, cut, show
 from penstock.serve.text.helper import Aside
+from penstock.serve.text.prompts.arguments import WRONG_TYPE, argument_forms, arguments_of
 from penstock.serve.text.turns import Turns
 
 SOURCE_BYTES_MAX = 256 << 10
@@ -52,7 +52,8 @@ class ChatTemplate:
                               "give a smaller one with --chat-template")
         self.source, self._variables = source, dict(variables or {})
         self._render_s_max = render_s_max
-        self.shown = frozenset(f for f in OPTIONAL if _reads(source, f))
+        self.shown = frozenset(f for f in OPTIONAL if _reads(source, f)) | (
+            {"developer"} if re.search(r"""['"]developer['"]""", source) else frozenset())
         self._short, self._long = (
             Aside("penstock.serve.text.chat_render", {"source": source},
                   wrong="the chat template is wrong", advice="give another with --chat-template")
@@ -108,10 +109,11 @@ class ChatTemplate:
                                    "and add_generation_prompt false", "continue_final_message")
             mark = secrets.token_hex(16)
             plain[-1]["content"] += mark
-        given: dict[str, Any] = {"tools": list(tools)} if tools else {}
-        text = self._render(self._long if is_long([*messages, *tools]) else self._short,
-                            {**self._variables, **(variables or {}), **given, "messages": plain,
-                             "add_generation_prompt": add_generation_prompt})
+        # As transformers passes them: None where there are none.
+        text = self._render_any(self._long if is_long([*messages, *tools]) else self._short,
+                                {**self._variables, **(variables or {}), "documents": None,
+                                 "tools": list(tools) or None,
+                                 "add_generation_prompt": add_generation_prompt}, plain)
         if not continue_final:
             return text
         end = text.rfind(mark)
@@ -125,6 +127,19 @@ class ChatTemplate:
         for aside, turns in ((self._short, self._short_turns), (self._long, self._long_turns)):
             turns.close()
             aside.close()
+
+    def _render_any(self, aside: Aside, value: dict[str, Any], plain: list[dict[str, Any]]) -> str:
+        """Render with the first form of the calls' arguments that the template can show."""
+        first: RequestError | None = None
+        for messages in argument_forms(plain):
+            try:
+                return self._render(aside, {**value, "messages": messages})
+            except RequestError as e:
+                first = first or e
+                if not WRONG_TYPE.search(str(e)):
+                    break
+        assert first is not None
+        raise first
 
     def _render(self, aside: Aside, value: dict[str, Any]) -> str:
         try:
@@ -172,9 +187,10 @@ def _reads(source: str, name: str) -> bool:
 
 def plain_message(message: Mapping[str, Any], index: int,
                   shown: Collection[str] = OPTIONAL) -> dict[str, Any]:
-    """A message as templates know it: content is one string, `developer` is `system`, arguments are objects.
+    """A message as templates know it: content is one string, arguments are objects, and `developer` is
+    `system` unless the template knows that role.
 
-    shown    fields of OPTIONAL that the template looks at
+    shown    fields of OPTIONAL that the template looks at, and "developer" if it knows it
     Raises   RequestError that names the message and the field.
     """
     where = f"messages[{index}]"
@@ -199,7 +215,7 @@ def plain_message(message: Mapping[str, Any], index: int,
     calls = message.get("tool_calls")
     content = message.get("content")
     empty = (calls and content in (None, "", [])) or (role == "tool" and content == [])
-    plain = {"role": "system" if role == "developer" else role,
+    plain = {"role": "system" if role == "developer" and role not in shown else role,
              "content": "" if empty else _plain_content(content, where)}
     for name in ("name", "reasoning_content", "tool_call_id"):
         if (value := message.get(name)) is not None:
@@ -212,7 +228,7 @@ def plain_message(message: Mapping[str, Any], index: int,
 
 
 def _plain_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Their arguments, JSON text in a request, are objects in templates."""
+    """Their arguments, JSON text in a request, are objects in templates; text that is none stays text."""
     if not isinstance(calls, list):
         raise RequestError(f"{where} is not a list", where)
     found = []
@@ -222,13 +238,7 @@ def _plain_calls(calls: Any, where: str) -> list[dict[str, Any]]:
             case {"function": {"name": str(name), "arguments": str(text)}, **rest} if (
                     rest.get("type", "function") == "function"
                     and isinstance(rest.get("id"), str) and set(rest) <= {"id", "type", "index"}):
-                try:
-                    arguments = json.loads(text or "{}")
-                except (ValueError, RecursionError):
-                    arguments = None
-                if not isinstance(arguments, dict):
-                    raise RequestError(f"{at}.function.arguments is not the JSON text of an object",
-                                       f"{at}.function.arguments")
+                arguments = arguments_of(text)
                 found.append({"id": rest["id"], "type": "function",
                               "function": {"name": name, "arguments": arguments}})
             case _:

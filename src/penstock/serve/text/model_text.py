@@ -17,6 +17,7 @@ from penstock.serve.parsers.asked import Asked, Offer, asked_of
 from penstock.serve.parsers.reasoning import CLOSE
 from penstock.serve.parsers.table import FORMATS, Format, format_of
 from penstock.serve.text.chat import ChatTemplate, read_template
+from penstock.serve.text.prompts import program_of
 from penstock.serve.text.tokenizer import Tokenizer, open_tokenizer
 
 
@@ -92,7 +93,9 @@ def open_text(config: Config, files: ModelFiles) -> Text:
     """Raises ConfigError: the tokenizer or the operator's template is missing or broken."""
     model = config.model
     tokenizer = open_tokenizer(files, model.tokenizer)
-    source = tokenizer.chat_template if tokenizer is not None else None
+    source = None
+    if tokenizer is not None:
+        source = tokenizer.chat_template or program_of(files.config.get("model_type"))
     if model.chat_template is not None:
         if tokenizer is None:
             raise ConfigError(f"--chat-template {model.chat_template}: {files.name} has no tokenizer for "
@@ -111,7 +114,7 @@ def open_text(config: Config, files: ModelFiles) -> Text:
 
 
 def _no_template(files: ModelFiles) -> str:
-    """DeepSeek-V3.2 brings a program in place of a template, which nothing here runs."""
+    """Name the program that a folder brings in place of a template, which nothing here runs."""
     why = "this model has no chat template"
     for own in sorted((files.folder / "encoding").glob("encoding_*.py")):
         return f"{why} but a program, encoding/{own.name}, which is not supported"
