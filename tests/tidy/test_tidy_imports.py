@@ -33,7 +33,7 @@ ONLY = {
     ("transfer", "core"): ("penstock.core.plan", "penstock.core.pair.messages"),
 }
 THIRD_PARTY = {
-    "core": (), "replay": (), "sim": (), "config": ("msgspec",),
+    "core": (), "replay": (), "sim": (), "config": ("msgspec", "yaml"),
     "kernels": ("torch", "triton", "cuda", "numpy"),
 }
 FILES_BESIDE = 12

@@ -275,6 +275,28 @@ def test_without_a_tokenizer_a_template_is_of_no_use(tmp_path):
                                            chat_template=str(tmp_path / "given.jinja"))), files)
 
 
+def test_default_variables_of_a_template_give_way_to_a_request_s(tmp_path):
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(RECALL / name)
+    given = tmp_path / "given.jinja"
+    given.write_text("{{ thinks }} {{ messages[0].content }}")
+
+    def opened(template, **kwargs):
+        config = Config(model=ModelConfig(model=str(tmp_path), chat_template=template,
+                                          default_chat_template_kwargs=json.dumps(kwargs)))
+        return open_text(config, locate(str(tmp_path)))
+    text = opened(str(given), thinks=False)
+    try:
+        assert text.chat(USER).startswith("False ")
+        assert text.template.render(USER, variables={"thinks": 7}).startswith("7 ")
+    finally:
+        text.close()
+    with pytest.raises(ConfigError, match="messages is filled in for each request"):
+        opened(str(given), messages=[])
+    with pytest.raises(ConfigError, match="no chat template that reads them"):
+        opened(None, thinks=True)
+
+
 def test_a_program_in_place_of_a_template_is_refused_by_name(tmp_path):
     """A folder of a type that we have no template for; a template of the operator's works."""
     for name in ("tokenizer.json", "model.safetensors"):

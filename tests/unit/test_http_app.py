@@ -143,6 +143,30 @@ async def live(app, *, key: str = "") -> tuple[int, list[dict]]:
     return sent[0]["status"], [json.loads(x[6:]) for x in body.split(b"\n\n") if x.startswith(b"data: ")]
 
 
+@pytest.mark.parametrize(("context", "size", "status"), [
+    (600_000, 600_000 * 8, 400), (600_000, 16 * 600_000 + 1, 413), (8192, (4 << 20) + 1, 413),
+    (8192, 4 << 20, 400)])
+def test_largest_body_follows_the_context(context: int, size: int, status: int) -> None:
+    """400: it is read whole, and is no JSON."""
+    api = OpenAI(Engine(), Text(None, None, ()), Metrics(), model="m", choices_max=1)
+    app = build_app(api, Health(), Keys([]), ServerConfig(), {"model": "m", "max_model_len": context}, [{}])
+
+    async def go() -> int:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            answer = await http.post("/v1/completions", content=b"x" * size,
+                                     headers={"content-type": "application/json"})
+            return answer.status_code
+    assert asyncio.run(go()) == status
+
+
+def test_another_method_is_told_the_right_one() -> None:
+    got, posted = ask(("GET", "/v1/chat/completions"), ("POST", "/health"))
+    assert (got.status_code, posted.status_code) == (405, 405)
+    assert got.json()["error"]["message"] == "method not allowed: use POST"
+    assert posted.json()["error"]["message"] == "method not allowed: use GET"
+
+
 def served(engine: Engine, health: Health, keys: Keys | None = None):
     api = OpenAI(engine, Text(None, None, ()), Metrics(), model="m", choices_max=1)
     return build_app(api, health, keys or Keys([]), ServerConfig(),

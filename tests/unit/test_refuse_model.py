@@ -30,6 +30,7 @@ CASES: tuple[tuple[ModelFacts, dict[str, object], dict[str, object]], ...] = (
     (DENSE, {"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "auto"}),
     (DENSE, {"index_dtype": "bfloat16"}, {"index_dtype": "auto"}),
     (DENSE, {"sparse_bounds_dtype": "fp8"}, {"sparse_bounds_dtype": "fp8", "sparse_top_k": 512}),
+    (DENSE, {"gpu_layers": 3}, {"gpu_layers": 4}),
     (DENSE, {"pp": 5}, {"pp": 4}),
     (replace(DENSE, heads=3), {"tp": 4}, {"tp": 3}),
     (DENSE, {"tp": 2, "expert_parallel": True}, {"tp": 2}),

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
@@ -17,7 +18,7 @@ from penstock.config.base.errors import ConfigError
 from penstock.config.base.sizes import parse_bytes, show_bytes
 from penstock.config.settings import peers, sglang
 from penstock.config.settings.tree import Alias, Bytes, Config, InUnit, Inverse
-from penstock.config.settings.unbuilt import ALWAYS, find_unbuilt, unbuilt_spellings
+from penstock.config.settings.unbuilt import ALWAYS, find_unbuilt
 
 SECTIONS = {
     "model": "model and weights",
@@ -108,6 +109,9 @@ def parse_value(flag: Flag, text: str) -> Any:
     return text
 
 
+SIMILAR = 0.75          # of two spellings, as difflib counts, from which on one is proposed for the other
+
+
 class Parser(argparse.ArgumentParser):
     """argparse without prefix guessing, whose errors are ConfigError and suggest a spelling."""
 
@@ -135,12 +139,25 @@ class Parser(argparse.ArgumentParser):
         for text in unknown:
             if not text.startswith("-"):
                 raise ConfigError(f"{text!r} is one argument too many (see {self.prog} --help)")
-            known = [s for s in self._option_string_actions if s.startswith("--")]
-            near = difflib.get_close_matches(
-                text.split("=")[0], [*known, *_in_units(), *unbuilt_spellings()], 1)
-            hint = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
-            raise ConfigError(f"{text.split('=')[0]} is not a flag of {self.prog}: {hint}")
+            name, known = spelled(text), [*self._option_string_actions, *_valued(), *ALWAYS, sglang.ENABLE]
+            raise ConfigError(f"{text.split('=')[0]} is not a flag of {self.prog}: "
+                              + _hint(name, known, f"see {self.prog} --help"))
         return args
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """No flag is guessed: `-tb` is not `-t b`."""
+        return []
+
+
+def _hint(name: str, known: Iterable[str], otherwise: str) -> str:
+    """The nearest spelling that is taken, where it is near enough and does not mean the opposite."""
+    same = [s for s in known if s.startswith("--") and _turns_off(s) == _turns_off(name)]
+    near = difflib.get_close_matches(name, same, 1, SIMILAR)
+    return f"did you mean {near[0]}?" if near else otherwise
+
+
+def _turns_off(name: str) -> bool:
+    return name.startswith(("--no-", "--disable-"))
 
 
 class _Help(argparse.HelpFormatter):
@@ -193,64 +210,77 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
                        action="append" if flag.kind == "list" else "store")
 
 
+MODEL_SPELLINGS = ("--model", "--model-path", "-m", "--hf-repo", "-hf", "-hfr")
+COLLECTED = (sglang.BACKEND, sglang.EXTRA, peers.ROPE, peers.SCALE, peers.ORIGINAL)     # several make one
+
+
 def prepare(argv: Sequence[str]) -> list[str]:
     """`argv` in our spelling: `_` in a flag's name becomes `-`, `--model X` becomes MODEL, plain
-    numbers of a unit become sizes, peers' words for sparse decode, storage and speculation ours, and their
-    flags for what is not built are dropped when neutral.
+    numbers of a unit become sizes, peers' words for sparse decode, storage, RoPE and speculation ours, and
+    their flags for what is not built are dropped when neutral.
 
     Raises ConfigError for a flag whose feature is not built, naming the feature.
     """
     ours = {s for f in flags() for s in f.spellings}
     out: list[str] = []
     rest = list(argv)
-    stored: dict[str, str] = {}
+    kept: dict[str, str] = {}
     while rest:
         word = rest.pop(0)
         if word == "--":
             rest.insert(0, word)
             break
-        name, eq, value = word.partition("=")
-        if name.startswith("--"):
-            name = name.replace("_", "-")
-        if name in ("--model", "--model-path"):
-            if not eq and not rest:
-                raise ConfigError(f"{name}: a folder, a .gguf file, a hub id or 'demo' is needed")
-            out.append(value if eq else rest.pop(0))
-            continue
+        _, eq, value = word.partition("=")
+        name, entry = spelled(word), find_unbuilt(spelled(word))
         if name == sglang.ENABLE and not eq:
             out.append("--sparse-kv=auto")
-            continue
-        if name == sglang.CONFIG:
-            if not any(word.replace("_", "-") == sglang.ENABLE for word in argv):
+        elif name in ALWAYS:
+            if value.lower() in ("false", "0"):
+                raise ConfigError(f"{word}: cannot be turned off: {ALWAYS[name]}")
+        elif name in _valued():
+            if name in MODEL_SPELLINGS and not eq and not rest:
+                raise ConfigError(f"{name}: a folder, a .gguf file, a hub id or 'demo' is needed")
+            given = value if eq else rest.pop(0) if rest else ""
+            if name in COLLECTED:
+                kept[name] = given
+            elif name == sglang.CONFIG and not any(spelled(w) == sglang.ENABLE for w in argv):
                 raise ConfigError(f"{name}: give {sglang.ENABLE} as well, or our own flags")
-            out += sglang.sparse(value if eq else rest.pop(0) if rest else "")
-            continue
-        if name in peers.SPECULATION:
-            out += peers.speculation(name, value if eq else rest.pop(0) if rest else "")
-            continue
-        if name in (sglang.BACKEND, sglang.EXTRA):
-            stored[name] = value if eq else rest.pop(0) if rest else ""
-            continue
-        if name in _in_units():
-            out.append(_sized(name, value if eq else rest.pop(0) if rest else ""))
-            continue
-        entry = find_unbuilt(name)
-        if name in ALWAYS:
-            continue
-        if entry is None:
+            else:
+                out += _translated(name, given)
+        elif entry is None:
             out.append(name + eq + value if name.startswith("--") else word)
-            continue
-        taken = not (entry.switch or eq) and bool(rest) and not rest[0].startswith("--")
-        given = value if eq else rest[0] if taken else None
-        entry.check(name, given)
-        if name in ours:
-            out.append(word)
-        elif taken:
-            rest.pop(0)
-    flags_of = sglang.storage(stored.get(sglang.BACKEND), stored.get(sglang.EXTRA))
-    if flags_of and any(word.partition("=")[0] == "--kv-storage" for word in out):
+        else:
+            taken = not (entry.switch or eq) and bool(rest) and not rest[0].startswith("--")
+            entry.check(name, value if eq else rest[0] if taken else None)
+            if name in ours:
+                out.append(word)
+            elif taken:
+                rest.pop(0)
+    stored = sglang.storage(kept.get(sglang.BACKEND), kept.get(sglang.EXTRA))
+    if stored and any(word.partition("=")[0] == "--kv-storage" for word in out):
         raise ConfigError(f"{sglang.BACKEND}, --kv-storage: both say where pages are stored: give one")
-    return [*out, *flags_of, *rest]
+    return [*out, *stored, *peers.rope(kept), *rest]
+
+
+def spelled(word: str) -> str:
+    """The name of a flag as its table has it: without a value, `-` for `_`."""
+    name = word.partition("=")[0]
+    return name.replace("_", "-") if name.startswith("--") else name
+
+
+@cache
+def _valued() -> frozenset[str]:
+    """Spellings with a value that is rewritten."""
+    return frozenset((*MODEL_SPELLINGS, *COLLECTED, sglang.CONFIG, *peers.TRANSLATED, *_in_units()))
+
+
+def _translated(name: str, value: str) -> list[str]:
+    """Words of ours for a flag of `_valued`. Raises ConfigError."""
+    if name in MODEL_SPELLINGS:
+        return [value]
+    if name == sglang.CONFIG:
+        return sglang.sparse(value)
+    return [_sized(name, value)] if name in _in_units() else peers.TRANSLATED[name](name, value)
 
 
 def _in_units() -> dict[str, tuple[str, str]]:
@@ -301,6 +331,8 @@ def from_options(model: str, options: Mapping[str, object], *,
             continue
         if isinstance(value, bool):
             argv.append(flag if value else "--no-" + flag[2:])
+        elif isinstance(value, dict):
+            argv.append(f"{flag}={json.dumps(value)}")
         elif isinstance(value, (list, tuple)):
             argv.append(f"{flag}={','.join(map(str, value))}")
         else:

@@ -1,7 +1,8 @@
-"""Speculation as vLLM (--speculative-config JSON) and SGLang (--speculative-algorithm) ask for it."""
+"""Flags of vLLM, SGLang and llama.cpp whose values are written in another way than ours."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 
 from penstock.config.base.errors import ConfigError
 from penstock.config.settings.sglang import json_object, whole
@@ -46,6 +47,64 @@ def speculation(name: str, text: str) -> list[str]:
     return [_method(f"{name}: method", values["method"]),
             *([] if model is None else [f"--speculative-model={model}"]),
             *(f"{ours}={values[key]}" for key, ours in OURS.items() if key in values)]
+
+
+def origins(name: str, text: str) -> list[str]:
+    """vLLM's --allowed-origins, a JSON list. Raises ConfigError."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = text.split(",")
+    if not isinstance(found, list) or not all(isinstance(o, str) and "," not in o for o in found):
+        raise ConfigError(f"{name} {text}: a JSON list of origins is needed, such as [\"*\"]")
+    return [f"--cors-origins={','.join(found)}"]
+
+
+def _counted(flag: str, *default: str) -> Callable[[str, str], list[str]]:
+    """Of llama.cpp's numbers: `default` are its words for what is so without the flag."""
+    return lambda name, text: [] if text in default else [f"{flag}={text}"]
+
+
+ROPE, SCALE, ORIGINAL = "--rope-scaling", "--rope-scale", "--yarn-orig-ctx"
+
+
+def rope(given: Mapping[str, str]) -> list[str]:
+    """Our --rope-scaling for its JSON, or for llama.cpp's three flags. Raises ConfigError."""
+    kind = given.get(ROPE)
+    numbers = {name: given[name] for name in (SCALE, ORIGINAL) if name in given}
+    if kind is not None and kind not in ("none", "linear", "yarn"):
+        if numbers:
+            raise ConfigError(f"{', '.join(numbers)}: {ROPE} JSON has all of it: leave them out")
+        return [f"{ROPE}={kind}"]
+    if kind is None and not numbers:
+        return []
+    if kind in (None, "none"):
+        if numbers:
+            raise ConfigError(f"{', '.join(numbers)}: say which scaling, with {ROPE} yarn or linear")
+        return []
+    if SCALE not in numbers:
+        raise ConfigError(f"{ROPE} {kind}: how many times longer? Give {SCALE} N as well, or {ROPE} with a "
+                          "JSON object")
+    try:
+        found: dict[str, object] = {"rope_type": kind, "factor": float(numbers[SCALE])}
+        if ORIGINAL in numbers:
+            found["original_max_position_embeddings"] = int(numbers[ORIGINAL])
+    except ValueError:
+        shown = ", ".join(f"{name} {number}" for name, number in numbers.items())
+        raise ConfigError(f"{shown}: numbers are needed") from None
+    return [f"{ROPE}={json.dumps(found)}"]
+
+
+# (name, value) -> our flags; raises ConfigError. The keys are spellings that take a value.
+TRANSLATED: dict[str, Callable[[str, str], list[str]]] = {
+    **dict.fromkeys(SPECULATION, speculation),
+    "--allowed-origins": origins,
+    **dict.fromkeys(("-c", "--ctx-size"), _counted("--max-model-len", "0")),
+    **dict.fromkeys(("-np", "--parallel"), _counted("--max-num-seqs", "-1")),
+    **dict.fromkeys(("-t",), _counted("--threads", "-1")),
+    **dict.fromkeys(("-ngl", "--gpu-layers", "--n-gpu-layers"),
+                    _counted("--gpu-layers", "-1", "all", "auto")),
+}
 
 
 def _method(given: str, method: object) -> str:

@@ -4,6 +4,7 @@ Secrets stay behind: the engine has no use for them.
 """
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, get_type_hints
@@ -14,6 +15,15 @@ from penstock.config.base.errors import ConfigError
 from penstock.config.settings.tree import SECRETS, Config
 
 Plain = dict[str, dict[str, str | int | float | bool | list[str] | None]]
+
+
+def object_of(text: str | None) -> dict[str, Any] | None:
+    """The JSON object of a setting, {} without one; None where `text` is another thing."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def to_plain(config: Config) -> Plain:

@@ -24,7 +24,11 @@ Written by `make docs` from `src/penstock/config/`; a test compares it. A flag i
 argument of `LLM(...)`, without its dashes and with `_` for `-`. Flags marked (serve) are refused by
 `LLM`, `penstock chat`, `generate` and `bench`, which have no use for them. SIZE is a number of bytes, or a
 number with K, M, G, T (powers of 1,024; also KiB, MiB, ...) or KB, MB, GB, TB (powers of 1,000).
-`penstock serve MODEL --print-config` prints the resolved values."""
+`penstock serve MODEL --print-config` prints the resolved values.
+
+`--config FILE` takes flags from a YAML file. A key is a flag without its dashes (`max-model-len: 8192`, or
+`max_model_len: 8192`); `model` is MODEL. True and false turn a switch on and off, a list is joined by
+commas, an object becomes JSON, and null is as if the key were not there. The command line wins."""
 
 
 def reference() -> str:

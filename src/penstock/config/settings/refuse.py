@@ -16,6 +16,7 @@ from penstock.config.base.machine import Machine
 from penstock.config.base.sizes import show_bytes
 from penstock.config.base.storage_url import FORMS, masked, parse_storage
 from penstock.config.request.selection import BOUNDS, BOUNDS_VERSION, SINKS, WINDOW, Selection
+from penstock.config.settings.plain import object_of
 from penstock.config.settings.tree import (
     DECODE_ENDS_MAX,
     SECRETS,
@@ -91,6 +92,14 @@ def _outside(path: str, low: float, high: float, why: str) -> Refusal[Machine]:
         value = _value(config, path)
         return isinstance(value, int | float) and not low <= value <= high
     return Refusal(when, (path,), why)
+
+
+def _no_object(path: str) -> Refusal[Machine]:
+    """Refuses a text that is no JSON object."""
+    def when(config: Config, _: Machine) -> bool:
+        text = _value(config, path)
+        return isinstance(text, str) and object_of(text) is None
+    return Refusal(when, (path,), "a JSON object is needed")
 
 
 def is_public(host: str) -> bool:
@@ -393,6 +402,10 @@ REFUSED: tuple[Refusal[Machine], ...] = (
             "one number of layers for each stage, at least 1, separated by commas"),
     _outside("device.rank_timeout_s", 1, 86400, "1 to 86400 seconds"),
     _outside("device.rank_silence_s", 2, 86400, "2 to 86400 seconds: a rank says each second that it lives"),
+    _outside("device.gpu_layers", 0, 1 << 20, "all layers of the model, or 0 for the CPU"),
+    Refusal(lambda c, _: c.device.gpu_layers == 0 and c.device.device == "cuda",
+            ("device.gpu_layers", "device.device"), "no layer on the GPU is --device cpu: give one of them"),
+    *map(_no_object, ("model.hf_overrides", "model.rope_scaling", "model.default_chat_template_kwargs")),
     Refusal(lambda c, _: any(b.count("=") != 1 or "" in b.split("=") for b in c.device.backends),
             ("device.backends",), "written as OP=NAME, several separated by commas"),
     _outside("server.dp", 1, 64, "1 to 64 engines"),

@@ -98,6 +98,9 @@ OF_MODEL: tuple[Refusal[ModelFacts], ...] = (
     Refusal(lambda c, m: c.kv.sparse_bounds_dtype != "auto" and bool(m.topk or _reads_all(c, m)),
             ("kv.sparse_bounds_dtype",), "nothing here is selected by bounds of KV heads, which "
             "--sparse-top-k N does of models without an indexer: leave it out"),
+    Refusal(lambda c, m: 0 < (c.device.gpu_layers or 0) < m.layers, ("device.gpu_layers",),
+            "this model has {layers} layers, and all of them run on one device: as many at least, or 0 for "
+            "the CPU"),
     Refusal(_other_layers, ("device.pp", "device.pp_layers"),
             "this model has {layers} layers, of which each stage takes one or more"),
     Refusal(lambda c, m: c.device.tp > min(m.heads, m.vocab, m.width), ("device.tp",),

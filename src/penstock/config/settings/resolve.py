@@ -36,7 +36,8 @@ def resolve(raw: Config, machine: Machine) -> Config:
     if schedule.max_waiting is None:
         schedule = replace(schedule, max_waiting=4 * schedule.max_num_seqs)
     if device.device == "auto":
-        device = replace(device, device="cuda" if machine.device == "cuda" else "cpu")
+        on_gpu = machine.device == "cuda" and device.gpu_layers != 0
+        device = replace(device, device="cuda" if on_gpu else "cpu")
     if schedule.step_tokens is None and device.device == "cpu":         # on a GPU the model tells
         schedule = replace(schedule, step_tokens=512)
     if device.threads is None:

@@ -69,8 +69,19 @@ class ModelConfig:
                      "packed, as their .gguf file has them"] = "auto"
     load_format: Annotated[LoadFormat, "dummy makes random weights from config.json"] = "auto"
     max_model_len: Annotated[int | None, "tokens of prompt and output (default: the model's)",
-                             Alias("--context-length")] = None
+                             Alias("--context-length", "--ctx-size", "-c")] = None
+    revision: Annotated[str | None, "branch, tag or commit of a hub id (default: main)"] = None
+    download_dir: Annotated[str | None, "folder for downloads from the hub (default: $HF_HUB_CACHE, else the "
+                            "cache of Hugging Face's tools)"] = None
+    hf_overrides: Annotated[str | None, "JSON object: fields in place of those of config.json",
+                            Alias("--json-model-override-args")] = None
+    rope_scaling: Annotated[str | None, 'JSON object in place of config.json\'s: {"rope_type": "yarn", '
+                            '"factor": 4.0, "original_max_position_embeddings": 32768} is for '
+                            '131,072 tokens'] = None
     chat_template: Annotated[str | None, "Jinja template file, in place of the model's"] = None
+    default_chat_template_kwargs: Annotated[
+        str | None, "JSON object: names for the chat template, where a request's chat_template_kwargs has no "
+        "other value", Alias("--chat-template-kwargs")] = None
     tool_call_parser: Annotated[ToolCallParser, "the format of the model's calls of tools; auto finds it by "
                                 "the chat template"] = "auto"
     reasoning_parser: Annotated[ReasoningParser, "think: what answers have between <think> and </think> is "
@@ -89,7 +100,7 @@ class KVConfig:
                               "of models that have states, a multiple of --page-size (default: as many as "
                               "have KV of a quarter of a state's size, 128 at least)"] = None
     hbm_bytes: Annotated[int | None, "device bytes for KV (default: measured once, at start)",
-                         Bytes()] = None
+                         Bytes(), Alias("--kv-cache-memory-bytes")] = None
     memory_fraction: Annotated[float | None, "without --hbm-bytes: on a GPU the share of its memory that "
                                "may be used, by weights, activations and KV together (default: 0.9); on a "
                                "CPU the share of the free memory for KV (default: 0.3)",
@@ -143,10 +154,11 @@ class KVConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleConfig:
     max_num_seqs: Annotated[int, "rows: requests decoding at once",
-                            Alias("--max-running-requests")] = 16
+                            Alias("--max-running-requests", "--parallel", "-np")] = 16
     step_tokens: Annotated[int | None, "token budget of one step, prefill and decode together (default: "
                            "512; on a GPU 8192, or 1024 for small models)",
-                           Alias("--chunked-prefill-size", "--max-num-batched-tokens")] = None
+                           Alias("--chunked-prefill-size", "--max-num-batched-tokens",
+                                 "--batch-size", "-b")] = None
     overlap: Annotated[bool, "plan step n+1 before step n has finished",
                        Alias("--async-scheduling"), Inverse("--disable-overlap-schedule")] = True
     speculative_method: Annotated[SpeculativeMethod | None, "several tokens a step: ngram proposes what "
@@ -178,9 +190,12 @@ class ScheduleConfig:
 class DeviceConfig:
     device: Annotated[Literal["auto", "cpu", "cuda"], "where the model runs; auto is the GPU where there is "
                       "one that torch can use"] = "auto"
+    gpu_layers: Annotated[int | None, "layers on the GPU: all of them, or 0 for the CPU (default: all, where "
+                          "there is a GPU)", Alias("--n-gpu-layers", "-ngl")] = None
     cuda_graphs: Annotated[bool, "on a GPU: capture decode steps at start, and replay them",
                            Inverse("--enforce-eager", "--disable-cuda-graph")] = True
-    threads: Annotated[int | None, "CPU threads for the model (default: usable cores)"] = None
+    threads: Annotated[int | None, "CPU threads for the model (default: usable cores)",
+                       Alias("-t")] = None
     cpu_isa: Annotated[Literal["native", "avx2", "plain"], "most of the CPU's instructions that kernels use, "
                        "to measure what a smaller one would do"] = "native"
     pp: Annotated[int, "pipeline stages, each a process with its own layers and --hbm-bytes",
@@ -226,7 +241,8 @@ class ServerConfig:
     ssl_keyfile: Annotated[str | None, "PEM file with its key (default: in --ssl-certfile)"] = None
     cors_origins: Annotated[tuple[str, ...], "origins whose pages may ask from a browser, e.g. "
                             "https://chat.example.com; * is all of them"] = ()
-    body_bytes_max: Annotated[int, "largest request body", Bytes()] = 4 << 20
+    body_bytes_max: Annotated[int | None, "largest request body (default: 16 bytes for each token of the "
+                              "context, 4 MiB at least)", Bytes()] = None
     router_dialect: Annotated[RouterDialect, "whose worker it is for a router in front, which sends a prompt "
                               "to both ends of a pair; sglang: without GET /version, by whose answer smg "
                               "takes a worker for vLLM's"] = "off"

@@ -199,6 +199,8 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
          vocabulary: Callable[[], Vocabulary | None]) -> _Parts:
     """One rank, in this process, on the CPU or a GPU."""
     threads, device = config.device.threads or machine.probe().cores, config.device.device
+    if config.device.gpu_layers and device == "cpu":
+        log(f"warning: --gpu-layers {config.device.gpu_layers}: the model runs on the CPU")
     grammars = Grammars(vocabulary, wakes.wake)
     if device == "cuda":
         _check_gpu()

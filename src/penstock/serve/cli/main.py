@@ -96,6 +96,7 @@ def _dispatch(words: list[str]) -> int:
 def _run(name: str, command: Command, words: list[str]) -> int:
     from penstock.config.base.machine import limit_libraries, probe
     from penstock.config.settings.cli import Parser, add_flags, config_from, flags, prepare
+    from penstock.config.settings.file import FLAG, FromFile
     from penstock.config.settings.resolve import lines, of_torchrun, resolve
     from penstock.config.settings.tree import SERVE_ONLY
 
@@ -103,25 +104,32 @@ def _run(name: str, command: Command, words: list[str]) -> int:
     without = frozenset() if command.serves else SERVE_ONLY
     if command.own_flags:
         importlib.import_module(command.module).add_arguments(parser)
+    file = FromFile(words if command.model != "none" else ())
     if command.model != "none":
         add_flags(parser, model_required=command.model == "needed", without=without)
         parser.add_argument("--print-config", action="store_true",
                             help="print the resolved config, one `name value` a line, and exit")
-        words = prepare(words)
-    args = parser.parse(words)
-    args.command = name
+        parser.add_argument(FLAG, metavar="FILE", help="YAML file whose keys are flags without dashes; the "
+                            "command line wins")
+        with file.blaming():
+            words = prepare(file.words)
     config = None
-    if command.model == "needed" or getattr(args, "model", None):
-        raw = config_from(args)
-        config = resolve(of_torchrun(raw) if command.serves else raw, probe())
-        limit_libraries(config.device.cpu_isa)
-        if args.print_config:
-            print("\n".join(lines(config, without=without)))
-            return 0
-    elif command.model == "optional":
-        for flag in flags():
-            if hasattr(args, flag.dest):
-                raise ConfigError(f"{flag.spellings[0]} needs a MODEL")
+    with file.blaming():
+        args = parser.parse(words)
+        args.command = name
+        if command.model != "none" and not args.model:
+            args.model = file.model
+        if command.model == "needed" or getattr(args, "model", None):
+            raw = config_from(args)
+            config = resolve(of_torchrun(raw) if command.serves else raw, probe())
+            limit_libraries(config.device.cpu_isa)
+            if args.print_config:
+                print("\n".join(lines(config, without=without)))
+                return 0
+        elif command.model == "optional":
+            for flag in flags():
+                if hasattr(args, flag.dest):
+                    raise ConfigError(f"{flag.spellings[0]} needs a MODEL")
     code = importlib.import_module(command.module).run(config, args)
     return int(code)
 

@@ -53,6 +53,7 @@ ADMIN_PATHS = ("/metrics", "/server_info", "/get_server_info", "/flush_cache", "
 STATS_S_MAX = 5.0
 GENERATE_S_MAX = 20.0
 JSON_TYPE = "application/json"
+BODY_BYTES, BYTES_A_TOKEN = 4 << 20, 16     # largest body: at least, and for each token of the context
 
 
 @dataclass(slots=True)
@@ -241,12 +242,13 @@ def build_app(api: OpenAI, health: Health, keys: Keys, config: ServerConfig,
     """The ASGI app. `info` is what /server_info shows: no key, no path of a secret. `stats` are each
     engine's numbers until it tells others. `peer`: of one end of a pair."""
     views = _Views(api, health, info, stats, peer)
+    body_max = config.body_bytes_max or max(BODY_BYTES, BYTES_A_TOKEN * int(info.get("max_model_len", 0)))
 
     def get(path: str, view: Callable[[Request], Awaitable[Response]]) -> Route:
         return Route(path, view, methods=["GET"])
 
     def generating(path: str, handler: Handler, shape: Shape | None = None) -> Route:
-        return Route(path, Generating(api, handler, config.body_bytes_max, shape), methods=["POST"])
+        return Route(path, Generating(api, handler, body_max, shape), methods=["POST"])
 
     page = Page(api.engine, views.numbers, views.shown, lambda: health.died or health.draining)
     serving = () if peer is not None and not peer.serves else (
@@ -457,8 +459,9 @@ def _json(value: Any, status: int = 200) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    allowed = " or ".join(m for m in (error.headers or {}).get("Allow", "").split(", ") if m != "HEAD")
     what = {404: native.no_such_path(request.url.path),
-            405: ("this path has another method", "method_not_allowed")}
+            405: (f"method not allowed: use {allowed}", "method_not_allowed")}
     message, code = what.get(error.status_code, (str(error.detail), None))
     body = ApiError(error.status_code, message, code=code).body
     return Response(encode(body), error.status_code, headers=dict(error.headers or {}),

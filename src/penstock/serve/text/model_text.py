@@ -10,13 +10,14 @@ from typing import Any
 from penstock.config.base.errors import ConfigError, RequestError
 from penstock.config.request.grammar import Grammar
 from penstock.config.request.params import SamplingParams
-from penstock.config.settings.tree import Config
+from penstock.config.settings.plain import object_of
+from penstock.config.settings.tree import Config, ModelConfig
 from penstock.model.weights.locate import ModelFiles
 from penstock.serve.grammars.check import GrammarCheck
 from penstock.serve.parsers.asked import Asked, Offer, asked_of
 from penstock.serve.parsers.reasoning import CLOSE
 from penstock.serve.parsers.table import FORMATS, Format, format_of
-from penstock.serve.text.chat import ChatTemplate, read_template
+from penstock.serve.text.chat import RESERVED, ChatTemplate, read_template
 from penstock.serve.text.prompts import program_of
 from penstock.serve.text.tokenizer import Tokenizer, open_tokenizer
 
@@ -103,14 +104,26 @@ def open_text(config: Config, files: ModelFiles) -> Text:
         source = read_template(model.chat_template)
     template = None
     if tokenizer is not None and source is not None:
-        template = ChatTemplate(source, tokenizer.template_vars)
+        template = ChatTemplate(source, {**tokenizer.template_vars, **_defaults(model)})
         if model.chat_template is not None:
             template.check()            # the model's own may be broken: it still continues text
+    elif _defaults(model):
+        raise ConfigError(f"--default-chat-template-kwargs: {files.name} has no chat template that reads "
+                          "them: give one with --chat-template, or leave it out")
     shown = source or ""
     parser, reasons = model.tool_call_parser, model.reasoning_parser
     return Text(tokenizer, template, files.eos_ids if tokenizer is None else tokenizer.eos_ids,
                 _no_template(files), calls=format_of(shown) if parser == "auto" else FORMATS.get(parser),
                 reasons=reasons == "think" or (reasons == "auto" and CLOSE in shown))
+
+
+def _defaults(model: ModelConfig) -> dict[str, Any]:
+    """Of --default-chat-template-kwargs. Raises ConfigError: a name that the server fills in."""
+    given = object_of(model.default_chat_template_kwargs) or {}
+    if taken := sorted(RESERVED & set(given)):
+        raise ConfigError(f"--default-chat-template-kwargs: {taken[0]} is filled in for each request: leave "
+                          "it out")
+    return given
 
 
 def _no_template(files: ModelFiles) -> str:
