@@ -21,8 +21,9 @@ from penstock.core.plan import (
 from penstock.core.settings import CacheGroup, CoreConfig
 
 
-def play(core: Core, events: list[Event], hangs: bool = True) -> set[int]:
-    """Who ends before nothing happens any more. If it `hangs`, what touches storage is never answered."""
+def play(core: Core, events: list[Event], hangs: bool = True, saves: bool = True) -> set[int]:
+    """Who ends before nothing happens any more. If it `hangs`, what touches storage is never answered; copies
+    from the device to the host are answered only with `saves`."""
     ended = set[int]()
     while events:
         advance = core.advance(events)
@@ -30,7 +31,8 @@ def play(core: Core, events: list[Event], hangs: bool = True) -> set[int]:
         ended |= {o.rid for o in advance.outputs if isinstance(o, Finished)}
         events, plan = [], advance.plan
         if plan is not None:
-            events = [Moved(m.id, True) for m in plan.moves if not hangs or Tier.DISK not in (m.src, m.dst)]
+            events = [Moved(m.id, True) for m in plan.moves if (saves or m.src is not Tier.HBM)
+                      and (not hangs or Tier.DISK not in (m.src, m.dst))]
             events.append(Retired(plan.step, tuple((9,) for s in plan.samples if s)))
     return ended
 
@@ -73,6 +75,25 @@ def test_a_long_prefix_is_read_in_turns() -> None:
             events.append(Retired(advance.plan.step, tuple((9,) for s in advance.plan.samples if s)))
     assert reads == [8, 8, 8, 6]
     assert [s.disk_tokens for s in started] == [60]
+
+
+def test_a_request_whose_read_hangs_starts_once_the_device_has_its_pages() -> None:
+    """Another request computes the same prefix meanwhile."""
+    core = stored(4)
+    assert play(core, [Arrived(RequestId(1), tuple(range(9)), 1)]) == set()
+    assert core.live[RequestId(1)].phase is Phase.FETCHING, "nothing hangs"
+    assert play(core, [Arrived(RequestId(2), tuple(range(9)), 1, cached_max=0)]) == {1, 2}
+
+
+def test_a_request_that_fetches_does_not_wait_for_host_copies_of_pages_on_the_device() -> None:
+    """Half of its prefix was just computed and is on its way to the host, the rest is in storage."""
+    core = stored(4)
+    assert play(core, [Arrived(RequestId(1), tuple(range(5)), 1, cached_max=0)], saves=False) == {1}
+    assert {f.dst.tier for f in core.kv.moves.flying.values()} == {Tier.DRAM}, "nothing hangs"
+    advance = core.advance([Arrived(RequestId(2), tuple(range(9)), 1)])
+    assert core.live[RequestId(2)].phase is Phase.FETCHING and advance.plan is not None
+    landed: list[Event] = [Moved(m.id, True) for m in advance.plan.moves]
+    assert play(core, [Retired(advance.plan.step, ()), *landed], hangs=False, saves=False) == {2}
 
 
 def test_a_prefix_that_stops_coming_serves_as_far_as_it_came() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.core.core import Core
-from penstock.core.kv import claims
+from penstock.core.kv import claims, promote
 from penstock.core.lifecycle import Phase
 from penstock.core.plan import (
     Aborted,
@@ -97,6 +97,55 @@ def test_a_hosted_row_does_not_load_what_is_on_its_way_to_the_device() -> None:
     loads: list[Event] = [Moved(id, True) for id, f in flying if f.src.tier is Tier.DRAM]
     ended, _ = play(core, [*loads, Retired(plan.step, tuple((9,) for s in plan.samples if s))])
     assert ended == {two, four}, core.live[four].phase
+
+
+def test_a_private_host_page_is_not_given_out_while_its_load_flies() -> None:
+    """Request 2 decodes from host pages of its own, equal to those that the tree has from request 1. It ends
+    while it is promoted: the load still reads its pages, and fills pages that the tree has by now."""
+    core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=30, dram_pages=120, hot_pages=1))
+    one, two = map(RequestId, (1, 2))
+    new: list[Event] = [Arrived(rid, tuple(range(5)), n, selects=True) for rid, n in ((one, 14), (two, 60))]
+    _, events = play(core, new, steps=1)
+    while one in core.live:
+        _, events = play(core, [*events, Spilled(one), Spilled(two)], steps=1)
+    _, events = play(core, events, steps=2)
+    core.kv.tree.evict_all(core.kv.device)
+    plan = core.advance([*events, Promoted(two)]).plan
+    assert plan is not None and core.live[two].phase is Phase.PROMOTING
+    flights = [f for f in core.kv.moves.flying.values() if f.src.tier is Tier.DRAM]
+    read = [source.page for f in flights for source, target in f.pairs
+            if source.node is None and target.node is not None]
+    assert read, "no load of a private page into a page of the tree"
+    events = [Retired(plan.step, tuple((9,) for s in plan.samples if s))]
+    pool = core.kv.host[0].pool
+    for _ in range(4):                          # the load has not been answered
+        plan = core.advance([*events, Aborted(two)]).plan
+        events = [] if plan is None else [Retired(plan.step, tuple((9,) for s in plan.samples if s))]
+        kept = pool.held.union(*(units for _, units in pool.limbo))
+        assert kept.issuperset(read), "a page that a load reads is free"
+    assert two not in core.live
+
+
+def test_a_hosted_row_does_not_adopt_device_pages_that_are_still_being_loaded() -> None:
+    core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=30, dram_pages=120, hot_pages=1))
+    one, two = map(RequestId, (1, 2))
+    events: list[Event] = [Arrived(rid, tuple(range(5)), 60, selects=True) for rid in (one, two)]
+    for _ in range(12):
+        _, events = play(core, events, steps=1)
+        events += [Spilled(rid) for rid in (one, two) if core.live[rid].phase is Phase.RESIDENT]
+    assert {core.live[rid].phase for rid in (one, two)} == {Phase.HOSTED}
+    core.kv.tree.evict_all(core.kv.device)
+    plan = core.advance([*events, Promoted(two)]).plan
+    assert plan is not None and core.live[two].phase is Phase.PROMOTING
+    space = core.kv.device[0]
+    nodes = [n for n in core.live[one].path if n.good(space) and not n.ready(space)]
+    assert nodes, "nothing is being loaded"
+    promote.adopt(core.kv, core.live[one])
+    assert not any(node.copies[space].readers for node in nodes)
+    loads: list[Event] = [Moved(m.id, True) for m in plan.moves]
+    core.advance([*loads, Retired(plan.step, tuple((9,) for s in plan.samples if s))])
+    promote.adopt(core.kv, core.live[one])
+    assert any(node.copies[space].readers for node in nodes), "they have come"
 
 
 @pytest.mark.parametrize("always", [False, True], ids=["written through", "computed in host pages"])

@@ -53,6 +53,14 @@ def test_what_may_come_next(grammars):
     assert admitted(gbnf, ids("bb")) == (set(ids("ab")), "")
 
 
+@pytest.mark.parametrize(("text", "outputs", "forced"), [("ab(cdef)?", "abc", "def"), ("no", "", "no")])
+def test_nothing_is_forced_after_the_end_of_an_answer(grammars, text, outputs, forced):
+    matcher = grammars.matcher(Grammar("regex", text))
+    assert not admitted(matcher, [])[1]                    # waits until the grammar is compiled
+    assert matcher.forced(ids(outputs), 9) == ids(forced)
+    assert matcher.forced([*ids(outputs), END], 9) == []
+
+
 def test_a_matcher_follows_its_outputs_wherever_they_go(grammars):
     """Forgotten and given again, in leaps: always as one that has seen nothing else."""
     rng, matcher, outputs = random.Random(3), grammars.matcher(SCHEMA), []

@@ -312,6 +312,18 @@ def test_damaged_pages_are_neither_shown_nor_read_nor_taken_again(bench):
     assert not bench.write().ok and list(bench.files.present(KEYS[3:6])) == [0, 0, 1]
 
 
+def test_damaged_pages_are_removed_of_every_cache_group(tmp_path):
+    """The next engine knows of no damage: it goes by what is there."""
+    files = Files(tmp_path / "store", "f" * 32, [LAYOUT.page_bytes] * 3)
+    pool = DramPool(LAYOUT, 1)
+    storage = Storage(files, [pool] * 3, lambda: None)
+    for group in range(3):
+        assert list(files.put(KEYS[:2], group, [pool.bytes_of(0)] * 2))
+    assert list(files.present(KEYS[:2])) == [7, 7]
+    storage.deny(KEYS[:1])
+    until(lambda: list(files.present(KEYS[:2])) == [0, 7])
+
+
 def test_pages_found_to_be_damaged_while_they_are_written_or_read_are_not_kept(bench):
     bench.files.before = lambda what, key: bench.storage.deny(KEYS[:1]) if what == "put" else None
     assert not bench.write(1).ok

@@ -57,6 +57,7 @@ class Device:
     busy: dict[Tier, set[int]]        # pages that a step or a copy may touch; empty: any
     shy: float = 0.0                  # chance that a row returns fewer tokens than it may
     undo: int = 1                     # states that are kept in case a draft was wrong
+    max_len: int = 1 << 20            # tokens of the longest request: page tables are no longer
     memory: dict[Tier, list[dict[int, list[int]]]] = field(init=False)
     units: list[int] = field(init=False)           # positions of a page, of each group
     reaches: list[int] = field(init=False)         # positions that a step reads, of each group
@@ -103,6 +104,7 @@ class Device:
             self._bind(b)
         for g in plan.grows:
             column = self.rows[g.row].columns[g.group]
+            self._fits(g.row, g.group, g.index + len(g.pages))
             column.pages[g.index:] = g.pages
             column.host[g.index:] = g.host or (-1,) * len(g.pages)
         for y in plan.remaps:
@@ -169,12 +171,18 @@ class Device:
         assert len(b.pages) == len(self.groups), "a bind has a page table for each group"
         columns = []
         for g, pages in enumerate(b.pages):
+            self._fits(b.row, g, len(pages))
             host: list[int] = list(b.host[g]) if b.host else [-1] * len(pages)
             assert len(host) == len(pages), "a host column is as long as the device's"
             hot = b.hot[g] if b.hot else ()
             columns.append(Column(list(pages), host, {h.keeps: h.page for h in hot if h.keeps >= 0},
                                   [h.page for h in hot if h.keeps < 0]))
         self.rows[b.row] = Bound(b.rid, columns, b.emitted)
+
+    def _fits(self, row: Row, group: int, pages: int) -> None:
+        """A page table has as many entries as the longest request needs, as `exec.step.tables` makes them."""
+        entries = -(-self.max_len // self.units[group])
+        assert pages <= entries, f"row {row}: {pages} pages in a table of {entries}"
 
     def _spoil(self, row: Row, p: int) -> None:
         for group, column in enumerate(self.rows[row].columns):

@@ -79,7 +79,7 @@ class SimExecutor:
         self.who: dict[RequestId, Identity] = {}
         self.busy: dict[Tier, set[int]] = {}       # pages that somebody keeps, if the judge says it
         self.devices = [Device(cfg.page_size, cfg.groups, self.who, self.busy, self.speeds.shy,
-                               1 + cfg.draft_tokens)
+                               1 + cfg.draft_tokens, cfg.max_len)
                         for _ in range(ranks)]
         self.stages = cfg.pp_size
         self.lost = 0.0                   # chance that what it is storing is not stored: its engine has died

@@ -129,6 +129,15 @@ def fork_does_not_wait(real: Real, core: Core, a: Arrived) -> None:
     real(core, replace(a, leader=None))
 
 
+@instead_of(schedule, "_width")
+def drafts_past_the_end_of_an_answer(real: Real, core: Core, r: Request, budget: int) -> int:
+    """A step has positions behind the last token that a request may have."""
+    most, r.max_new = r.max_new, r.max_new + r.drafts
+    width: int = real(core, r, budget)
+    r.max_new = most
+    return width
+
+
 # ---------------------------------------------------------------- progress and victims
 @mutant(40, first=400)
 class NoFixedPoint(Core):

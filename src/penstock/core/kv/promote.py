@@ -74,7 +74,8 @@ def reload(kv: Pages, r: Request, headroom: Headroom) -> Trial:
 
 
 def adopt(kv: Pages, r: Request) -> None:
-    """A hosted row reads what the tree has on the device of its pages again."""
+    """A hosted row reads what the tree has on the device of its pages again. Pages that are still being
+    loaded are left out: the row reads them on the host, and a load that fails is not its loss."""
     for g, t in enumerate(r.tables):
         for i, mine in enumerate(t.device if t.hosted else ()):
             node = kv.node(r, t, i) if mine is None else None
