@@ -1,4 +1,4 @@
-"""What every store must do, files here and real servers in `make sweep`: one suite for all of them.
+"""What every store must do: files and a bucket in memory here, real servers in `make sweep`. One suite.
 
 A server that is not installed is a skip that says what to install.
 """
@@ -40,8 +40,8 @@ from penstock.memory.stores.valkey import Valkey
 SIZES = [4096, 512]
 BATCHES, BATCH = 200, 16
 FP = "f" * 32
-KINDS = ["file", *(pytest.param(kind, marks=pytest.mark.sweep) for kind in ("valkey", "s3", "mooncake"))]
-NETWORK = KINDS[1:]
+NETWORK = [pytest.param(kind, marks=pytest.mark.sweep) for kind in ("valkey", "s3", "mooncake")]
+KINDS = ["file", "bucket", *NETWORK]
 LIMIT_S = 60.0
 
 
@@ -51,7 +51,9 @@ class Place:
     def __init__(self, kind: str, folder: Path) -> None:
         self.kind, self.folder, self.server = kind, folder, None
         self.opened: list[Store] = []
-        if kind != "file":
+        if kind == "bucket":                     # the client of S3 over a bucket in this process
+            self.memory = pytest.importorskip("obstore.store", reason="pip install obstore").MemoryStore()
+        elif kind != "file":
             self.server = Server(kind, folder)
             self.server.start()
             # Mooncake's client, while it is made, lets no other thread of this process run.
@@ -63,14 +65,21 @@ class Place:
         return self.opened[-1]
 
     def _open(self, fp: str, readonly: bool, sizes, via: int | None) -> Store:
-        if self.server is None:
+        if self.kind == "file":
             return Files(self.folder, fp, sizes, readonly=readonly)
+        if self.kind == "bucket":
+            bucket = self._bucket(0, fp, readonly, sizes)
+            bucket._bucket = self.memory
+            return bucket
         port = via or self.proxy.port
         if self.kind == "valkey":
             return Valkey(StorageUrl("valkey", "127.0.0.1", "", port), fp, sizes, readonly=readonly)
         if self.kind == "mooncake":
             from penstock.memory.stores.mooncake import Mooncake
             return Mooncake(StorageUrl("mooncake", "127.0.0.1", "", port), fp, sizes, readonly=readonly)
+        return self._bucket(port, fp, readonly, sizes)
+
+    def _bucket(self, port: int, fp: str, readonly: bool, sizes) -> Bucket:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in {**SECRETS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}.items():
                 patch.setenv(name, value)
@@ -95,7 +104,7 @@ class Place:
             self.opened.pop().close()
 
     def inventory(self) -> Inventory:
-        found = Folder(self.folder) if self.server is None else self.open()
+        found = Folder(self.folder) if self.kind == "file" else self.open()
         assert isinstance(found, Inventory)
         return found
 

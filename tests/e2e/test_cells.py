@@ -29,7 +29,8 @@ LAYOUTS: dict[str, tuple[dict[str, object], ...]] = {      # of one engine, or o
 ASKED = tuple(PROMPTS[rid] for rid in (1, 3, 4))
 NEW, ATTEMPTS = 12, 20
 # Proven there at once; the others of `across` by the sweep.
-QUICK = {("ordinary", "resident", "pair"), ("latent", "hosted", "one"), ("experts", "hosted", "one")}
+QUICK = {("ordinary", "resident", "pair"), ("ordinary", "resident", "nodes"), ("latent", "hosted", "one"),
+         ("experts", "hosted", "one")}
 CELLS = [(kind, place, across) for kind in MODELS for place in ("resident", "hosted") for across in LAYOUTS
          if (kind, place) != ("ordinary", "hosted") and (kind != "states" or across in ("one", "pp", "pair"))]
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +17,16 @@ from penstock.config.settings.cli import from_options
 from penstock.config.settings.plain import to_plain
 from penstock.config.settings.resolve import TORCHRUN, of_torchrun
 from penstock.config.settings.tree import Config
-from penstock.core.plan import StepId, StepPlan
+from penstock.core.plan import Group, StepId, StepPlan, Tier
+from penstock.exec.pipeline import agent as agent_module
 from penstock.exec.pipeline import nodes
+from penstock.exec.pipeline.agent import Agent
 from penstock.exec.pipeline.crew import Crew
-from penstock.exec.pipeline.far import Nodes
+from penstock.exec.pipeline.far import NodePages, Nodes
 from penstock.exec.pipeline.nodes import NodeLink, Stranger, weights_of
 from penstock.exec.step.links import nodes_of
+from penstock.memory.pool import PageLayout
+from penstock.transfer.layout import Piece
 from penstock.transfer.streams import LinkSettings, dial
 
 KEY = b"0123456789abcdef"
@@ -225,3 +230,77 @@ def test_a_plan_crosses_each_connection_once():
     for index in range(4):
         crew.hand(SimpleNamespace(index=index, send=sent.append), plan)
     assert sent == [crew.encoded(plan)] * 2 and said == [nodes.ToAll(crew.encoded(plan))]
+
+
+# ---------------------------------------------------------------- pages and ranks of other machines
+def test_layers_of_a_page_are_counted_from_the_first_one_that_a_node_has():
+    """Layers 0 and 1 are on node 1, layers 2 and 3 on node 2, which knows of no others."""
+    whole = PageLayout(num_layers=4, num_kv_heads=2, page_size=8, head_dim=4)
+    half = SimpleNamespace(parts=[SimpleNamespace(whole=replace(whole, num_layers=2))])
+    kept: dict[tuple[int, tuple[int, ...]], bytes] = {}
+
+    def node(number: int) -> SimpleNamespace:
+        def ask(make):
+            message = make(1)
+            if isinstance(message, nodes.Write):
+                kept[number, message.piece] = message.body
+            return kept[number, message.piece]
+        return SimpleNamespace(ask=ask)
+
+    caches = [SimpleNamespace(**vars(half), origins=[(first, 0)]) for first in (0, 2)]
+    pages = NodePages(SimpleNamespace(layouts=[whole]), [*zip(map(node, (1, 2)), caches, strict=True)], None)
+    for layer in range(4):
+        data = memoryview(bytearray([layer] * (whole.unit_bytes // 4)))
+        pages.write(Tier.DRAM, Group(0), 5, Piece(layer, 1, 0, 1), 0, data)
+        out = memoryview(bytearray(len(data)))
+        pages.read(Tier.DRAM, Group(0), 5, Piece(layer, 1, 0, 1), 0, out)
+        assert out == data
+    assert list(kept) == [(1, (0, 1, 0, 1)), (1, (1, 1, 0, 1)), (2, (0, 1, 0, 1)), (2, (1, 1, 0, 1))]
+
+
+def test_every_tensor_parallel_rank_of_the_last_stage_gets_the_vocabulary():
+    sent: list[int] = []
+    crew = Crew.__new__(Crew)
+    crew.ranks = [SimpleNamespace(send=lambda body, i=i: sent.append(i)) for i in range(6)]
+    crew.vocabulary(lambda: None, 3)
+    assert sent == [3, 4, 5]
+
+
+def test_an_agent_that_was_taken_says_that_it_lives_while_it_loads():
+    one, other = ends(settings(True, silence_s=0.4), settings(False, silence_s=0.4))
+    ours = config()
+    agent = Agent(replace(ours, nodes=replace(ours.nodes, node_rank=1)), lambda line: None, lambda: True)
+    one.say(nodes.Start(to_plain(ours), 2))
+    assert agent._greet(other).num_layers == 2
+    one.live()
+    heard, ended = [], threading.Event()
+    threading.Thread(target=lambda: (heard.append(one.run(heard.append)), ended.set()), daemon=True).start()
+    assert not ended.wait(1.2), heard                   # three times the silence
+    other.close()
+    assert ended.wait(LIMIT_S) and isinstance(heard[0], nodes.Join) and len(heard) == 2
+
+
+def test_agents_end_when_no_engine_of_node_0_is_left(monkeypatch):
+    """Each engine takes its ranks here once, and dies. Its agent comes again, and waits while any engine may
+    still come."""
+    came: set[int] = set()
+
+    class Once:
+        def __init__(self, config, log, wanted, engine):
+            self.wanted, self.engine = wanted, engine
+
+        def run(self, joined):
+            if self.engine not in came:
+                came.add(self.engine)
+                joined()
+                return agent_module.EXIT_GONE
+            for _ in range(300):
+                if not self.wanted():
+                    return agent_module.EXIT_GONE
+                time.sleep(0.01)
+            raise ConfigError("an engine may still come")
+
+    monkeypatch.setattr(agent_module, "Agent", Once)
+    log: list[str] = []
+    assert agent_module._Several(config(dp=2), log.append).run() == agent_module.EXIT_GONE and not log
+    assert came == {0, 1}
