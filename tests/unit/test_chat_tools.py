@@ -167,7 +167,6 @@ def test_calls_or_an_answer_that_matches(scripted):
       "tool_choice": "required"}, "tools"),
     ({"messages": [*USER, {"role": "assistant", "tool_calls": [{}]}]}, "messages[1].tool_calls[0]"),
     ({"messages": [*USER, {"role": "tool", "tool_call_id": 1, "content": "x"}]}, "messages[1].tool_call_id"),
-    ({"messages": [{"role": "user", "content": "x", "tool_call_id": "x"}]}, "messages[0].tool_call_id"),
     ({"reasoning_effort": "enormous"}, "reasoning_effort"), ({"separate_reasoning": 1}, "separate_reasoning"),
 ])
 def test_wrong_offers_are_refused_by_name(scripted, fields, param):

@@ -84,8 +84,8 @@ def test_forcing_tokens_is_not_for_http(call):
 @pytest.mark.parametrize("name, value", [
     ("functions", [{}]), ("function_call", "auto"),
     ("audio", {}), ("modalities", ["audio"]),
-    ("prediction", {}), ("reasoning_effort", "enormous"), ("verbosity", "loud"),
-    ("service_tier", "priority"), ("chat_template", "{{ x }}"), ("web_search_options", {}),
+    ("reasoning_effort", "enormous"), ("verbosity", "loud"),
+    ("chat_template", "{{ x }}"), ("web_search_options", {}),
     ("logprobs", 1), ("nonsense", None), ("regex", 1), ("return_hidden_states", 0),
     ("stream_options", {"include_usage": True}), ("log_metrics", False), ("log_metrics", 1),
     ("separate_reasoning", "yes"), ("stream_reasoning", False),

@@ -207,7 +207,7 @@ def test_a_response_that_is_cut_off_or_must_match(server):
 
 @pytest.mark.parametrize("fields, param", [
     ({"previous_response_id": "resp_1"}, "previous_response_id"), ({"background": True}, "background"),
-    ({"truncation": "auto"}, "truncation"), ({"include": ["x"]}, "include"), ({"nonsense": 1}, "nonsense"),
+    ({"truncation": "auto"}, "truncation"), ({"include": ["x"]}, "include[0]"), ({"nonsense": 1}, "nonsense"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"), ({"input": [1]}, "input[0]"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"), ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -250,3 +250,58 @@ def test_what_clients_and_routers_fill_in_is_taken(server):
 def test_what_generate_does_not_take_is_named(server, fields, param):
     answer = server.post("/generate", **fields)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+
+
+# ---------------------------------------------------------------- choices of tools, logprobs
+OTHER = {"type": "function", "function": {"name": "mcp:server.other-" + "x" * 100}}
+NAMES = [{"type": "function", "function": {"name": OTHER["function"]["name"]}}]
+
+
+@pytest.mark.parametrize("choice, required, told", [
+    ({"type": "auto"}, False, True), ({"type": "required"}, True, True), ({"type": "none"}, False, False),
+    ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": NAMES}}, True, True),
+    ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": NAMES}}, False, True),
+    ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", **NAMES[0]["function"]}]},
+     True, True)])
+def test_a_choice_of_tools_may_be_an_object(server, choice, required, told):
+    server.says = "Rain."
+    flat = [{"type": "function", **t["function"]} for t in (TOOL, OTHER)]
+    for path, body in (("/v1/chat/completions", {"messages": USER, "tools": [TOOL, OTHER]}),
+                       ("/v1/responses", {"input": USER, "tools": flat})):
+        said(server, path, **body, tool_choice=choice)
+        allowed = "mode" in choice or "allowed_tools" in choice
+        assert (OTHER["function"]["name"] in server.prompt) is told
+        assert ("get_weather" in server.prompt) is (told and not allowed)
+        assert (server.params.grammar is not None) is required
+        if required and allowed:
+            assert "get_weather" not in server.params.grammar.text
+
+
+@pytest.mark.parametrize("choice, param", [
+    ({"type": "function"}, "tool_choice.function"), ({"type": "allowed_tools"}, "tool_choice.allowed_tools"),
+    ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "no"}]}, "tool_choice"),
+    ({"type": "sometimes"}, "tool_choice.type")])
+def test_a_wrong_choice_of_tools_is_refused_by_name(server, choice, param):
+    answer = server.post("/v1/chat/completions", messages=USER, tools=[TOOL], tool_choice=choice)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+
+
+@pytest.mark.parametrize("size", [1, 3, 500])
+def test_logprobs_of_a_response_are_those_of_its_texts_tokens(server, size):
+    """Not of reasoning, marks or calls; streamed they are the same."""
+    server.size = size
+    asks = {"input": USER, "tools": [OPENAI_TOOL], "top_logprobs": 0,
+            "include": ["message.output_text.logprobs"]}
+    _, message, _ = said(server, "/v1/responses", **asks)["output"]
+    told = message["content"][0]["logprobs"]
+    spelt = b"".join(bytes(t["bytes"]) for t in told).decode()
+    assert spelt == message["content"][0]["text"] == "Let me see."
+    assert all(t["logprob"] == -1.0 and t["top_logprobs"] == [] for t in told)
+    events_ = events(server.post("/v1/responses", **asks, stream=True))
+    deltas = [t for e in events_ if e["type"] == "response.output_text.delta" for t in e["logprobs"]]
+    [done] = [e["logprobs"] for e in events_ if e["type"] == "response.output_text.done"]
+    assert deltas == done == told
+    assert said(server, "/v1/responses", input=USER)["output"][1]["content"][0]["logprobs"] == []
+    assert server.params.logprobs is None
+    said(server, "/v1/responses", input=USER, top_logprobs=5)
+    assert server.params.logprobs == 5

@@ -57,6 +57,9 @@ log = logging.getLogger("penstock.http")
 T = TypeVar("T")
 
 
+_SWITCHES = ("enable_thinking", "thinking")     # of templates, for reasoning
+
+
 class Reply(Protocol):
     """One HTTP answer: `whole`, or `start` and any number of `events`."""
 
@@ -195,9 +198,9 @@ class OpenAI:
 
     # ------------------------------------------------------------ prompts
     @property
-    def shows_reasoning(self) -> bool:
-        """Whether the template has a place for the reasoning of former turns."""
-        return self.template is not None and "reasoning_content" in self.template.shown
+    def takes_effort(self) -> bool:
+        """Whether the template can be told how much to reason."""
+        return self.template is not None and any(map(self.template.reads, ("reasoning_effort", *_SWITCHES)))
 
     async def chat_prompt(self, request: ChatRequest, tenant: bytes, offer: Offer) -> tuple[str, list[int]]:
         """Text and tokens of a conversation. Raises RequestError, ApiError."""
@@ -226,7 +229,7 @@ class OpenAI:
         effort = request.reasoning_effort
         found: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
         if effort is not None and not template.reads("reasoning_effort"):
-            switch = next((s for s in ("enable_thinking", "thinking") if template.reads(s)), None)
+            switch = next((s for s in _SWITCHES if template.reads(s)), None)
             if switch is None and effort != "none":
                 raise RequestError("reasoning_effort: this model's chat template does not read it: leave it "
                                    "out", "reasoning_effort")

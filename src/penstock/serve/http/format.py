@@ -60,6 +60,16 @@ def usage_json(usage: Usage) -> dict[str, Any]:
     }
 
 
+def token_score(token_bytes: Callable[[int], bytes], token: int, of: Logprob) -> dict[str, Any]:
+    """A token of an answer, its logprob and the best ones beside it, as OpenAI shows them."""
+    def entry(one: int, logprob: float) -> dict[str, Any]:
+        raw = token_bytes(one)
+        return {"token": raw.decode("utf-8", "replace"), "logprob": max(logprob, LOGPROB_MIN),
+                "bytes": list(raw)}
+
+    return {**entry(token, of.logprob), "top_logprobs": [entry(t, p) for t, p in of.top]}
+
+
 @dataclass(slots=True)
 class Whole:
     """One choice, complete."""
@@ -282,14 +292,8 @@ class ChatFormat(_Common):
     def _logprobs(self, whole: Whole) -> dict[str, Any] | None:
         if not self.logprobs:
             return None
-        return {"content": [
-            {**self._entry(token, of.logprob),
-             "top_logprobs": [self._entry(t, p) for t, p in of.top]}
-            for token, of in zip(whole.tokens, whole.logprobs, strict=True)], "refusal": None}
-
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token": self._name(token), "logprob": max(logprob, LOGPROB_MIN),
-                "bytes": list(self.token_bytes(token))}
+        return {"content": [token_score(self.token_bytes, token, of) for token, of in zip(
+            whole.tokens, whole.logprobs, strict=True)], "refusal": None}
 
 
 @dataclass(slots=True)

@@ -3,8 +3,8 @@
 Owns the fields' names and types. A field that this server does not know or cannot honour is an
 error that names it, never silence. Knows no engine and no tokenizer.
 
-Accepted and without effect: `user`, `safety_identifier`, `prompt_cache_key` whatever the value, and
-`metadata`, an object of strings (tags of the caller); `store`, as nothing is stored, and the answer says so.
+Accepted and without effect: what `fields.ignored` lists, and `metadata`, an object of strings (tags of the
+caller); `store`, as nothing is stored, and the answer says so.
 Fields of what is not built are accepted at the values that mark them, which include what routers fill in.
 """
 from __future__ import annotations
@@ -55,9 +55,6 @@ class _Request(Structured, kw_only=True, forbid_unknown_fields=True):
     kv_transfer_params: dict[str, Any] | None = None
     separate_reasoning: bool | None = None      # of a chat: unless this is false, it is not in the content
     # Without effect.
-    user: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
     metadata: dict[str, str] | None = None
     store: bool | None = None                   # the answer has `store: false`
     # Not built.
@@ -65,10 +62,7 @@ class _Request(Structured, kw_only=True, forbid_unknown_fields=True):
     log_metrics: Annotated[Any, Neutral(True)] = None      # every request is counted
     lora_path: Unbuilt = None
     moderation: Unbuilt = None
-    prompt_cache_options: Unbuilt = None
-    prompt_cache_retention: Unbuilt = None
     return_hidden_states: Annotated[Any, Neutral(False)] = None
-    service_tier: Annotated[Any, Neutral("auto", "default")] = None
     session_params: Unbuilt = None
     stream_reasoning: Annotated[Any, Neutral(True)] = None     # all text is streamed
 
@@ -138,7 +132,6 @@ class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):
     function_call: Annotated[Any, Neutral("none")] = None
     functions: Annotated[Any, Neutral([])] = None
     modalities: Annotated[Any, Neutral(["text"])] = None
-    prediction: Unbuilt = None
     web_search_options: Unbuilt = None
 
     @property

@@ -24,7 +24,7 @@ from penstock.serve.parsers.source import (
 from penstock.serve.parsers.table import Format, calls_grammar, grammar_behind_reasoning, plain
 
 TOOLS_MAX = 128
-_NAME = re.compile("[A-Za-z0-9_.-]{1,64}")
+_NAME = re.compile("[A-Za-z0-9_.:-]{1,128}")
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -52,7 +52,7 @@ class Offer:
         for i, name in enumerate(names):
             at = f"tools[{i}].function.name"
             if _NAME.fullmatch(name) is None:
-                raise RequestError(f"{at} is {show(name)}: 1 to 64 letters, digits, _, - and .", at)
+                raise RequestError(f"{at} is {show(name)}: 1 to 128 letters, digits, _, -, : and .", at)
             if name in names[:i]:
                 raise RequestError(f"{at} is {show(name)}, as of another tool", at)
         if self.required and not names:

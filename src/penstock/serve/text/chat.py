@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from penstock.config.base.errors import CONTEXT_EXCEEDED, ConfigError, RequestError, cut, show
+from penstock.serve.ignored import OBEYED_ELSEWHERE, OfPart, names
 from penstock.serve.text.helper import Aside
 from penstock.serve.text.prompts.arguments import WRONG_TYPE, argument_forms, arguments_of
 from penstock.serve.text.turns import Turns
@@ -21,7 +22,7 @@ RENDER_S_MAX = 10.0
 LONG_MESSAGES, LONG_CHARS = 256, 64 << 10       # from here on a conversation is long: over a millisecond
 SHORT_MAX, LONG_MAX = 1024, 32                  # conversations that are rendered or wait for it
 ROLES = ("system", "developer", "user", "assistant", "tool")
-OPTIONAL = ("name", "reasoning_content", "tool_calls")  # fields of a message that some templates show
+OPTIONAL = ("name", "reasoning", "reasoning_content", "tool_calls")     # fields that some templates show
 # What the server fills in; `chat_template_kwargs` may not.
 RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents", "raise_exception",
                       "strftime_now", "tojson", "range", "namespace"})
@@ -190,6 +191,9 @@ def plain_message(message: Mapping[str, Any], index: int,
     """A message as templates know it: content is one string, arguments are objects, and `developer` is
     `system` unless the template knows that role.
 
+    Names, reasoning and fields that no template knows are dropped where the template does not show them: a
+    client may send back whatever an answer had. Calls of tools are not: the answer would miss them.
+
     shown    fields of OPTIONAL that the template looks at, and "developer" if it knows it
     Raises   RequestError that names the message and the field.
     """
@@ -202,23 +206,22 @@ def plain_message(message: Mapping[str, Any], index: int,
     if role == "tool" and "tool_calls" not in shown:
         raise RequestError(f"{where}.role is 'tool': this model's chat template shows no calls of tools",
                            f"{where}.role")
-    own = {"assistant": ("tool_calls",), "tool": ("tool_call_id",)}.get(role, ())
-    for name, value in message.items():
-        if value in (None, []) or name in ("role", "content"):
-            continue
-        if name in OPTIONAL and name not in shown:
-            raise RequestError(f"{where}.{name}: this model's chat template does not show it, leave "
-                               "it out", f"{where}.{name}")
-        if name not in (*own, "name", "reasoning_content"):
-            at = f"{where}.{cut(name)}"
-            raise RequestError(f"{at} is not a field of such a message, or not supported yet", at)
-    calls = message.get("tool_calls")
+    calls = message.get("tool_calls") or None
+    for name in (*OBEYED_ELSEWHERE, *(() if role == "assistant" else ("tool_calls",))):
+        if message.get(name):
+            raise RequestError(f"{where}.{name} is not supported in a message of the {role}: leave it out",
+                               f"{where}.{name}")
+    if calls and "tool_calls" not in shown:
+        raise RequestError(f"{where}.tool_calls: this model's chat template does not show it, leave it out",
+                           f"{where}.tool_calls")
     content = message.get("content")
-    empty = (calls and content in (None, "", [])) or (role == "tool" and content == [])
+    empty = content in ([], None) if role == "assistant" else role == "tool" and content == []
     plain = {"role": "system" if role == "developer" and role not in shown else role,
              "content": "" if empty else _plain_content(content, where)}
-    for name in ("name", "reasoning_content", "tool_call_id"):
-        if (value := message.get(name)) is not None:
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    for name, value in (("name", message.get("name")), ("reasoning", reasoning),
+                        ("reasoning_content", reasoning), ("tool_call_id", message.get("tool_call_id"))):
+        if value is not None and (name in shown or (role, name) == ("tool", "tool_call_id")):
             if not isinstance(value, str):
                 raise RequestError(f"{where}.{name} is not a string", f"{where}.{name}")
             plain[name] = value
@@ -237,7 +240,7 @@ def _plain_calls(calls: Any, where: str) -> list[dict[str, Any]]:
         match call:
             case {"function": {"name": str(name), "arguments": str(text)}, **rest} if (
                     rest.get("type", "function") == "function"
-                    and isinstance(rest.get("id"), str) and set(rest) <= {"id", "type", "index"}):
+                    and isinstance(rest.get("id"), str)):
                 arguments = arguments_of(text)
                 found.append({"id": rest["id"], "type": "function",
                               "function": {"name": name, "arguments": arguments}})
@@ -261,7 +264,10 @@ def _plain_content(content: Any, where: str) -> str:
         if part["type"] != "text":
             raise RequestError(f"{at}.type is {show(part['type'])}: only text parts are supported",
                                f"{at}.type")
-        if set(part) != {"type", "text"} or not isinstance(part["text"], str):
+        if not isinstance(part.get("text"), str):
             raise RequestError(f'{at} is not {{"type": "text", "text": "..."}}', at)
+        if unknown := sorted(set(part) - {"type", "text"} - names(OfPart)):
+            raise RequestError(f"{at}.{cut(unknown[0])} is not a field of a text part",
+                               f"{at}.{cut(unknown[0])}")
         texts.append(part["text"])
     return "\n".join(texts)              # as vLLM joins them

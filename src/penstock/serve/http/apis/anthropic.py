@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
@@ -17,27 +17,24 @@ from penstock.config.base.errors import RequestError, show
 from penstock.serve.client.generate import Usage
 from penstock.serve.http.apis.blocks import Block, BlockFormat, arguments_object, joined_text
 from penstock.serve.http.completions import OpenAI, Reply
-from penstock.serve.http.fields.body import Body
+from penstock.serve.http.fields.body import Body, Neutral, Unbuilt
 from penstock.serve.http.fields.structured import JsonSchemaFormat, ResponseFormat
-from penstock.serve.http.fields.tools import Function, FunctionName, NamedTool, Tool, ToolChoice
+from penstock.serve.http.fields.tools import ChosenTool, Function, Tool, ToolChoice
 from penstock.serve.http.format import encode
 from penstock.serve.http.types import ApiError, ChatRequest, parse
+from penstock.serve.ignored import OBEYED_ELSEWHERE, OfPart, OfTool
 
 
-class TextBlock(msgspec.Struct, forbid_unknown_fields=True, tag="text", tag_field="type"):
+class TextBlock(OfPart, forbid_unknown_fields=True, tag="text", tag_field="type"):
     text: str
-    cache_control: Any = None                   # without effect: every prompt is cached
-    citations: None = None
 
 
-class ToolDefinition(msgspec.Struct, forbid_unknown_fields=True):
+class ToolDefinition(OfTool, forbid_unknown_fields=True):
     name: str
     input_schema: dict[str, Any]
     description: str | None = None
     type: Literal["custom"] | None = None
     strict: bool | None = None
-    cache_control: Any = None
-    eager_input_streaming: bool | None = None   # arguments are always streamed
 
 
 class Choice(msgspec.Struct, forbid_unknown_fields=True):
@@ -59,6 +56,7 @@ class OutputFormat(msgspec.Struct, forbid_unknown_fields=True, tag="json_schema"
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
+    task_budget: Any = None                     # without effect, as `budget_tokens`
 
 
 class _Conversation(Body, kw_only=True, forbid_unknown_fields=True):
@@ -69,12 +67,16 @@ class _Conversation(Body, kw_only=True, forbid_unknown_fields=True):
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: Any = None
+    # Not built.
+    container: Unbuilt = None
+    mcp_servers: Annotated[Any, Neutral([])] = None
 
-    def chat(self, shows_reasoning: bool, **more: Any) -> ChatRequest:
-        """The same as a chat request. Raises RequestError."""
+    def chat(self, api: OpenAI, **more: Any) -> ChatRequest:
+        """The same as a chat request to `api`. Raises RequestError.
+
+        Thinking and effort reach models whose template reads them; clients ask for both of any model."""
         choice, config = self.tool_choice, self.output_config
-        messages = [m for i, given in enumerate(self.messages) for m in _messages(given, i, shows_reasoning)]
+        messages = [m for i, given in enumerate(self.messages) for m in _messages(given, i)]
         if self.system:
             text = self.system if isinstance(self.system, str) else "\n".join(b.text for b in self.system)
             messages.insert(0, {"role": "system", "content": text})
@@ -83,6 +85,8 @@ class _Conversation(Body, kw_only=True, forbid_unknown_fields=True):
             effort = "xhigh"
         if self.thinking is not None:
             effort = "none" if self.thinking.type == "disabled" else effort or "high"
+        if not api.takes_effort:
+            effort = None
         form = None if config is None or config.format is None else ResponseFormat(
             type="json_schema", json_schema=JsonSchemaFormat(schema=config.format.schema))
         prefilled = bool(messages) and messages[-1]["role"] == "assistant"
@@ -103,7 +107,6 @@ class MessagesRequest(_Conversation, kw_only=True, forbid_unknown_fields=True):
     top_k: int | None = None
     stop_sequences: list[str] | None = None
     metadata: dict[str, Any] | None = None      # without effect
-    service_tier: Literal["auto", "standard_only"] | None = None
 
 
 class CountRequest(_Conversation, kw_only=True, forbid_unknown_fields=True):
@@ -116,19 +119,21 @@ def _choice(given: Choice | None) -> ToolChoice | None:
     if given.type == "tool":
         if given.name is None:
             raise RequestError("tool_choice.name is missing", "tool_choice.name")
-        return NamedTool("function", FunctionName(given.name))
+        return ChosenTool("function", name=given.name)
     return "required" if given.type == "any" else "none" if given.type == "none" else "auto"
 
 
 Message: TypeAlias = "dict[str, Any]"
 
 
-def _messages(given: Mapping[str, Any], index: int, shows_reasoning: bool) -> list[Message]:
+def _messages(given: Mapping[str, Any], index: int) -> list[Message]:
     """One message as those of a chat: results of tools are messages of their own."""
     where = f"messages[{index}]"
     role, content = given.get("role"), given.get("content")
-    if role not in ("user", "assistant", "system") or not {*given} <= {"role", "content"}:
+    if role not in ("user", "assistant", "system"):
         raise RequestError(f"{where} is not {{\"role\": \"user\" or \"assistant\", \"content\": ...}}", where)
+    if (asks := next((n for n in OBEYED_ELSEWHERE if given.get(n)), None)) is not None:
+        raise RequestError(f"{where}.{asks} is not supported: leave it out", f"{where}.{asks}")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
@@ -162,7 +167,7 @@ def _messages(given: Mapping[str, Any], index: int, shows_reasoning: bool) -> li
         message: Message = {"role": role, "content": "\n".join(texts)}
         if calls:
             message["tool_calls"] = calls
-        if reasons and shows_reasoning:
+        if reasons:
             message["reasoning_content"] = "\n".join(reasons)
         results.append(message)
     return results
@@ -254,14 +259,14 @@ async def create(api: OpenAI, body: bytes, tenant: bytes, reply: Reply) -> None:
     began = time.monotonic()
     given = parse(body, MessagesRequest)
     request = given.chat(
-        api.shows_reasoning, max_tokens=given.max_tokens, temperature=given.temperature, top_p=given.top_p,
+        api, max_tokens=given.max_tokens, temperature=given.temperature, top_p=given.top_p,
         top_k=given.top_k, stop=given.stop_sequences, stream=given.stream)
     await api.converse(request, tenant, reply, began, lambda asked, _: MessagesFormat(api.model, asked))
 
 
 async def count(api: OpenAI, body: bytes, tenant: bytes, reply: Reply) -> None:
     """POST /v1/messages/count_tokens."""
-    request = parse(body, CountRequest).chat(api.shows_reasoning)
+    request = parse(body, CountRequest).chat(api)
     api.check_model(request.model)
     _, ids = await api.chat_prompt(request, tenant, request.offer)
     await reply.whole(200, encode({"input_tokens": len(ids)}), {})

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from penstock.config.base.errors import RequestError
 from penstock.serve.client.generate import Piece, Usage
 from penstock.serve.http.format import Whole
 from penstock.serve.parsers.asked import Asked
 from penstock.serve.parsers.source import Arguments, CallBegun, Item, Reader, Reasoning, Text
+from penstock.serve.wire import Logprob
 
 
 @dataclass(slots=True)
@@ -24,6 +26,38 @@ class Block:
     text: str = ""
     name: str = ""
     id: str = ""
+    scores: list[Score] = field(default_factory=list)      # of a text's tokens
+    num_new: int = 0                                        # of those, how many the last text brought
+
+
+Score: TypeAlias = "tuple[int, Logprob]"
+
+
+@dataclass(slots=True)
+class Scores:
+    """Which tokens, with their logprobs, an answer's texts are made of.
+
+    A token belongs to the text in which it begins; tokens of marks, calls and ends belong to none."""
+
+    _text: str = ""
+    _at: int = 0
+    _tokens: deque[tuple[int, Score]] = field(default_factory=deque)       # where each begins in the text
+
+    def add(self, piece: Piece | Whole) -> None:
+        """What has come, before it is read."""
+        self._text += piece.text
+        self._tokens += zip(piece.offsets, zip(piece.tokens, piece.logprobs, strict=True), strict=True)
+
+    def take(self, text: str) -> list[Score]:
+        """Tokens of the next `text` that was read."""
+        begin = max(self._text.find(text, self._at), self._at)
+        self._at = begin + len(text)
+        found = []
+        while self._tokens and self._tokens[0][0] < self._at:
+            place, score = self._tokens.popleft()
+            if place >= begin:
+                found.append(score)
+        return found
 
 
 @dataclass(slots=True)
@@ -35,6 +69,7 @@ class BlockFormat(ABC):
     id: str = ""
     blocks: list[Block] = field(default_factory=list)
     named: bool = True
+    scores: Scores | None = None         # None: no logprobs are asked for
     _open: bool = False
     _reader: Reader | None = None
 
@@ -61,6 +96,8 @@ class BlockFormat(ABC):
         return None
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        if self.scores is not None:
+            self.scores.add(piece)
         items = self._items(piece.text, piece.finish is not None)
         found = [event for item in items for event in self._took(item)]
         if piece.finish is not None:
@@ -70,6 +107,8 @@ class BlockFormat(ABC):
 
     def whole(self, choices: Sequence[Whole], usage: Usage) -> dict[str, Any]:
         [choice] = choices
+        if self.scores is not None:
+            self.scores.add(choice)
         for item in self._items(choice.text, True):
             for _ in self._took(item):
                 pass
@@ -107,8 +146,12 @@ class BlockFormat(ABC):
         yield from self.begun(block)
 
     def _add(self, text: str) -> Iterator[dict[str, Any]]:
-        self.blocks[-1].text += text
-        yield from self.more(self.blocks[-1], text)
+        block = self.blocks[-1]
+        block.text += text
+        if self.scores is not None and block.kind != "call":
+            new = self.scores.take(text)
+            block.scores, block.num_new = block.scores + new, len(new)
+        yield from self.more(block, text)
 
     def _end(self) -> list[dict[str, Any]]:
         if not self._open:

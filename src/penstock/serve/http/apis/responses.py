@@ -6,34 +6,30 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
 from penstock.config.base.errors import RequestError, show
 from penstock.serve.client.generate import Usage
-from penstock.serve.http.apis.blocks import Block, BlockFormat, joined_text
+from penstock.serve.http.apis.blocks import Block, BlockFormat, Score, Scores, joined_text
 from penstock.serve.http.completions import OpenAI, Reply
 from penstock.serve.http.fields.body import Body, Neutral, Unbuilt
 from penstock.serve.http.fields.structured import JsonSchemaFormat, ResponseFormat
-from penstock.serve.http.fields.tools import Function, FunctionName, NamedTool, Tool, ToolChoice
-from penstock.serve.http.format import unix_time
+from penstock.serve.http.fields.tools import Function, Tool, ToolChoice
+from penstock.serve.http.format import token_score, unix_time
 from penstock.serve.http.types import ApiError, ChatRequest, StreamOptions, parse
+from penstock.serve.ignored import OfTool, names
 
 
-class FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
+class FunctionTool(OfTool, forbid_unknown_fields=True):
     type: Literal["function"]
     name: str
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     description: str | None = None
-
-
-class NamedFunction(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["function"]
-    name: str
 
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
@@ -55,6 +51,12 @@ class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True):
     generate_summary: str | None = None
 
 
+Included: TypeAlias = Literal[
+    "message.output_text.logprobs", "reasoning.encrypted_content", "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url", "file_search_call.results", "message.input_image.image_url",
+    "web_search_call.action.sources", "web_search_call.results"]
+
+
 class ResponsesRequest(Body, kw_only=True, forbid_unknown_fields=True):
     input: str | list[dict[str, Any]]
     model: str | None = None
@@ -65,53 +67,46 @@ class ResponsesRequest(Body, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None
     text: TextConfig | None = None
+    top_logprobs: int | None = None             # of the text's tokens, with its item of `include` or without
     # Without effect.
     metadata: dict[str, str] | None = None
     store: bool | None = None                   # the answer has `store: false`
-    user: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
     # Not built.
     background: Annotated[Any, Neutral(False)] = None
-    context_management: Annotated[Any, Neutral([])] = None
     conversation: Unbuilt = None
-    # Of the include: reasoning is there, and in the open.
-    include: Annotated[Any, Neutral([], ["reasoning.encrypted_content"])] = None
-    max_tool_calls: Unbuilt = None
+    # What hosted tools would add is never there; reasoning is, and in the open.
+    include: list[Included] | None = None
     moderation: Unbuilt = None
     previous_response_id: Unbuilt = None
     prompt: Unbuilt = None
-    service_tier: Annotated[Any, Neutral("auto", "default")] = None
-    top_logprobs: Annotated[Any, Neutral(0)] = None
     truncation: Annotated[Any, Neutral("disabled")] = None
 
-    def chat(self, shows_reasoning: bool) -> ChatRequest:
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
+
+    def chat(self) -> ChatRequest:
         """The same as a chat request. Raises RequestError."""
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
         text, reasoning = self.text or TextConfig(), self.reasoning or ReasoningConfig()
         form = text.format or TextFormat()
         schema = JsonSchemaFormat(form.name, form.schema, form.strict) if form.type == "json_schema" else None
         return ChatRequest(
-            messages=messages + _messages(self.input, shows_reasoning), model=self.model, stream=self.stream,
+            messages=messages + _messages(self.input), model=self.model, stream=self.stream,
             stream_options=self.stream_options, max_completion_tokens=self.max_output_tokens,
             temperature=self.temperature, top_p=self.top_p, verbosity=text.verbosity,
+            logprobs=self.wants_logprobs, top_logprobs=self.top_logprobs,
             reasoning_effort=reasoning.effort, parallel_tool_calls=self.parallel_tool_calls,
-            response_format=ResponseFormat(form.type, schema), tool_choice=_choice(self.tool_choice),
+            response_format=ResponseFormat(form.type, schema), tool_choice=self.tool_choice,
             tools=None if self.tools is None else [Tool("function", Function(
                 t.name, t.description, t.parameters, t.strict)) for t in self.tools])
 
 
-def _choice(given: Literal["none", "auto", "required"] | NamedFunction | None) -> ToolChoice | None:
-    return NamedTool("function", FunctionName(given.name)) if isinstance(given, NamedFunction) else given
-
-
-def _messages(given: str | Sequence[Mapping[str, Any]], shows_reasoning: bool) -> list[dict[str, Any]]:
+def _messages(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Items as messages: reasoning and calls belong to the assistant's message that they stand beside."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
@@ -130,7 +125,7 @@ def _messages(given: str | Sequence[Mapping[str, Any]], shows_reasoning: bool) -
                               "content": joined_text(output, f"{at}.output", ["input_text", "output_text"])})
             case {"type": "reasoning"}:
                 said = _assistant(found, None)
-                if shows_reasoning and item.get("content"):
+                if item.get("content"):
                     said["reasoning_content"] = joined_text(
                         item["content"], f"{at}.content", ["reasoning_text"])
             case {"role": "assistant", "content": content} if item.get("type", "message") == "message":
@@ -158,6 +153,7 @@ def _assistant(found: list[dict[str, Any]], said: dict[str, Any] | None) -> dict
 @dataclass(slots=True)
 class ResponseForm(BlockFormat):
     request: ResponsesRequest = field(default_factory=lambda: ResponsesRequest(input=""))
+    token_bytes: Callable[[int], bytes] = lambda _: b""
     created: int = field(default_factory=unix_time)
     _status: str = "in_progress"
     _sequence: int = 0
@@ -176,11 +172,13 @@ class ResponseForm(BlockFormat):
         found = [self._event("response.output_item.added", output_index=block.index,
                              item={**self._item(block), "status": "in_progress"} | _empty(block))]
         if block.kind != "call":
-            found.append(self._event("response.content_part.added", **self._at(block), part=_part(block, "")))
+            found.append(self._event("response.content_part.added", **self._at(block),
+                                     part=_part(block, "", [])))
         return found
 
     def more(self, block: Block, text: str) -> list[dict[str, Any]]:
-        more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+        new = block.scores[len(block.scores) - block.num_new:]
+        more: dict[str, Any] = {"logprobs": self._scores(new)} if block.kind == "text" else {}
         return [self._event(f"response.{_DELTAS[block.kind]}.delta", **self._at(block), delta=text, **more)]
 
     def ended(self, block: Block) -> list[dict[str, Any]]:
@@ -188,10 +186,11 @@ class ResponseForm(BlockFormat):
         if block.kind == "call":
             found = [self._event(kind, **self._at(block), name=block.name, arguments=block.text)]
         else:
-            more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+            scores = self._scores(block.scores)
+            more: dict[str, Any] = {"logprobs": scores} if block.kind == "text" else {}
             found = [self._event(kind, **self._at(block), text=block.text, **more),
                      self._event("response.content_part.done", **self._at(block),
-                                 part=_part(block, block.text))]
+                                 part=_part(block, block.text, scores))]
         return [*found, self._event("response.output_item.done", output_index=block.index,
                                     item=self._item(block))]
 
@@ -220,8 +219,12 @@ class ResponseForm(BlockFormat):
             return item | {"type": "function_call", "call_id": block.id, "name": block.name,
                            "arguments": block.text}
         if block.kind == "reasoning":
-            return item | {"type": "reasoning", "summary": [], "content": [_part(block, block.text)]}
-        return item | {"type": "message", "role": "assistant", "content": [_part(block, block.text)]}
+            return item | {"type": "reasoning", "summary": [], "content": [_part(block, block.text, [])]}
+        return item | {"type": "message", "role": "assistant",
+                       "content": [_part(block, block.text, self._scores(block.scores))]}
+
+    def _scores(self, scores: Sequence[Score]) -> list[dict[str, Any]]:
+        return [token_score(self.token_bytes, token, of) for token, of in scores]
 
     def _response(self, usage: Usage | None) -> dict[str, Any]:
         asked, text = self.request, self.request.text or TextConfig()
@@ -241,7 +244,8 @@ class ResponseForm(BlockFormat):
             "reasoning": asked.reasoning or {"effort": None, "summary": None},
             "store": False, "temperature": 1.0 if asked.temperature is None else asked.temperature,
             "text": {"format": text.format or {"type": "text"}, "verbosity": text.verbosity},
-            "tool_choice": asked.tool_choice or "auto", "tools": asked.tools or [],
+            "tool_choice": asked.tool_choice or "auto", "tools": [_declared(t) for t in asked.tools or ()],
+            "top_logprobs": asked.top_logprobs or 0,
             "top_p": 1.0 if asked.top_p is None else asked.top_p, "truncation": "disabled", "usage": told,
             "metadata": asked.metadata or {}}
 
@@ -249,10 +253,15 @@ class ResponseForm(BlockFormat):
 _DELTAS = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
 
 
-def _part(block: Block, text: str) -> dict[str, Any]:
+def _part(block: Block, text: str, scores: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": scores}
+
+
+def _declared(tool: FunctionTool) -> dict[str, Any]:
+    """As it was sent, without what has no effect."""
+    return {k: v for k, v in msgspec.structs.asdict(tool).items() if k not in names(OfTool)}
 
 
 def _empty(block: Block) -> dict[str, Any]:
@@ -277,7 +286,9 @@ async def create(api: OpenAI, body: bytes, tenant: bytes, reply: Reply) -> None:
     began = time.monotonic()
     given = parse(body, ResponsesRequest)
     try:
-        await api.converse(given.chat(api.shows_reasoning), tenant, reply, began,
-                           lambda asked, _: ResponseForm(api.model, asked, request=given))
+        await api.converse(given.chat(), tenant, reply, began,
+                           lambda asked, _: ResponseForm(
+                               api.model, asked, request=given, token_bytes=api.token_bytes,
+                               scores=Scores() if given.wants_logprobs else None))
     except RequestError as e:
         raise RequestError(str(e), _NAMES.get(e.param or "", e.param), e.code) from None

@@ -7,9 +7,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Annotated, Any, TypeAlias, get_type_hints
 
-import msgspec
-
 from penstock.config.base.errors import RequestError
+from penstock.serve.ignored import OfBody
 
 
 class Neutral:
@@ -22,7 +21,7 @@ class Neutral:
 Unbuilt: TypeAlias = Annotated[Any, Neutral()]
 
 
-class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Body(OfBody, kw_only=True, forbid_unknown_fields=True):
     """A request's body."""
 
     def checked(self) -> None:
