@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 import subprocess
@@ -105,11 +106,30 @@ CONFIGS: dict[str, tuple[Any, str]] = {
     "true": ({**CONFIG, "num_hidden_layers": True}, "num_hidden_layers is True"),
     "huge": ({**CONFIG, "vocab_size": 1 << 40}, "vocab_size is 1099511627776"),
     "not finite": ('{"model_type": "llama", "rope_theta": 1e999}', "rope_theta is inf"),
-    "NaN": ('{"model_type": "llama", "rope_theta": NaN}', "NaN is not JSON"),
+    "NaN": ('{"model_type": "llama", "rope_theta": NaN}', "rope_theta is nan"),
     "quantised": ({**CONFIG, "quantization_config": {"quant_method": "awq"}}, "quantised with 'awq'"),
     "fp8 without blocks": ({**CONFIG, "quantization_config": {"quant_method": "fp8"}},
                            "weight_block_size None"),
 }
+
+
+def test_constants_of_a_config_are_read_as_python_and_transformers_write_them(tmp_path: Path) -> None:
+    place = folder(tmp_path, "model.safetensors")
+    (place / "config.json").write_text(json.dumps(CONFIG)[:-1] + (
+        ', "time_step_limit": [0.0, Infinity], "low": -Infinity, "a": [NaN], '
+        '"b": {"__float__": "-Infinity"}, "c": {"__float__": "else"}}'))
+    config = locate(str(place)).config
+    assert config["time_step_limit"] == [0.0, math.inf] and config["low"] == config["b"] == -math.inf
+    assert math.isnan(config["a"][0]) and config["c"] == {"__float__": "else"}
+
+
+def test_weights_quantised_by_modelopt_s_own_file_are_refused(tmp_path: Path) -> None:
+    place = folder(tmp_path, "model.safetensors")
+    (place / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": null}}')
+    assert locate(str(place)).config
+    (place / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
+    with pytest.raises(ConfigError, match="modelopt with 'NVFP4', which is not supported"):
+        _ = locate(str(place)).config
 
 
 @pytest.mark.parametrize("case", CONFIGS)

@@ -168,10 +168,13 @@ def test_either_name_of_a_tied_tensor_is_enough_for_a_stage():
     assert not middle.wants(EMBED) and not middle.wants("lm_head.weight")
 
 
-@pytest.mark.parametrize("name", ["model.layers.4.mlp.up_proj.weight", "model.layers.1.mlp.odd.weight",
-                                  "visual.proj.weight"])
-def test_what_no_stage_knows_is_refused_by_whom_it_would_belong_to(name):
+@pytest.mark.parametrize("name, ignored", [
+    ("model.layers.4.mlp.up_proj.weight", True), ("visual.proj.weight", True), ("mtp.norm.weight", True),
+    ("model.layers.1.mlp.odd.weight", False), ("model.layers.2.self_attn.q_proj.bias", False),
+    ("model.norm.bias", False), ("lm_head.bias", False)])
+def test_a_name_that_no_stage_knows_is_ignored_outside_of_the_model_and_refused_within(name, ignored):
     model = registry.build(LLAMA, dtype=torch.float32, stage=cut(1, 3)[1], linear=lambda w, b: F.silu)
-    assert model.wants(name)
+    assert model.ignores(name) == ignored
+    assert model.wants(name) != ignored or name.startswith(("model.norm", "lm_head"))
     with pytest.raises(ConfigError, match="does not have"):
         model.load(name, torch.ones(1))

@@ -188,8 +188,12 @@ class Model(Protocol):
         """Of the weights that were loaded: what is kept of them."""
 
     def wants(self, name: str) -> bool:
-        """Whether `load` has a use for the tensor of this name: not for what is another stage's.
-        True for a name that no stage knows, which `load` refuses."""
+        """Whether `load` has a use for the tensor of this name: not for another stage's, nor for one that
+        the model ignores. True for another name that no stage knows, which `load` refuses."""
+
+    def ignores(self, name: str) -> bool:
+        """Whether the tensor of this name belongs to no part of the model, and to none of its modules: it is
+        of a layer after the last one, or of a module outside of the layers."""
 
     def load(self, name: str, tensor: Tensor | Packed) -> None:
         """Take one checkpoint tensor by its Hugging Face name; drops the source when it returns.
@@ -253,6 +257,9 @@ class Checkpoint(Protocol):
         """Every wanted weight once, Hugging Face name and layout, one at a time (bounded memory), in the
         memory of `device`; codes only on a CPU. Of the others nothing is read but the header. Packed only
         where that was asked for."""
+
+    def unread(self, ignores: Callable[[str], bool]) -> list[str]:
+        """Lines for the log: which tensors of the files are not read. ignores: as of `Model`."""
 
     def scaled(self, name: str) -> Blocks | None:
         """Of the weight of this name, if it stays in fp8: which elements share a scale."""

@@ -26,7 +26,9 @@ class AttentionSpec:
     """`scale`, `softcap`: of the scores. `sinks`: a learned logit of each query head, which counts in the sum
     of weights. `qk_norm`: RMS norm of every query and key head, before RoPE, with learned weights, to which
     `norm_plus` is added. `rotated`: dims of a head that RoPE turns, the first ones; 0: all. `gated`: what
-    comes out is multiplied by the sigmoid of as much beside each head's query."""
+    comes out is multiplied by the sigmoid of as much beside each head's query. `norm_width`: all query heads
+    of a token are normed together, and all key heads, with a weight for each dim of each head. `growth`: a
+    query at position p is multiplied by 1 + growth ln(1 + floor(p / growth_length)) after RoPE; 0: by 1."""
 
     num_heads: int
     num_kv_heads: int
@@ -40,6 +42,9 @@ class AttentionSpec:
     norm_plus: float = 0.0
     rotated: int = 0
     gated: bool = False
+    norm_width: bool = False
+    growth: float = 0.0
+    growth_length: int = 1
 
     ops: ClassVar = ("paged_attention",)
 
@@ -89,6 +94,22 @@ class Mixer(Protocol):
         ...
 
 
+class Grown:
+    """`Attend` whose queries are multiplied first, each by a number of its position [T, 1, 1]."""
+
+    def __init__(self, attend: Attend, growth_T11: Tensor) -> None:
+        self._attend, self._growth_T11 = attend, growth_T11
+
+    def __call__(
+        self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor, chosen_TS: Tensor | None = None,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor:
+        return self._attend(layer, q_TNH * self._growth_T11, kv_TCKH, chosen_TS, sinks_N)
+
+    def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
+        return self._attend.select(layer, q_TIJ, weight_TI, key_TJ)
+
+
 class Attention:
     def __init__(
         self, slots: Slots, prefix: str, layer: LocalLayer, hidden: int, spec: AttentionSpec,
@@ -101,6 +122,8 @@ class Attention:
         heads = slots.lane.queries(spec.num_heads, spec.num_kv_heads)
         q_rows = heads.of_each(spec.head_dim)
         kv_rows = slots.lane.kv_heads(spec.num_kv_heads).of_each(spec.head_dim)
+        self.lanes, self.owns_kv = slots.lanes, slots.lane.owns(spec.num_kv_heads)
+        self.norm_widths = (q_rows.of, kv_rows.of)
         self.spec = spec = replace(spec, num_heads=heads.size,
                                    num_kv_heads=kv_rows.size // spec.head_dim)
         self.num_rotated = spec.num_heads + spec.num_kv_heads
@@ -120,8 +143,9 @@ class Attention:
         self.out = slots.linear([f"{prefix}.o_proj"], [hidden], q_rows, spec.out_bias)
         if spec.qk_norm:
             self.q_norm, self.k_norm = (slots.vector(
-                f"{prefix}.{name}_norm.weight", (spec.head_dim,), plus=spec.norm_plus, order=head_order)
-                for name in "qk")
+                f"{prefix}.{name}_norm.weight", (rows if spec.norm_width else spec.head_dim,),
+                plus=spec.norm_plus, order=_of_heads(head_order, rows.size, spec))
+                for name, rows in (("q", q_rows), ("k", kv_rows)))
 
     def __call__(
         self, x_TD: Tensor, chosen_TS: Tensor | None, cos_T1H: Tensor, sin_T1H: Tensor, attend: Attend
@@ -130,7 +154,10 @@ class Attention:
         num_heads = self.spec.num_heads
         qkv = self.qkv(x_TD).view(self.qkv_shape)
         qk_TMH = qkv[:, : self.num_rotated]
-        if self.spec.qk_norm:
+        if self.spec.norm_width:
+            self._norm_together(qk_TMH)
+            self.ops.rotate(qk_TMH, cos_T1H, sin_T1H)
+        elif self.spec.qk_norm:
             self.ops.norm_rotate(qk_TMH, cos_T1H, sin_T1H, self.q_norm.value, self.k_norm.value, num_heads,
                                  self.eps)
         else:
@@ -141,6 +168,20 @@ class Attention:
         if self.spec.gated:
             out_TNH = out_TNH * qkv[:, self.kv_at.stop:].sigmoid()
         return self.out(out_TNH.flatten(1)), None
+
+    def _norm_together(self, qk_TMH: Tensor) -> None:
+        """Norm all query heads of a token together, in place, and all its key heads. Tensor-parallel ranks
+        add the squares of their heads: two numbers a token and layer."""
+        parts = qk_TMH[:, :self.spec.num_heads], qk_TMH[:, self.spec.num_heads:]
+        squares_T2 = torch.stack([part.float().square().sum((1, 2)) for part in parts], 1)
+        if self.lanes is not None:
+            squares_T2[:, 1] *= self.owns_kv            # a head that several ranks have counts once
+            self.lanes.add(squares_T2)
+        for part, norm, square_T, width in zip(parts, (self.q_norm, self.k_norm), squares_T2.unbind(1),
+                                               self.norm_widths, strict=True):
+            scale_T = torch.rsqrt(square_T / width + self.eps)
+            normed = (part.float() * scale_T[:, None, None]).to(part.dtype)
+            part.copy_(normed * norm.value.view(-1, self.spec.head_dim))
 
     def beside(self, norm_in: Tensor, norm_mlp: Tensor, mlp: GatedMLP) -> LayerWeights:
         """The weights of the layer that consists of these and this."""
@@ -171,6 +212,13 @@ def _order(spec: AttentionSpec) -> tuple[Tensor | None, Tensor | None]:
     kv[:spec.num_kv_heads] = kv[:spec.num_kv_heads, head]
     gates = heads * each + dim + torch.arange(dim) if spec.gated else q[:0]
     return torch.cat((q.flatten(), kv.flatten(), gates.flatten())), head if turned < half else None
+
+
+def _of_heads(order: Tensor | None, rows: int, spec: AttentionSpec) -> Tensor | None:
+    """Return the order of a norm's weights: those of one head, or of all of them one after the other."""
+    if order is None or not spec.norm_width:
+        return order
+    return (torch.arange(0, rows, spec.head_dim)[:, None] + order).flatten()
 
 
 def whole(tensor: Tensor) -> Tensor:

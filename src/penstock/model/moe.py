@@ -42,6 +42,9 @@ class MoESpec:
                     is inputs by outputs, gate and up in turns
     clamped         how experts gate; None: by SiLU
     gated           else all MLPs are plain ones: relu, squared
+    transposed      where files have all experts of a layer in one tensor, it is inputs by outputs, gate
+                    first, as makers publish them, or outputs by inputs, as transformers saves them
+    bias_name       of the bias by which experts are chosen, after the name of the MLP
     """
 
     num_experts: int
@@ -60,6 +63,8 @@ class MoESpec:
     biased: bool = False
     clamped: Clamped | None = None
     gated: bool = True
+    transposed: bool = False
+    bias_name: str = "gate.e_score_correction_bias"
 
     @property
     def inward(self) -> tuple[str, ...]:
@@ -115,8 +120,11 @@ class SparseMLP:
         prefix = f"{prefix}.experts"
         if not spec.biased:
             both = "_".join(spec.inward)
-            slots.bundle(f"{prefix}.{both}_proj", _weights(gate_up), (experts, wide, hidden))
-            slots.bundle(f"{prefix}.down_proj", _weights(down), (experts, hidden, spec.width))
+            for name, parts, shape in ((both, gate_up, (wide, hidden)), ("down", down, (hidden, spec.width))):
+                if spec.transposed:
+                    slots.bundle(f"{prefix}.{name}_proj", _weights(parts), (experts, *shape[::-1]),
+                                 lambda tensor_EXY: tensor_EXY.mT.flatten(0, 1))
+                slots.bundle(f"{prefix}.{name}_proj", _weights(parts), (experts, *shape))
             return
         slots.bundle(f"{prefix}.gate_up_proj", _weights(gate_up), (experts, hidden, wide),
                      lambda tensor_EDJ: in_turns(tensor_EDJ.mT).flatten(0, 1))
@@ -217,7 +225,8 @@ class Sigmoid:
     def __init__(self, slots: Slots, prefix: str, hidden: int, spec: MoESpec) -> None:
         f32 = torch.float32
         self.weight = slots.vector(f"{prefix}.weight", (spec.num_experts, hidden), dtype=f32)
-        self.bias = slots.vector(f"{prefix}.e_score_correction_bias", (spec.num_experts,), dtype=f32)
+        self.bias = slots.vector(f"{prefix.rpartition('.')[0]}.{spec.bias_name}", (spec.num_experts,),
+                                 dtype=f32)
 
     def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
         return F.linear(x_TD.float(), self.weight.value), self.bias.value

@@ -20,11 +20,20 @@ from penstock.model.base import GlobalLayer, Lanes, Model, Stage, Wants, everyth
 from penstock.model.families.bamba import bamba
 from penstock.model.families.deepseek import deepseek_v3, deepseek_v32, glm_moe_dsa
 from penstock.model.families.gemma import gemma2, gemma3_text
+from penstock.model.families.glm4 import glm4_moe
 from penstock.model.families.gpt_oss import gpt_oss
 from penstock.model.families.granite import granitemoehybrid
-from penstock.model.families.llama import llama, mistral
+from penstock.model.families.llama import llama, ministral3, mistral, seed_oss
+from penstock.model.families.minimax import minimax_m2
 from penstock.model.families.nemotron import nemotron_h
-from penstock.model.families.qwen import qwen2, qwen3, qwen3_moe
+from penstock.model.families.qwen import (
+    qwen2,
+    qwen2_5_vl_text,
+    qwen3,
+    qwen3_moe,
+    qwen3_vl_moe_text,
+    qwen3_vl_text,
+)
 from penstock.model.families.qwen3_next import qwen3_5_moe_text, qwen3_5_text, qwen3_next
 from penstock.model.parts import ONE, Cut
 from penstock.model.transformer import Spec, Transformer
@@ -37,9 +46,14 @@ REFERENCE_OPS, REFERENCE_SCAN = layer.OP.use("reference"), scans.OP.use("referen
 FAMILIES: dict[str, tuple[str, Callable[[Fields], Spec]]] = {
     "llama": ("LlamaForCausalLM", llama),
     "mistral": ("MistralForCausalLM", mistral),
+    "ministral3": ("Ministral3ForCausalLM", ministral3),
+    "seed_oss": ("SeedOssForCausalLM", seed_oss),
     "qwen2": ("Qwen2ForCausalLM", qwen2),
     "qwen3": ("Qwen3ForCausalLM", qwen3),
     "qwen3_moe": ("Qwen3MoeForCausalLM", qwen3_moe),
+    "qwen2_5_vl_text": ("Qwen2_5_VLForConditionalGeneration", qwen2_5_vl_text),
+    "qwen3_vl_text": ("Qwen3VLForConditionalGeneration", qwen3_vl_text),
+    "qwen3_vl_moe_text": ("Qwen3VLMoeForConditionalGeneration", qwen3_vl_moe_text),
     "qwen3_next": ("Qwen3NextForCausalLM", qwen3_next),
     "qwen3_5_text": ("Qwen3_5ForCausalLM", qwen3_5_text),
     "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", qwen3_5_moe_text),
@@ -52,6 +66,8 @@ FAMILIES: dict[str, tuple[str, Callable[[Fields], Spec]]] = {
     "deepseek_v3": ("DeepseekV3ForCausalLM", deepseek_v3),
     "kimi_k2": ("DeepseekV3ForCausalLM", deepseek_v3),
     "deepseek_v32": ("DeepseekV32ForCausalLM", deepseek_v32),
+    "glm4_moe": ("Glm4MoeForCausalLM", glm4_moe),
+    "minimax_m2": ("MiniMaxM2ForCausalLM", minimax_m2),
     "glm_moe_dsa": ("GlmMoeDsaForCausalLM", glm_moe_dsa),
 }
 

@@ -216,7 +216,8 @@ def read_rope(fields: Fields, head_dim: int, *, theta: float = 10000.0, partial:
     if partial is None:
         return _read(params, fields, head_dim, theta)
     turned = rotated_dim(fields, head_dim, partial)
-    plain = {k: v for k, v in params.items() if k not in ("partial_rotary_factor", "mrope_section")}
+    plain = {k: v for k, v in params.items() if k not in ("partial_rotary_factor", "mrope_section")
+             and v != "mrope"}
     rope = _read(plain, fields, turned, theta)
     if turned < head_dim and (rope.attention_factor != 1.0 or rope.ntk is not None):
         raise ConfigError("config.json: of RoPE types that scale what they turn (yarn) or depend on the "

@@ -34,6 +34,7 @@ from penstock.model.layers import (
     Attention,
     AttentionSpec,
     GatedMLP,
+    Grown,
     Mixer,
     Mixes,
     PlainMLP,
@@ -49,6 +50,7 @@ from penstock.model.weights.codes import Codes, Packed
 from penstock.model.weights.slots import LinearFactory, Slots, Vector, check_tensor
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_SHARED = (EMBED.rpartition(".")[0], HEAD.rpartition(".")[0])
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 
 
@@ -153,11 +155,13 @@ class Layer:
 
     @property
     def weights(self) -> LayerWeights | None:
-        """None where it is not made of attention with KV heads, without sinks and gates, and a dense MLP that
-        gates by SiLU, both added as they come."""
+        """None where it is not made of attention with KV heads, without sinks and gates, whose heads are
+        normed one by one and whose queries do not grow, and a dense MLP that gates by SiLU, both added as
+        they come."""
         if (not isinstance(self.attention, Attention) or not isinstance(self.mlp, GatedMLP)
                 or self.mlp.own_gate is not None or self.attention.sinks is not None or self.behind
-                or self.attention.spec.gated or self.scale != 1.0):
+                or self.attention.spec.gated or self.attention.spec.norm_width
+                or self.attention.spec.growth or self.scale != 1.0):
             return None
         return self.attention.beside(self.norm_in.value, self.norm_mlp.value, self.mlp)
 
@@ -253,7 +257,8 @@ class Transformer:
         self.drafter = ""
         self.vocab_size = spec.vocab_size
         self.max_position = spec.rope.max_position
-        self._lanes, self._slots = lanes, (slots := Slots(dtype, linear, ops, experts, stage.lane, scan))
+        self._lanes, self._slots = lanes, (slots := Slots(
+            dtype, linear, ops, experts, stage.lane, scan, lanes))
         if stage.embeds or stage.inputs or (stage.heads and spec.tied):
             self._embed = slots.table(EMBED, (spec.vocab_size, spec.hidden))
         kind: type[Layer | Single] = Layer if spec.feeds is None else Single
@@ -280,12 +285,24 @@ class Transformer:
                 name = known + name[len(begin):]
         return name
 
+    def ignores(self, name: str) -> bool:
+        name = self._here(name)
+        if layer := _LAYER.match(name):
+            last = self.spec.num_layers + self.spec.skipped_layers
+            return int(layer[1]) >= last and not self._slots.has(name)
+        if name.startswith("mtp."):
+            return self.spec.mtp is None
+        # One of a module that the model has, such as a bias, is refused by `load`: it would be lost.
+        return name.rpartition(".")[0] not in (*_SHARED, self.spec.norm_name)
+
     def wants(self, name: str) -> bool:
+        if self.ignores(name):
+            return False
         stage, tied, name = self.stage, self.spec.tied, self._here(name)
         if layer := _LAYER.match(name):
             index = int(layer[1]) - self.spec.num_layers
             if index >= 0:          # of a layer that drafts what is not shared with the model
-                return index >= self.spec.skipped_layers or self._slots.has(name)
+                return self._slots.has(name)
             return stage.first <= index + self.spec.num_layers < stage.end and self._slots.wants(name)
         if name.startswith("mtp."):
             return self._slots.has(name)
@@ -352,6 +369,7 @@ class Transformer:
 
     def layers(self, x: Boundary, positions_T: Tensor, attend: Attend) -> Boundary:
         cos_T1H, sin_T1H = near = far = self._rope.angles(positions_T, self.dtype)
+        attend = self._grown(attend, positions_T)
         first, tapped = self.stage.first, [*x.tapped]
         taps = [index - first for index in self._taps if first <= index < self.stage.end]
         if (self._stack is not None and not taps and isinstance(attend, AttendsPaged)
@@ -365,6 +383,14 @@ class Transformer:
                 tapped.append(x.h_TD.clone() if x.delta_TD is None else x.h_TD + x.delta_TD)
             x = layer(x, *(near if layer.windowed else far), attend)
         return self._with_taps(x, tapped)
+
+    def _grown(self, attend: Attend, positions_T: Tensor) -> Attend:
+        spec = self.spec.attention
+        if not isinstance(spec, AttentionSpec) or not spec.growth:
+            return attend
+        turns_T = torch.floor(positions_T.float() / spec.growth_length)
+        growth_T11 = (1 + spec.growth * torch.log(1 + turns_T))[:, None, None].to(self.dtype)
+        return Grown(attend, growth_T11)
 
     def _with_taps(self, x: Boundary, tapped: Sequence[Tensor]) -> Boundary:
         """For the next stage, or kept for what drafts here."""

@@ -196,6 +196,9 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object], lane
     coded = load_format == "safetensors" and mxfp4.says(checkpoint.config)
     log(f"model: {name} has {show_size(need)} of weights to load" +
         f"; its experts, in MXFP4, become {show_dtype(dtype)}" * coded)
+    if stage is None or (stage.embeds and stage.lane.index == 0):       # once, of several ranks
+        for line in checkpoint.unread(whole.ignores):
+            log(f"model: {line}")
     if beside is not None:
         beside(Sketch(checkpoint, dtype, backends, made))
     loaded, trimmed, scaled, told = 0, 0, False, time.perf_counter()

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import Any
 
 from penstock.config.base.errors import ConfigError
 from penstock.model.base import GlobalLayer
@@ -72,7 +73,7 @@ def read_spec(
     something to the family; `gelu`: its activation, else SiLU; `tied`, `theta`: where it says nothing;
     `partial`: see `read_rope`; `kinds`: of its layers, in words of layer_types, those without a window.
     Raises ConfigError on another activation, another RoPE."""
-    fields.check_neutral(reads)
+    fields.check_neutral(reads, stated_by(fields, attention))
     name, known = ("hidden_activation", ("gelu_pytorch_tanh",)) if gelu else ("hidden_act", ("silu", "swish"))
     if fields.values.get(name, known[0]) not in known:
         fields.refuse(name, f"supported: {known[0]!r}")
@@ -96,6 +97,21 @@ def read_spec(
         windows=windows,
         gelu=gelu,
     )
+
+
+def stated_by(fields: Fields, attention: AttentionSpec | LatentSpec) -> dict[str, tuple[Any, ...]]:
+    """Return values of neutral fields that say what a model with this attention does anyway."""
+    layers = fields.size("num_hidden_layers")
+    states: dict[str, tuple[Any, ...]] = {
+        "no_rope_layers": ([1] * layers,),                  # 1: the layer has RoPE
+        "attention_multiplier": (attention.scale,),
+    }
+    if isinstance(attention, LatentSpec):
+        return {**states, "rope_interleaved": (True,),
+                "query_pre_attn_scalar": (attention.nope_dim + attention.rope_dim,)}
+    states["query_pre_attn_scalar"] = (attention.head_dim,)
+    states["use_qk_norm"] = (True,) if attention.qk_norm else ()
+    return states
 
 
 def layers_of(fields: Fields) -> list[GlobalLayer]:

@@ -45,6 +45,9 @@ def _spec(fields: Fields, index: IndexSpec | None) -> Spec:
                        ("rope_interleave", True)):
         if fields.values.get(name) not in (None, only):
             fields.refuse(name, f"supported: {only!r}")
+    if "q_lora_rank" in fields.values and fields.values["q_lora_rank"] is None:
+        raise ConfigError("config.json: q_lora_rank is null: queries made by one q_proj, without a low rank "
+                          "(as in DeepSeek-V2-Lite, Moonlight and Kanana), are not supported")
     nope, rope = fields.size("qk_nope_head_dim"), fields.size("qk_rope_head_dim")
     if rope % 2 or rope < 4:
         fields.refuse("qk_rope_head_dim", "it must be even and at least 4 for RoPE")

@@ -1,5 +1,8 @@
-"""Llama 1 to 3, SmolLM2, and Mistral, all of whose layers may have a window."""
+"""Llama 1 to 3, SmolLM2, Seed-OSS, and Mistral, all of whose layers may have a window; Ministral 3, whose
+queries grow with their position."""
 from __future__ import annotations
+
+from dataclasses import replace
 
 from penstock.model.families.common import read_attention, read_spec
 from penstock.model.transformer import Spec
@@ -18,3 +21,22 @@ def mistral(fields: Fields) -> Spec:
     if fields.values.get("layer_types") is not None and 0 < sum(map(bool, spec.windows)) < spec.num_layers:
         fields.refuse("layer_types", "all layers are of one type")
     return spec
+
+
+def seed_oss(fields: Fields) -> Spec:
+    """Llama with biases of queries, keys and values."""
+    attention = read_attention(fields, kv_heads=8, head_dim=128, qkv_bias=fields.flag("attention_bias", True),
+                               out_bias=fields.flag("attention_out_bias"))
+    return read_spec(fields, attention, mlp_bias=fields.flag("mlp_bias"))
+
+
+def ministral3(fields: Fields) -> Spec:
+    attention = read_attention(fields, kv_heads=8, head_dim=128, qkv_bias=False, out_bias=False)
+    rope = fields.mapping("rope_parameters") or fields.mapping("rope_scaling")
+    growth, length = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
+    if growth is not None:
+        if type(growth) not in (int, float) or not 0 <= growth < 1e6 or type(length) is not int or length < 1:
+            fields.refuse("rope_parameters", "llama_4_scaling_beta, a number, with "
+                                             "original_max_position_embeddings, a number of tokens")
+        attention = replace(attention, growth=float(growth), growth_length=length)
+    return read_spec(fields, attention, slides=lambda layer: True)

@@ -31,16 +31,14 @@ from penstock.model.weights.files import digest_of_files, open_regular
 from penstock.model.weights.fp8 import SCALE_SUFFIX, Blocks, quantises, read_blocks
 from penstock.model.weights.gguf_config import ROPE_FREQS, HFName, hf_name
 from penstock.model.weights.gguf_file import GGUFTensor
-from penstock.model.weights.locate import ModelFiles, read_weight_map
-from penstock.model.weights.safetensors_file import StoredTensor, read_safetensors_header
+from penstock.model.weights.locate import ModelFiles, read_weight_map, some
+from penstock.model.weights.safetensors_file import StoredTensor, read_shards
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
            "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8, "I64": torch.int64,
            "BOOL": torch.bool}
 # Elements dequantised at once: the temporaries of numpy (about ten of this size) stay in the cache.
 _CHUNK_ELEMENTS = 1 << 18
-# A buffer that old exports stored; every family computes it from the config.
-_SKIPPED_SUFFIX = ".rotary_emb.inv_freq"
 # Of what is pinned while a device's weights are read: parts, and threads that fill them.
 _STAGED, _PART_BYTES, _READERS = 16, 8 << 20, 8
 Weight = TypeVar("Weight", bound=Tensor | Packed)
@@ -69,7 +67,7 @@ class ConfigOnly:
     """For random weights: the config of a model whose weights are not read."""
 
     def __init__(self, files: ModelFiles, keeps_scaled: bool) -> None:
-        self.config, self.eos_ids = files.config, files.eos_ids
+        self._files, self.config, self.eos_ids = files, files.config, files.eos_ids
         self.codes: Mapping[str, str] = {}
         self._blocks = read_blocks(self.config, f"{files.folder}/config.json") if keeps_scaled else None
 
@@ -80,6 +78,9 @@ class ConfigOnly:
     def scaled(self, name: str) -> Blocks | None:
         return self._blocks if quantises(name) else None
 
+    def unread(self, ignores: Callable[[str], bool]) -> list[str]:
+        return [f"text of {self._files.name}; {self._files.towers({})}"] if self._files.wrapper else []
+
 
 class SafetensorsCheckpoint:
     """One file, or the shards of an index. Tensors keep their dtype; blocks of fp8 do, or become float32, as
@@ -89,9 +90,10 @@ class SafetensorsCheckpoint:
         self.codes: Mapping[str, str] = {}
         self.config: dict[str, Any] = files.config
         self.eos_ids = files.eos_ids
-        self.shards = {path: read_safetensors_header(path) for path in files.safetensors}
-        if files.index is not None:
-            _check_index(files.index, self.shards)
+        self._files = files
+        self.stored = read_shards(files.safetensors, None if files.index is None else
+                                  read_weight_map(files.index), files.name_of)
+        self.shards = self.stored.files
         if not any(self.shards.values()):
             raise ConfigError(f"{files.folder}: the safetensors files hold no tensors")
         self.blocks = read_blocks(self.config, f"{files.folder}/config.json")
@@ -105,13 +107,14 @@ class SafetensorsCheckpoint:
     def tensors(self, wants: Wants = everything,
                 device: str = "cpu") -> Iterator[tuple[str, Tensor | Scaled]]:
         """Every wanted weight once, in the order of the files; a scale is read with its weight."""
+        self._check_absent(wants)
         read: Read = _read if device == "cpu" else _Staged(device)
         for path, stored in self.shards.items():
             file, _ = open_regular(path)
             with file:
                 for entry in stored.values():
                     experts = entry.dtype == "U8"
-                    if entry.name.endswith(_SKIPPED_SUFFIX) or not (experts or wants(entry.name)):
+                    if not (experts or wants(entry.name)):
                         continue
                     if entry.name.removesuffix(SCALE_SUFFIX) in self.scales and (
                             entry.name.endswith(SCALE_SUFFIX)):
@@ -123,6 +126,26 @@ class SafetensorsCheckpoint:
                     weight: Tensor | Scaled = self._with_scale(entry.name, read(file, entry, path), read)
                     yield entry.name, _finite(weight, entry.name, path)
                     del weight          # before the next one is made
+
+    def _check_absent(self, wants: Wants) -> None:
+        """Raises ConfigError: the index places a wanted tensor in a shard that lacks it. A head may: where
+        the model has none of its own, that is the embedding, and the model says what it lacks."""
+        for name, shard in self.stored.absent.items():
+            if wants(name) and name != "lm_head.weight":
+                raise ConfigError(f"{self._files.index}: tensor {show(name)} is not in {shard}: the shards "
+                                  "are not of one checkpoint, or a file is damaged")
+
+    def unread(self, ignores: Callable[[str], bool]) -> list[str]:
+        """Lines for the log: which tensors of the files are not read, and why."""
+        why = dict(self.stored.unread)
+        if extra := [name for stored in self.shards.values() for name in stored if ignores(name)]:
+            why["not of this model"] = extra
+        lines = [f"text of {self._files.name}; {self._files.towers(self.stored.towers)}"
+                 ] if self._files.wrapper else []
+        if why:
+            lines.append(f"{sum(map(len, why.values()))} tensors are not read: " + "; ".join(
+                f"{len(names)} {kind} ({some(names)})" for kind, names in why.items()))
+        return lines
 
     def _experts(self, file: BinaryIO, entry: StoredTensor, path: Path, wants: Wants,
                  read: Read) -> Iterator[tuple[str, Tensor]]:
@@ -251,20 +274,6 @@ class _Staged:
         return tensor
 
 
-def _check_index(index: Path, shards: dict[Path, dict[str, StoredTensor]]) -> None:
-    weight_map = read_weight_map(index)
-    for path, stored in shards.items():
-        for name in stored:
-            if (listed := weight_map.get(name)) != path.name:
-                raise ConfigError(f"{path}: holds tensor {show(name)}, which {index.name} "
-                                  + (f"places in {show(listed)}" if listed else "does not list"))
-    names = {path.name: stored for path, stored in shards.items()}
-    for name, shard in weight_map.items():
-        if name not in names[shard]:
-            raise ConfigError(f"{index}: tensor {show(name)} is not in {shard}: the shards are not of "
-                              "one checkpoint, or a file is damaged")
-
-
 class GGUFCheckpoint:
     """One GGUF file. Blocks become float32, or codes; F32, F16 and BF16 tensors keep their type."""
 
@@ -292,6 +301,9 @@ class GGUFCheckpoint:
 
     def scaled(self, name: str) -> Blocks | None:
         return None
+
+    def unread(self, ignores: Callable[[str], bool]) -> list[str]:
+        return []
 
     def tensors(self, wants: Wants = everything,
                 device: str = "cpu") -> Iterator[tuple[str, Tensor | Codes]]:

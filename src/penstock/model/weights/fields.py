@@ -5,7 +5,7 @@ for a family are free, except those of NEUTRAL: a model that sets one needs code
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
 from penstock.config.base.errors import ConfigError
@@ -55,12 +55,17 @@ class Fields:
             if isinstance(vocab, int) and any(isinstance(i, int) and i >= vocab for i in ids):
                 self.refuse(name, f"token ids are below vocab_size = {vocab}")
 
-    def check_neutral(self, reads: Collection[str]) -> None:
-        """Raises ConfigError on a field of NEUTRAL that changes something, but for those that the family
-        reads."""
+    def check_neutral(self, reads: Collection[str], states: Mapping[str, tuple[Any, ...]]) -> None:
+        """Raises ConfigError on a field of NEUTRAL that changes something.
+
+        reads    fields that the family reads itself
+        states   values of a field that say what the family does anyway
+        """
         for name, neutral in NEUTRAL.items():
-            if name not in reads and self.values.get(name) not in neutral:
-                self.refuse(name, f"{self.family} is supported without it")
+            allowed = (*neutral, *states.get(name, ()))
+            if name not in reads and self.values.get(name) not in allowed:
+                self.refuse(name, f"{self.family} is supported without it" + (
+                    f", or with {states[name][0]!r}" if states.get(name) else ""))
 
     def refuse(self, name: str, supported: str) -> NoReturn:
         """Raises ConfigError: the field, what it holds, what is supported."""

@@ -5,17 +5,19 @@ Knows JSON and bytes; knows neither models nor tensors.
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 import xxhash
 
 from penstock.config.base.errors import ConfigError, show
 
+_CONSTANTS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 JSON_BYTES_MAX = 64 << 20           # the index of a model with a million tensors is 100 MB; none is
 
 
@@ -56,21 +58,30 @@ def read_text(path: Path, bytes_max: int = 4 << 20) -> str:
         raise ConfigError(f"{path}: not UTF-8 (byte {e.start})") from None
 
 
-def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
-    """A JSON object; duplicate keys, NaN and Infinity are refused. Raises ConfigError."""
+def parse_json_object(data: bytes, where: str, *, constants: bool = False) -> dict[str, Any]:
+    """Return a JSON object; duplicate keys are refused.
 
-    def no_constant(text: str) -> NoReturn:
-        raise ValueError(f"{text} is not JSON")
+    constants   read NaN, Infinity and -Infinity, as Python's json module writes them, and {"__float__":
+                "Infinity"} and its like, as transformers 5 does; else they are refused
+    Raises      ConfigError
+    """
 
-    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def constant(text: str) -> float:
+        if not constants:
+            raise ValueError(f"{text} is not JSON")
+        return _CONSTANTS[text]
+
+    def no_duplicates(pairs: list[tuple[str, Any]]) -> Any:
         made = dict(pairs)
+        if constants and len(pairs) == 1 and pairs[0][0] == "__float__" and pairs[0][1] in [*_CONSTANTS]:
+            return _CONSTANTS[pairs[0][1]]
         if len(made) != len(pairs):
             again = Counter(key for key, _ in pairs).most_common(1)[0][0]
             raise ValueError(f"duplicate key {show(again)}")
         return made
 
     try:
-        value = json.loads(data.decode("utf-8"), parse_constant=no_constant,
+        value = json.loads(data.decode("utf-8"), parse_constant=constant,
                            object_pairs_hook=no_duplicates)
     except RecursionError:
         raise ConfigError(f"{where}: JSON is nested too deeply") from None
@@ -84,8 +95,8 @@ def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
 
 
 def read_json_object(path: Path, bytes_max: int = JSON_BYTES_MAX) -> dict[str, Any]:
-    """`parse_json_object` of a file."""
-    return parse_json_object(read_bytes(path, bytes_max), str(path))
+    """Return the JSON object of a model's small file, which Python wrote: constants are read."""
+    return parse_json_object(read_bytes(path, bytes_max), str(path), constants=True)
 
 
 SAMPLES, SAMPLE_BYTES, BETWEEN_BYTES = 64, 16 << 10, 64 << 20

@@ -6,6 +6,7 @@ never runs code that comes with a model, and never opens pickled weights.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +19,10 @@ from penstock.model.weights.files import read_json_object, read_text
 from penstock.model.weights.fp8 import read_blocks
 from penstock.model.weights.gguf_config import check_config, gguf_eos_ids, read_gguf_config
 from penstock.model.weights.gguf_file import GGUFHeader, read_gguf_header
+from penstock.model.weights.safetensors_file import read_safetensors_header
+from penstock.model.weights.wrappers import RENAMED, Wrapper, is_wrapper, unwrap
 
+SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model")
 _PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -46,18 +50,64 @@ class ModelFiles:
         assert self.gguf is not None
         return read_gguf_header(self.gguf)
 
-    @cached_property
+    @property
     def config(self) -> dict[str, Any]:
-        """config.json, or the GGUF's metadata in the same terms; checked. Raises ConfigError."""
+        """config.json, of a wrapper its text's, or the GGUF's metadata in the same terms; checked. Raises
+        ConfigError."""
+        return self._unwrapped[0]
+
+    @property
+    def wrapper(self) -> Wrapper | None:
+        """What the text model is inside of; None: it is a model of its own. Raises ConfigError."""
+        return self._unwrapped[1]
+
+    @cached_property
+    def _unwrapped(self) -> tuple[dict[str, Any], Wrapper | None]:
         if self.gguf is not None:
-            return read_gguf_config(self.gguf, self.gguf_header)
+            return read_gguf_config(self.gguf, self.gguf_header), None
         path = self.folder / "config.json"
         if not path.exists():
             raise ConfigError(f"{self.folder}: there is no config.json")
-        config = read_json_object(path, _SMALL_BYTES)
+        given = read_json_object(path, _SMALL_BYTES)
+        inside = is_wrapper(given)
+        config, wrapper = unwrap(given, str(path), self._has_head() if inside else None)
         check_config(config, str(path))
-        read_blocks(config, str(path))
-        return config
+        self._check_quantised(config)
+        return config, wrapper
+
+    def _has_head(self) -> bool | None:
+        """Whether the files hold a head; None where there are none."""
+        if self.index is not None:
+            names: Iterable[str] = read_weight_map(self.index)
+        else:
+            names = [name for path in self.safetensors for name in read_safetensors_header(path)]
+        return any(name.endswith("lm_head.weight") for name in names) if self.safetensors else None
+
+    def _check_quantised(self, config: dict[str, Any]) -> None:
+        """Raises ConfigError: weights in a form that nothing reads, by either of two files."""
+        read_blocks(config, f"{self.folder}/config.json")
+        other = self.folder / "hf_quant_config.json"
+        if config.get("quantization_config") or not other.exists():
+            return
+        given = read_json_object(other, _SMALL_BYTES).get("quantization")
+        algorithm = given.get("quant_algo") if isinstance(given, dict) else given
+        if algorithm is not None:
+            raise ConfigError(f"{other}: quantised by modelopt with {show(algorithm)}, which is not "
+                              "supported; take the unquantised checkpoint, or one in block-scaled fp8")
+
+    def name_of(self, name: str) -> str | None:
+        """Return the model's name for a tensor of the files, None for one of a tower."""
+        known = name if self.wrapper is None else self.wrapper.name_of(name)
+        for part, ours in RENAMED.get(str(self.config.get("model_type")), ()):
+            known = None if known is None else known.replace(part, ours)
+        return known
+
+    def towers(self, found: Mapping[str, int]) -> str:
+        """Say, for the log, that these towers are not served: how many tensors each has by its name."""
+        if not found:
+            return "vision tower not served"
+        return (f"vision tower not served: {sum(found.values())} tensors of {', '.join(sorted(found))} are "
+                "not read")
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
@@ -138,7 +188,7 @@ def _folder(folder: Path, name: str, load_format: str) -> ModelFiles:
     if load_format == "gguf" or (load_format == "auto" and not shards and ggufs):
         if len(ggufs) != 1:
             raise ConfigError(f"{folder}: {len(ggufs)} .gguf files; " + (
-                f"give one of them by its path: {_some(ggufs)}" if ggufs else "expected one"))
+                f"give one of them by its path: {some(ggufs)}" if ggufs else "expected one"))
         return _gguf(folder / ggufs[0], name, load_format)
     # Also set for a tokenizer of a kind that is not read: opening it then says so.
     found = any(n in names for n in ("tokenizer.json", *OTHER_TOKENIZERS))
@@ -149,7 +199,9 @@ def _folder(folder: Path, name: str, load_format: str) -> ModelFiles:
         raise ConfigError(f"{folder}: there is no config.json: not a model folder")
     if load_format == "dummy":
         return files
-    if INDEX in names:
+    if SINGLE in names:                 # as transformers: a single file goes before an index
+        index, paths = None, tuple([folder / SINGLE])
+    elif INDEX in names:
         index = folder / INDEX
         paths = tuple(folder / n for n in dict.fromkeys(read_weight_map(index).values()))
     elif not shards:
@@ -157,10 +209,9 @@ def _folder(folder: Path, name: str, load_format: str) -> ModelFiles:
         raise ConfigError(_pickle_message(folder, pickled) if pickled else
                           f"{folder}: there are no weights (*.safetensors or *.gguf)")
     else:
-        one = "model.safetensors" if "model.safetensors" in shards else shards[0]
-        if len(shards) > 1 and one != "model.safetensors":
+        if len(shards) > 1:
             raise ConfigError(f"{folder}: {len(shards)} safetensors files but no {INDEX}")
-        index, paths = None, (folder / one,)
+        index, paths = None, (folder / shards[0],)
     return ModelFiles(name=name, folder=folder, tokenizer=tokenizer, load_format="safetensors",
                       safetensors=paths, index=index)
 
@@ -218,11 +269,12 @@ def hub_snapshot(model: str) -> Path:
     return snapshots / revision
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """The first few of some names."""
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 def _pickle_message(path: Path, names: list[str]) -> str:
-    return (f"{path}: {_some(names)}: pickled weights can run code when they are read and are never "
+    return (f"{path}: {some(names)}: pickled weights can run code when they are read and are never "
             "loaded; convert them to safetensors where you trust them, e.g. with transformers' "
             "save_pretrained")

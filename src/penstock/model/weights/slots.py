@@ -18,6 +18,7 @@ from penstock.kernels.gemm.experts import ExpertOps
 from penstock.kernels.state.scan import Scan
 from penstock.kernels.types import scaled
 from penstock.kernels.types.scaled import Scaled
+from penstock.model.base import Lanes
 from penstock.model.parts import ONE, Cut, Lane, whole
 from penstock.model.weights import codes
 from penstock.model.weights.codes import Codes, Packed
@@ -153,21 +154,23 @@ class Slots:
     experts     computes all experts of a layer at once; None: each is an MLP of its own
     lane        what of the model's weights this is: shapes are checked whole, then cut
     scan        of layers that keep a state
+    lanes       the tensor-parallel ranks of its stage, where it has several
     """
 
     def __init__(self, dtype: torch.dtype, pack: LinearFactory, ops: LayerOps,
-                 experts: ExpertOps | None = None, lane: Lane = ONE, scan: Scan | None = None) -> None:
+                 experts: ExpertOps | None = None, lane: Lane = ONE, scan: Scan | None = None,
+                 lanes: Lanes | None = None) -> None:
         self.dtype = dtype
         self.pack = pack
         self.ops = ops
         self.experts = experts
         self.lane = lane
-        self.scan = scan
+        self.scan, self.lanes = scan, lanes
         self._places: dict[str, tuple[Slot, int, tuple[Cut, ...]]] = {}
         self._foreign: dict[str, tuple[int, ...]] = {}
         self._seen: set[str] = set()
         self.num_bytes = 0                  # of what has come and is kept
-        self._bundles: dict[str, tuple[list[str], tuple[int, ...], Callable[[Tensor], Tensor]]] = {}
+        self._bundles: dict[str, tuple[list[str], dict[tuple[int, ...], Callable[[Tensor], Tensor]]]] = {}
 
     def linear(
         self, prefixes: Sequence[str], rows: Sequence[int | Cut], cols: int | Cut, bias: bool, *,
@@ -228,16 +231,18 @@ class Slots:
 
     def bundle(self, name: str, pieces: list[str], shape: tuple[int, ...],
                rows: Callable[[Tensor], Tensor] = lambda tensor: tensor.flatten(0, 1)) -> None:
-        """`name` may come instead of `pieces`, whose rows `rows` makes of it: its first two axes."""
-        self._bundles[name] = (pieces, shape, rows)
+        """`name` may come instead of `pieces`, whose rows `rows` makes of it: its first two axes. Called
+        again for another shape that it may have."""
+        self._bundles.setdefault(name, (pieces, {}))[1].setdefault(shape, rows)
 
     def load(self, name: str, tensor: Tensor | Packed) -> None:
         """Raises ConfigError on an unknown or repeated name, a wrong shape or a dtype not float."""
         if name in self._bundles:
-            pieces, shape, rows = self._bundles[name]
-            check_tensor(name, tensor, shape)
+            pieces, forms = self._bundles[name]
+            shape = tuple(tensor.shape)
+            check_tensor(name, tensor, shape if shape in forms else next(iter(forms)))
             assert isinstance(tensor, Tensor)               # what is packed has two dimensions
-            flat = rows(tensor)
+            flat = forms[shape](tensor)
             for piece in pieces:
                 num_rows = self._shape(piece)[0]
                 self.load(piece, flat[:num_rows])
