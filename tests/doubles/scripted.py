@@ -16,7 +16,7 @@ from penstock.serve.http.app import Health, build_app
 from penstock.serve.http.completions import OpenAI
 from penstock.serve.http.limits import Keys
 from penstock.serve.metrics import Metrics
-from penstock.serve.parsers.reasoning import CLOSE, OPEN
+from penstock.serve.parsers.reasoning import THINK, marks_of
 from penstock.serve.parsers.table import FORMATS, format_of
 from penstock.serve.text.chat import ChatTemplate
 from penstock.serve.text.encoder import Encoder
@@ -45,6 +45,18 @@ SAYS = {
                     '<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n'
                     '<｜DSML｜parameter name="days" string="false">2</'
                     "｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
+               '<|tool_call_argument_begin|>{"city": "Paris", "days": 2}<|tool_call_end|>'
+               "<|tool_calls_section_end|>",
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+                   '{"city": "Paris", "days": 2}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+                    '{"city": "Paris", "days": 2}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="get_weather">\n'
+                  '<parameter name="city">Paris</parameter>\n<parameter name="days">2</parameter>\n'
+                  "</invoke>\n</minimax:tool_call>",
+    "seed_oss": "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n"
+                "<parameter=days>2</parameter>\n</function>\n</seed:tool_call>",
     "glm": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
            "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
 }
@@ -52,7 +64,8 @@ SAYS = {
 
 def template(name: str) -> str:
     """A family's form of a conversation, as short as it can be; ours, where its models have no template."""
-    return program_of(name) or (DATA / "templates" / f"{name}.jinja").read_text()
+    file = {"deepseek_v3": "deepseek_r1"}.get(name, name)
+    return program_of(name) or (DATA / "templates" / f"{file}.jinja").read_text()
 
 
 class _Stream:
@@ -86,17 +99,19 @@ class Scripted:
     peer_missing = ""
 
     def __init__(self, source: str, *, size: int = 3, marks: bool = True, keys: Keys | None = None) -> None:
-        raw, form = fake.byte_level(), format_of(source)
+        raw, form, reasons = fake.byte_level(), format_of(source), marks_of(source)
+        around = reasons or THINK
+        special = (*form.special, around.open, around.close) if form in FORMATS.values() else ()
         if marks:
             raw.add_tokens([AddedToken(m, special=not m.startswith("｜"), normalized=False)
-                            for m in ((*form.special, OPEN, CLOSE) if form in FORMATS.values() else ())])
+                            for m in special])
         self.eos = raw.token_to_id(fake.EOS)
         self.tokenizer = Tokenizer(raw, eos_ids=(self.eos,), chat_template=source, template_vars={})
         self.ready = Ready(pid=1, vocab_size=raw.get_vocab_size(), max_model_len=32_768,
                            info={"grammar_backend": "llguidance"})
         self.says, self.finish, self.size = "", "stop", size
         made = ChatTemplate(source, {"bos_token": "", "eos_token": fake.EOS})
-        self.text = Text(self.tokenizer, made, (self.eos,), calls=form, reasons=CLOSE in source)
+        self.text = Text(self.tokenizer, made, (self.eos,), calls=form, reasons=reasons)
         api = OpenAI(self, self.text, Metrics(), model="m", choices_max=8, encoder=Encoder(self.tokenizer))
         self.app = build_app(api, Health(), keys or Keys([]), ServerConfig(),
                              {"model": "m", "page_size": 16, "max_num_seqs": 4}, [{}])

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from scripted import SAYS, TOOL, Scripted
 
 from penstock.config.base.errors import RequestError
 from penstock.config.settings.tree import Config, ModelConfig
@@ -87,3 +88,27 @@ def test_a_cut_call_in_the_history_is_shown():
             "role": "assistant", "content": "", "tool_calls": [call]}])
     finally:
         chat.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/v1/chat/completions"])
+def test_every_api_chats_thinks_and_calls(path):
+    """As the program's own text of the same conversation, and read back from DSML."""
+    server = Scripted(program_of("deepseek_v32"))
+    server.says = "Hm.</think>Let me see.\n\n" + SAYS["deepseek_v32"]
+    function, user = TOOL["function"], [{"role": "user", "content": "Weather?"}]
+    body = {
+        "/v1/messages": {"messages": user, "max_tokens": 99,
+                         "thinking": {"type": "enabled", "budget_tokens": 50},
+                         "tools": [{"name": function["name"], "description": function["description"],
+                                    "input_schema": function["parameters"]}]},
+        "/v1/responses": {"input": "Weather?", "reasoning": {"effort": "high"},
+                          "tools": [{"type": "function", **function}]},
+        "/v1/chat/completions": {"messages": user, "reasoning_effort": "high", "tools": [TOOL]}}[path]
+    try:
+        answer = server.post(path, model="m", **body)
+    finally:
+        server.close()
+    assert answer.status_code == 200, answer.text
+    assert server.prompt == prompt(user, tools=[TOOL], thinking=True)
+    found = json.dumps(answer.json())
+    assert "get_weather" in found and "Hm." in found and "Let me see." in found and "DSML" not in found

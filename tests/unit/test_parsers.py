@@ -8,20 +8,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.serve.parsers.reasoning import begins_within, behind_reasoning
+from penstock.serve.parsers.reasoning import MARKS, THINK, behind_reasoning, marks_of
 from penstock.serve.parsers.source import Arguments, CallBegun, CallEnded, Reader, Reasoning, Text
 from penstock.serve.parsers.table import FORMATS, format_of, plain
 from penstock.serve.text.chat import plain_message
 from penstock.serve.text.chat_render import compile_template, render
 from penstock.serve.text.prompts import program_of
+from penstock.serve.text.prompts.arguments import argument_forms
 
 FOLDER = Path(__file__).parents[1] / "data" / "templates"
 TEMPLATES = {**{p.stem: p.read_text() for p in FOLDER.glob("*.jinja")},
              "deepseek_v32": program_of("deepseek_v32")}
+TEMPLATES["deepseek_v3"] = TEMPLATES["deepseek_r1"]
+# Template beside that of the format's name: for the same format, of other models.
+OTHERS = {"mistral_args": "mistral", "hermes3": "hermes", "glm47": "glm", "llama31": "llama3_json",
+          "deepseek_r1": "deepseek_v3"}
 COMPILED = {name: compile_template(source) for name, source in TEMPLATES.items()}
 REASONS = ("deepseek_v32", "glm", "hermes")
 END = {"hermes": "<|im_end|>\n", "qwen3_coder": "<|im_end|>\n", "llama3_json": "<|eot_id|>",
-       "mistral": "</s>", "deepseek_v32": "<｜end▁of▁sentence｜>", "glm": ""}
+       "mistral": "</s>", "deepseek_v32": "<｜end▁of▁sentence｜>", "glm": "", "kimi_k2": "<|im_end|>",
+       "deepseek_v3": "<｜end▁of▁sentence｜>", "deepseek_v31": "<｜end▁of▁sentence｜>",
+       "minimax_m2": "[e~[\n", "seed_oss": "</s>"}
+# What comes before an answer of a template that drops the reasoning which its prompts open.
+BEFORE = {"deepseek_v3": "<｜Assistant｜>", "minimax_m2": "]~b]ai\n"}
 TYPED = {"text": {"type": "string"}, "count": {"type": "integer"}, "ratio": {"type": "number"},
          "really": {"type": "boolean"}, "nothing": {"type": "null"}, "either": {"type": ["string", "null"]},
          "items": {"type": "array"}, "more": {"type": "object"}, "referred": {"$ref": "#/$defs/word"}}
@@ -42,8 +51,9 @@ CALLS = st.lists(st.tuples(st.sampled_from(["get_weather", "f"]), ARGUMENTS), ma
 
 def answer(name: str, content: str, reasoning: str, calls: list) -> tuple[str, str]:
     """The prompt of a question, and what the template writes for its answer."""
+    own_id = "functions.{0}:{1}" if name == "kimi_k2" else "abcdefg{1:02}"
     message = {"role": "assistant", "content": content or None if calls else content, "tool_calls": [
-        {"id": f"abcdefg{i:02}", "type": "function", "function": {"name": n, "arguments": json.dumps(a)}}
+        {"id": own_id.format(n, i), "type": "function", "function": {"name": n, "arguments": json.dumps(a)}}
         for i, (n, a) in enumerate(calls)]}
     if reasoning:
         message["reasoning_content"] = reasoning
@@ -51,9 +61,15 @@ def answer(name: str, content: str, reasoning: str, calls: list) -> tuple[str, s
     shared = {"bos_token": "<s>", "eos_token": "</s>", **({"enable_thinking": True} if reasoning else {})}
     if content == "" and not calls:
         message["content"] = ""
-    prompt = render(COMPILED[name], {**shared, "messages": asked, "add_generation_prompt": True})
-    whole = render(COMPILED[name], {**shared, "add_generation_prompt": False, "messages": [
-        *asked, plain_message(message, 1)]})
+    shared["tools"] = None
+    prompt = render(COMPILED[name], {**shared, "messages": asked,
+                                     "add_generation_prompt": name not in BEFORE}) + BEFORE.get(name, "")
+    said = [*asked, plain_message(message, 1)]
+    if name in ("deepseek_v3", "deepseek_v31"):             # these join arguments as text
+        said = list(argument_forms(said))[1] if calls else said
+        if not calls:
+            said[1]["tool_calls"] = None
+    whole = render(COMPILED[name], {**shared, "add_generation_prompt": False, "messages": said})
     assert whole.startswith(prompt) and whole.endswith(END[name]), (prompt, whole)
     return prompt, whole[len(prompt):].removesuffix(END[name])
 
@@ -61,7 +77,7 @@ def answer(name: str, content: str, reasoning: str, calls: list) -> tuple[str, s
 def read(name: str, text: str, sizes: list[int], prompt: str = "", tools: dict = TOOLS) -> list:
     form = FORMATS[name].read
     if name in REASONS:
-        form = behind_reasoning(form, within=begins_within(prompt), separate=True)
+        form = behind_reasoning(form, within=THINK.begins_within(prompt), separate=True)
     reader, items, at = Reader(form, tools), [], 0
     for i in range(len(text) + 1):
         if at >= len(text):
@@ -103,6 +119,8 @@ def test_what_the_template_writes_is_read_as_what_it_was_made_of(name):
             calls, content = calls[:1], "" if calls else content.lstrip("{; ")
         if name == "mistral":
             content = "" if calls else content
+        if name == "minimax_m2":
+            content = content.strip("\n")
         prompt, text = answer(name, content, reasoning, calls)
         items = read(name, text, sizes, prompt)
         assert items == read(name, text, [10**6], prompt)
@@ -117,6 +135,11 @@ def test_a_models_own_format_is_known_by_its_template(name):
     assert format_of(TEMPLATES[name]) is FORMATS[name]
 
 
+@pytest.mark.parametrize("other, name", OTHERS.items())
+def test_another_models_template_of_the_same_format_is_known(other, name):
+    assert format_of(TEMPLATES[other]) is FORMATS[name]
+
+
 def test_a_template_without_calls_has_no_format():
     assert format_of("{{ messages }} <|im_start|>") is None
 
@@ -128,7 +151,12 @@ def test_a_template_without_calls_has_no_format():
     "; ", "f", "\n", " ", "x", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<think>",
     "</think>", "<|python_tag|>",
     "<｜DSML｜function_calls>", '<｜DSML｜invoke name="f">', "</｜DSML｜invoke>", "</｜DSML｜function_calls>",
-    '<｜DSML｜parameter name="a" string="true">', "</｜DSML｜parameter>", "<tool", "_call>"],
+    '<｜DSML｜parameter name="a" string="true">', "</｜DSML｜parameter>", "<tool", "_call>",
+    "<|tool_calls_section_begin|>", "<|tool_call_begin|>functions.f:0", "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>", "<|tool_calls_section_end|>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>",
+    "function", "<｜tool▁sep｜>", "```json", "```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
+    "<minimax:tool_call>", '<invoke name="f">', '<parameter name="text">', "</invoke>",
+    "</minimax:tool_call>", "<seed:tool_call>", "</seed:tool_call>", "[CALL_ID]"],
     ), max_size=14).map("".join),
     st.lists(st.integers(1, 7), min_size=1, max_size=4))
 @settings(max_examples=300, deadline=None)
@@ -147,6 +175,16 @@ WHOLE = {
     "mistral": '[TOOL_CALLS] [{"name": "f", "arguments": {"text": "a"}, "id": "abcdefghi"}]',
     "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="text" '
                     'string="true">a</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:3<|tool_call_argument_begin|>"
+               '{"text": "a"}<|tool_call_end|><|tool_calls_section_end|>',
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+                   '{"text": "a"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "deepseek_v31": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"text": "a"}'
+                    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="f">\n<parameter name="text">a</parameter>\n'
+                  "</invoke>\n</minimax:tool_call>",
+    "seed_oss": "<seed:tool_call>\n<function=f>\n<parameter=text>a</parameter>\n</function>\n"
+                "</seed:tool_call>",
     "glm": "<tool_call>f\n<arg_key>text</arg_key>\n<arg_value>a</arg_value>\n</tool_call>",
 }
 
@@ -183,6 +221,17 @@ def test_a_call_of_no_tool_is_the_text_that_it_came_as(name):
      [("f", {}), ("a-b.c", {})]),
     ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]a-b.c[ARGS]{}', [("f", {"a": 1}), ("a-b.c", {})]),
     ("mistral", '[TOOL_CALLS]f{"a": 1}', [("f", {"a": 1})]),
+    ("mistral", '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a": 1}', [("f", {"a": 1})]),
+    ("kimi_k2", WHOLE["kimi_k2"].replace("functions.f:3", "f"), [("f", {"text": "a"})]),
+    ("kimi_k2", WHOLE["kimi_k2"].replace("functions.f:3", " functions.a-b.c:12 "),
+     [("a-b.c", {"text": "a"})]),
+    ("kimi_k2", WHOLE["kimi_k2"].replace('{"text": "a"}', ""), [("f", {})]),
+    ("deepseek_v3", WHOLE["deepseek_v31"], [("f", {"text": "a"})]),
+    ("deepseek_v31", WHOLE["deepseek_v3"], [("f", {"text": "a"})]),
+    ("deepseek_v31", WHOLE["deepseek_v3"].replace("```json\n", "").replace("\n```", ""),
+     [("f", {"text": "a"})]),
+    ("minimax_m2", WHOLE["minimax_m2"].replace("\n", ""), [("f", {"text": "a"})]),
+    ("seed_oss", WHOLE["seed_oss"].replace(">a<", ">\na\n<"), [("f", {"text": "\na\n"})]),
     ("glm", "<tool_call>f<arg_key>count</arg_key><arg_value>1</arg_value></tool_call>",
      [("f", {"count": 1})]),
     ("glm", "<tool_call>f\n</tool_call>\n<tool_call>f</tool_call>", [("f", {}), ("f", {})]),
@@ -198,9 +247,49 @@ def test_what_models_write_beside_the_form(name, text, calls):
         assert items == [Text(text)]
 
 
+def test_an_id_that_the_model_wrote_is_the_calls_once():
+    two = WHOLE["kimi_k2"].replace("<|tool_calls_section_end|>", "") + WHOLE["kimi_k2"].partition(
+        "<|tool_calls_section_begin|>")[2]
+    assert [i.id for i in read("kimi_k2", two, [3]) if isinstance(i, CallBegun)] == ["functions.f:3", ""]
+    [begun] = (i for i in read("mistral", "[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{}", [3])
+               if isinstance(i, CallBegun))
+    assert begun.id == "abcdefghi"
+
+
 def test_text_behind_calls_is_text():
     items = read("hermes", WHOLE["hermes"] + "\n" + WHOLE["hermes"] + "\nThat is all.\n", [5])
     assert items[-1] == Text("\nThat is all.\n") and len(called(items[:-1])) == 2
+
+
+@pytest.mark.parametrize("marks", MARKS.values(), ids=MARKS)
+@pytest.mark.parametrize("within", [False, True])
+def test_reasoning_of_every_family_is_apart(marks, within):
+    front = marks.open + marks.label
+    assert marks.begins_within(f"a{front}\n") and marks.is_over(f"{front}b{marks.close}\n\n")
+    text = f"{'' if within else front}\nHm.\n{marks.close}\n\nYes."
+    for separate in (True, False):
+        read_all = behind_reasoning(plain, within=within, separate=separate, marks=marks)
+        for size in (1, 3, 100):
+            reader = Reader(read_all, {})
+            found = [i for at in range(0, len(text), size) for i in reader.take(text[at:at + size])]
+            kept = front if within and marks.kept else ""
+            assert joined([*found, *reader.take("", True)]) == (
+                [Reasoning("Hm."), Text("Yes.")] if separate else [Text(kept + text)])
+
+
+def test_marks_are_found_by_the_template():
+    assert marks_of(TEMPLATES["seed_oss"]) is MARKS["seed_oss"]
+    assert marks_of(TEMPLATES["hermes"]) is THINK and marks_of(TEMPLATES["llama3_json"]) is None
+
+
+def test_calls_may_end_reasoning_where_the_family_does_so():
+    form = behind_reasoning(FORMATS["kimi_k2"].read, within=True, separate=True,
+                            calls=FORMATS["kimi_k2"].opening)
+    for size in (1, 1000):
+        reader, text = Reader(form, TOOLS), "Hm. " + WHOLE["kimi_k2"]
+        found = [i for at in range(0, len(text), size) for i in reader.take(text[at:at + size])]
+        found = joined([*found, *reader.take("", True)])
+        assert found[0] == Reasoning("Hm.") and called(found) == [("f", {"text": "a"})]
 
 
 @pytest.mark.parametrize("text, within, items", [

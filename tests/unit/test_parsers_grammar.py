@@ -97,6 +97,10 @@ def test_one_call_or_many(name, marks):
     two = {"mistral": right + right if marks else right[:-1] + ", " + right.removeprefix("[TOOL_CALLS] ["),
            "llama3_json": f"{right}; {right}",
            "deepseek_v32": right.replace("</｜DSML｜function_calls>", "") + right.partition("\n")[2],
+           "kimi_k2": right.replace("<|tool_calls_section_end|>", "") + right.partition("section_begin|>")[2],
+           "deepseek_v3": right.replace("<｜tool▁calls▁end｜>", "\n") + right.partition("calls▁begin｜>")[2],
+           "deepseek_v31": right.replace("<｜tool▁calls▁end｜>", "") + right.partition("calls▁begin｜>")[2],
+           "minimax_m2": right.replace("</minimax:tool_call>", "") + right.partition("\n")[2],
            }.get(name, f"{right}\n{right}")
     assert admitted(name, marks, grammar(name, marks), two)
     assert not admitted(name, marks, grammar(name, marks, many=False), two)
@@ -123,7 +127,7 @@ def test_any_grammar_may_come_behind_reasoning_or_beside_calls(given, text, othe
     ({"properties": {"a": {"anyOf": [{"type": "string", "minLength": 2}, {"type": "null"}]}}}, "minLength")])
 def test_what_a_format_without_quotes_cannot_keep_to_is_named(parameters, fault):
     offer = Offer([{"type": "function", "function": {"name": "f", "parameters": parameters}}], required=True)
-    for name in ("glm", "qwen3_coder", "deepseek_v32"):
+    for name in ("glm", "qwen3_coder", "deepseek_v32", "minimax_m2", "seed_oss"):
         with pytest.raises(RequestError, match=fault) as e:
             Asked(FORMATS[name], offer).grammar(lambda _: None, None)
         assert e.value.param == "tools"
@@ -147,17 +151,24 @@ def test_texts_without_quotes_are_of_their_schema():
 
 
 # ---------------------------------------------------------------- beside xgrammar's
-# Of mistral it has none. It begins deepseek_v32 behind two line ends, which are text before the calls here.
+# Of mistral and seed_oss it has none. It begins deepseek_v32 behind two line ends, which are text before the
+# calls here.
 MODELS = {"hermes": "qwen_3", "qwen3_coder": "qwen_3_coder", "llama3_json": "llama",
-          "deepseek_v32": "deepseek_v3_2", "glm": "glm_4_7"}
-BEFORE = {"deepseek_v32": "\n\n"}
+          "deepseek_v32": "deepseek_v3_2", "glm": "glm_4_7", "kimi_k2": "kimi", "deepseek_v3": "deepseek_r1",
+          "deepseek_v31": "deepseek_v3_1", "minimax_m2": "minimax"}
+BEFORE = {"deepseek_v32": "\n\n", "minimax_m2": "\n</think>\n\n\n\n\n"}     # that prompt opens reasoning
 
 
 def as_templates_write(name: str, text: str) -> str:
-    """xgrammar admits parameters of qwen3_coder on one line, which no model of it is shown."""
+    """xgrammar admits parameters of qwen3_coder on one line, a value of minimax_m2 on two, and a number of
+    kimi_k2's calls in any length, which no model of them is shown."""
     text = text.removeprefix(BEFORE.get(name, ""))
     if name == "qwen3_coder":
         text = re.sub(r"\n+", "\n", re.sub(r"\s*(</?(?:parameter|function)[^>]*>)\s*", r"\n\1\n", text))
+    if name == "minimax_m2":
+        text = re.sub(r"\n+</parameter>", "</parameter>", text).replace("</parameter><", "</parameter>\n<")
+    if name == "kimi_k2":
+        text = re.sub(r":(\d{1,4})\d*<", r":\1<", text)
     return text
 
 

@@ -91,6 +91,7 @@ def _kind(base: Any, meta: list[Any]) -> Any:
 def parse_value(flag: Flag, text: str) -> Any:
     """The field's value for what was typed. Raises ConfigError that names the spelling's flag."""
     own = flag.spellings[0]
+    text = peers.parser(flag.name, own, text)
     if flag.choices and text not in flag.choices:
         raise ConfigError(f"{own} {text}: choose from {', '.join(flag.choices)}")
     if flag.kind == "bytes":

@@ -1,4 +1,5 @@
-"""Flags of vLLM, SGLang and llama.cpp whose values are written in another way than ours."""
+"""Flags of vLLM, SGLang and llama.cpp whose values are written in another way than ours, and their names for
+parsers of calls and of reasoning."""
 from __future__ import annotations
 
 import json
@@ -15,6 +16,53 @@ METHODS = {"ngram": "ngram", "mtp": "mtp", "nextn": "mtp", "deepseek_mtp": "mtp"
            "eagle3": "eagle3"}
 OURS = {"num_speculative_tokens": "--speculative-tokens", "prompt_lookup_min": "--prompt-lookup-min",
         "prompt_lookup_max": "--prompt-lookup-max"}
+
+
+# Names that both peers have for formats of ours, in lower case with `_`; ours are not repeated.
+_CALLS = {
+    "hermes": ("qwen", "qwen2", "qwen25", "qwen2_5", "qwen3", "granite4"),
+    "qwen3_coder": ("qwen3_xml", "qwen3_5", "qwen35", "mimo", "step3p5", "nemotron_v3", "nemotron_3"),
+    "llama3_json": ("llama3", "llama4_json"),
+    "glm": ("glm4", "glm4_moe", "glm45", "glm46", "glm47", "glm5"),
+    "deepseek_v3": ("deepseekv3", "deepseek_r1"), "deepseek_v31": ("deepseekv31",),
+    "deepseek_v32": ("deepseekv32",), "kimi_k2": ("kimi_k25", "kimi"), "minimax_m2": ("minimax_m25",),
+    "seed_oss": ("seed",), "mistral": ("mistral4",)}
+_MARKS = {
+    "think": ("deepseek_r1", "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "qwen3",
+              "qwen3_thinking", "qwen3_5", "glm4", "glm4_moe", "glm45", "glm46", "glm47", "glm5", "kimi_k2",
+              "kimi_k25", "minimax", "minimax_m2", "step3", "step3p5", "nemotron_v3", "nemotron_3",
+              "nano_v3", "mimo", "interns1", "olmo3", "holo2"),
+    "minimax_m2_append_think": ("minimax_append_think",), "kimi_vl": ("kimi",), "seed_oss": ("seed",),
+    "mistral": ("magistral",)}
+_PARSERS = {"tool_call_parser": _CALLS, "reasoning_parser": _MARKS}
+# Names of the peers' for what is not read here.
+_NOT_READ = {
+    "tool_call_parser": frozenset((
+        "apertus", "cohere_command3", "cohere_command4", "deepseek_v4", "deepseek_v41", "deepseekv4",
+        "deepseekv41", "ernie45", "functiongemma", "gemma4", "gigachat3", "gpt_oss", "granite",
+        "granite_20b_fc", "hunyuan", "hunyuan_a13b", "hy_v3", "interns1", "internlm", "jamba", "kimi_k3",
+        "lfm2", "llama4", "llama4_pythonic", "longcat", "minimax", "minimax_m3", "olmo3", "openai",
+        "phi4_mini_json", "poolside_v1", "pythonic", "step3", "trinity", "xlam")),
+    "reasoning_parser": frozenset((
+        "apertus", "cohere_command3", "cohere_command4", "deepseek_v41", "ernie45", "gpt_oss", "granite",
+        "hunyuan", "hunyuan_a13b", "hy_v3", "identity", "kimi_k3", "openai_gptoss", "poolside_v1"))}
+
+
+def parser(field: str, flag: str, text: str) -> str:
+    """Return our name of the parser that a peer calls `text`, and `text` for any other field or name.
+
+    Raises ConfigError: the peers read such answers, and nothing here does.
+    """
+    if field not in _PARSERS:
+        return text
+    name = text.lower().replace("-", "_").replace(".", "_")
+    if name in _NOT_READ[field]:
+        what, otherwise = (("calls of tools in this format are", "requests with tools are then refused")
+                           if field == "tool_call_parser" else
+                           ("reasoning in this form is", "it is then part of the text"))
+        raise ConfigError(f"{flag} {text}: {what} not read here: leave the flag out ({otherwise}), or name a "
+                          "format that the model writes as well")
+    return next((ours for ours, names in _PARSERS[field].items() if name in names), name)
 
 
 def speculation(name: str, text: str) -> list[str]:

@@ -42,9 +42,10 @@ class Secret:
 Dtype = Literal["auto", "float32", "bfloat16", "gguf"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 SparseKV = Literal["auto", "always", "off"]
-ToolCallParser = Literal["auto", "none", "deepseek_v32", "glm", "hermes", "llama3_json", "mistral",
-                         "qwen3_coder"]
-ReasoningParser = Literal["auto", "none", "think"]
+ToolCallParser = Literal["auto", "none", "deepseek_v3", "deepseek_v31", "deepseek_v32", "glm", "hermes",
+                         "kimi_k2", "llama3_json", "minimax_m2", "mistral", "qwen3_coder", "seed_oss"]
+ReasoningParser = Literal["auto", "none", "think", "gemma4", "kimi_vl", "minimax_m2_append_think",
+                          "minimax_m3", "mistral", "seed_oss"]
 GrammarBackend = Literal["auto", "llguidance", "none"]
 DECODE_ENDS_MAX = 8             # of one prefill end
 PREFILL_ENDS_MAX = 8            # that a router names to one decode end
@@ -82,10 +83,11 @@ class ModelConfig:
     default_chat_template_kwargs: Annotated[
         str | None, "JSON object: names for the chat template, where a request's chat_template_kwargs has no "
         "other value", Alias("--chat-template-kwargs")] = None
-    tool_call_parser: Annotated[ToolCallParser, "the format of the model's calls of tools; auto finds it by "
-                                "the chat template"] = "auto"
-    reasoning_parser: Annotated[ReasoningParser, "think: what answers have between <think> and </think> is "
-                                "reasoning (Qwen3, DeepSeek, GLM); auto: where the template has it"] = "auto"
+    tool_call_parser: Annotated[ToolCallParser, "the format of the model's calls of tools, also by its name "
+                                "in SGLang and vLLM; auto finds it by the chat template"] = "auto"
+    reasoning_parser: Annotated[ReasoningParser, "the marks of reasoning in answers, also by their name in "
+                                "SGLang and vLLM; think: <think> (Qwen3, DeepSeek, GLM, Kimi, MiniMax); auto "
+                                "finds them by the chat template"] = "auto"
     grammar_backend: Annotated[GrammarBackend, "what makes answers match a schema, a regular expression or a "
                                "grammar; auto is llguidance where it is installed",
                                Alias("--guided-decoding-backend")] = "auto"

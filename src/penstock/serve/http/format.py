@@ -260,7 +260,7 @@ class ChatFormat(_Common):
             case CallBegun(name):
                 number = self._num_calls.setdefault(index, 0)
                 self._num_calls[index] += 1
-                return {"tool_calls": [{"index": number, "id": self.asked.call_id(), "type": "function",
+                return {"tool_calls": [{"index": number, "id": self.asked.call_id(item), "type": "function",
                                         "function": {"name": name, "arguments": ""}}]}
             case Arguments(text):
                 return {"tool_calls": [{"index": self._num_calls[index] - 1,

@@ -12,7 +12,7 @@ from penstock.config.base.errors import RequestError, show
 from penstock.config.request.grammar import Grammar
 from penstock.serve.parsers.formats.parameters import Schemas
 from penstock.serve.parsers.lark import TokenId
-from penstock.serve.parsers.reasoning import CLOSE, OPEN, begins_within, behind_reasoning, is_over
+from penstock.serve.parsers.reasoning import THINK, Marks, behind_reasoning
 from penstock.serve.parsers.source import (
     Arguments,
     CallBegun,
@@ -93,25 +93,32 @@ class Asked:
 
     form       of calls; None: there are none
     reasoning  None: there is none to look for; True: answers begin within it, False: it may come first
+    around     its marks
     """
 
     form: Format | None = None
     offer: Offer = NOTHING
     reasoning: bool | None = None
     separate: bool = True
+    around: Marks = THINK
 
     @property
     def plain(self) -> bool:
         """All is text."""
-        return self.form is None and (self.reasoning is None or not self.separate)
+        return self.form is None and (self.reasoning is None or not (self.separate or self.around.kept))
 
     def reader(self) -> Reader:
         read = plain if self.form is None else self.form.read
         if self.reasoning is not None:
-            read = behind_reasoning(read, within=self.reasoning, separate=self.separate)
+            calls = self.form.opening if self.form is not None and self.form.ends_reasoning else ""
+            read = behind_reasoning(read, within=self.reasoning, separate=self.separate, marks=self.around,
+                                    calls=calls)
         return Reader(read, {} if self.form is None else self.offer.schemas)
 
-    def call_id(self) -> str:
+    def call_id(self, begun: CallBegun) -> str:
+        """Return the id that the model wrote, else a new one."""
+        if begun.id:
+            return begun.id
         return f"call_{secrets.token_hex(12)}" if self.form is None else self.form.call_id()
 
     def answered(self, text: str) -> Answered:
@@ -122,7 +129,7 @@ class Asked:
         calls: list[Call] = []
         for item in self.reader().take(text, final=True):
             if isinstance(item, CallBegun):
-                calls.append(Call(self.call_id(), item.name))
+                calls.append(Call(self.call_id(item), item.name))
             elif isinstance(item, Arguments):
                 calls[-1].arguments += item.text
             elif isinstance(item, Text | Reasoning):
@@ -132,18 +139,22 @@ class Asked:
     def marks(self) -> tuple[str, ...]:
         """What readers must see, also where it is a special token."""
         calls = () if self.form is None else self.form.special
-        return calls if self.reasoning is None else (*calls, OPEN, CLOSE)
+        return calls if self.reasoning is None else (*calls, self.around.open, self.around.close)
 
     def grammar(self, token_id: TokenId, given: Grammar | None) -> Grammar | None:
         """Of the answers; `given`: what text must match. Raises RequestError."""
         offer, before = self.offer, self.reasoning
         if self.form is not None and (offer.required or offer.strict or not offer.many or given is not None):
             return calls_grammar(self.form, offer.schemas, token_id, required=offer.required, many=offer.many,
-                                 reasoning=before, text=given)
-        return given if given is None or before is None else grammar_behind_reasoning(given, token_id, before)
+                                 reasoning=before, text=given, marks=self.around)
+        if given is None or before is None:
+            return given
+        return grammar_behind_reasoning(given, token_id, before, self.around)
 
 
-def asked_of(form: Format | None, offer: Offer, prompt: str, *, reasons: bool, separate: bool) -> Asked:
-    """form, reasons: of the model. `prompt`: the text before the answers."""
-    reasoning = None if not reasons or is_over(prompt) else begins_within(prompt)
-    return Asked(form if offer.tools else None, offer, reasoning, separate)
+def asked_of(form: Format | None, offer: Offer, prompt: str, *, reasons: Marks | None,
+             separate: bool) -> Asked:
+    """form, reasons: of the model, None where it has no such thing. `prompt`: the text before the answers."""
+    reasoning = None if reasons is None or reasons.is_over(prompt) else reasons.begins_within(prompt)
+    around = reasons or THINK
+    return Asked(form if offer.tools else None, offer, reasoning, separate and not around.kept, around)

@@ -53,6 +53,14 @@ class Lark:
     def blanks(self) -> str:
         return self._rule("BLANKS", r"/[ \n]{1,4}/") + "?"
 
+    def number(self) -> str:
+        """A whole number from 0 on, of a call."""
+        return self._rule("NUMBER", "/[0-9]{1,4}/")
+
+    def call_id(self) -> str:
+        """An id of nine letters and digits."""
+        return self._rule("ID", "/[a-zA-Z0-9]{9}/")
+
     def rule(self, body: str) -> str:
         return self._rule("rule", body)
 

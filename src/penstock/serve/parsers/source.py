@@ -24,7 +24,10 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
+    """`id`: as the model wrote it; "" where its format has none."""
+
     name: str
+    id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,12 +184,12 @@ class Source:
         """What is taken from here on is text after all if no call begins."""
         self._marked = self.at, self.at
 
-    def begin(self, name: str) -> bool:
+    def begin(self, name: str, call_id: str = "") -> bool:
         """Tell a call of `name`, or that it is no call, if there is no such tool."""
         if name not in self.tools:
             return self.no_call()
         self._marked = None
-        self.items.append(CallBegun(name))
+        self.items.append(CallBegun(name, call_id))
         return True
 
     def no_call(self) -> bool:

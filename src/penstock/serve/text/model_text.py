@@ -15,7 +15,7 @@ from penstock.config.settings.tree import Config, ModelConfig
 from penstock.model.weights.locate import ModelFiles
 from penstock.serve.grammars.check import GrammarCheck
 from penstock.serve.parsers.asked import Asked, Offer, asked_of
-from penstock.serve.parsers.reasoning import CLOSE
+from penstock.serve.parsers.reasoning import MARKS, Marks, marks_of
 from penstock.serve.parsers.table import FORMATS, Format, format_of
 from penstock.serve.text.chat import RESERVED, ChatTemplate, read_template
 from penstock.serve.text.prompts import program_of
@@ -25,11 +25,11 @@ from penstock.serve.text.tokenizer import Tokenizer, open_tokenizer
 class Text:
     """`tokenizer` is None for a model that has none: it serves token ids. `no_template`: why there is no
     template, as the beginning of a sentence. `calls`: the format of its calls of tools, or None; `reasons`:
-    its answers may begin with reasoning."""
+    the marks of the reasoning that its answers may begin with, or None."""
 
     def __init__(self, tokenizer: Tokenizer | None, template: ChatTemplate | None,
                  eos_ids: Sequence[int], no_template: str = "this model has no chat template", *,
-                 calls: Format | None = None, reasons: bool = False) -> None:
+                 calls: Format | None = None, reasons: Marks | None = None) -> None:
         self.calls, self.reasons = calls, reasons
         self.no_template = no_template
         self.tokenizer = tokenizer
@@ -114,7 +114,7 @@ def open_text(config: Config, files: ModelFiles) -> Text:
     parser, reasons = model.tool_call_parser, model.reasoning_parser
     return Text(tokenizer, template, files.eos_ids if tokenizer is None else tokenizer.eos_ids,
                 _no_template(files), calls=format_of(shown) if parser == "auto" else FORMATS.get(parser),
-                reasons=reasons == "think" or (reasons == "auto" and CLOSE in shown))
+                reasons=marks_of(shown) if reasons == "auto" else MARKS.get(reasons))
 
 
 def _defaults(model: ModelConfig) -> dict[str, Any]:

@@ -128,7 +128,7 @@ class BlockFormat(ABC):
     def _took(self, item: Item) -> Iterator[dict[str, Any]]:
         match item:
             case CallBegun(name):
-                yield from self._begin(Block("call", len(self.blocks), "", name, self.asked.call_id()))
+                yield from self._begin(Block("call", len(self.blocks), "", name, self.asked.call_id(item)))
             case Arguments(text):
                 yield from self._add(text)
             case Text(text) | Reasoning(text):

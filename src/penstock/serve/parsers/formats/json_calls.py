@@ -37,6 +37,20 @@ def read_call(source: Source, *, end: str = "") -> Generator[None, None, bool]:
     return True
 
 
+def read_arguments(source: Source, *ends: str) -> Generator[None, None, None]:
+    """Take the object of a begun call, and the first of `ends` that follows. Without one it is {}."""
+    while not (text := source.rest.lstrip()) and not source.final:
+        yield
+    if text.startswith("{"):
+        yield from source.blanks()
+        if (yield from source.json_value(told=True)):
+            source.end()
+            yield from source.one_of(*ends, closing=True)
+    elif (yield from source.one_of(*ends, closing=True)) or source.rest:    # else it is cut off
+        source.tell(Arguments, "{}")
+        source.end()
+
+
 def _head(source: Source) -> Generator[None, None, str | None]:
     """Up to the brace of the arguments, which is not taken; the name."""
     for key in ("{", '"name"', ":"):

@@ -1,5 +1,5 @@
 """Mistral: `[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`, since its version 11
-`[TOOL_CALLS]name[ARGS]{...}` for each call."""
+`[TOOL_CALLS]name[ARGS]{...}` for each call, where version 11 itself has `[CALL_ID]id` before `[ARGS]`."""
 from __future__ import annotations
 
 import secrets
@@ -11,7 +11,7 @@ from penstock.serve.parsers.formats.parameters import Schemas
 from penstock.serve.parsers.lark import Lark
 from penstock.serve.parsers.source import Reading, Source
 
-OPEN, ARGS = "[TOOL_CALLS]", "[ARGS]"
+OPEN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
 def read(source: Source) -> Reading:
@@ -32,13 +32,16 @@ def _list(source: Source) -> Generator[None, None, bool]:
 
 
 def _named(source: Source) -> Generator[None, None, bool]:
-    name, mark = yield from source.take(ARGS, "{")
+    name, mark = yield from source.take(ARGS, CALL_ID, "{")
+    given = ""
+    if mark == CALL_ID:
+        given, mark = yield from source.take(ARGS, "{")
     if not mark:
         return source.no_call()
     if mark == ARGS and not (yield from source.one_of("{")):
         return source.no_call()
     back = source.at - 1
-    if not source.begin(name.strip()):
+    if not source.begin(name.strip(), given.strip()):
         return False
     source.at = back
     if (yield from source.json_value(told=True)):
@@ -54,7 +57,8 @@ def call_id() -> str:
 def body(lark: Lark, tools: Schemas, many: bool) -> str:
     """What follows OPEN, in a grammar: with ARGS where that is a token."""
     if lark.is_token(ARGS):
-        call = lark.any_of(*(f"{lark.text(name)} {lark.mark(ARGS)} {lark.json(schema)}"
+        given = f"({lark.mark(CALL_ID)} {lark.call_id()})?" if lark.is_token(CALL_ID) else ""
+        call = lark.any_of(*(f"{lark.text(name)} {given} {lark.mark(ARGS)} {lark.json(schema)}"
                              for name, schema in tools.items()))
         return f"{call} ({lark.mark(OPEN)} {call})*" if many else call
     call = lark.any_of(*(object_rule(lark, *tool) for tool in tools.items()))
