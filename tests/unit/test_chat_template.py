@@ -292,6 +292,7 @@ def test_default_variables_of_a_template_give_way_to_a_request_s(tmp_path):
         text.close()
     with pytest.raises(ConfigError, match="messages is filled in for each request"):
         opened(str(given), messages=[])
+    (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="no chat template that reads them"):
         opened(None, thinks=True)
 
