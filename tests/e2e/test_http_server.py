@@ -204,6 +204,7 @@ def test_a_body_of_another_type_is_415_and_says_what_curl_does(shared, kind):
 
 def test_a_model_without_a_tokenizer_serves_ids(start):
     server = start(model="ids")
+    assert "no tokenizer.json in ids: prompts are taken as token ids" in server.log.read_text()
     got = server.post(prompt=[5, 6], max_tokens=2, return_token_ids=True, logprobs=1).json()
     assert got["choices"][0]["token_ids"] == [5, 6] and got["choices"][0]["text"] == ""
     assert got["choices"][0]["logprobs"]["tokens"] == ["token_id:5", "token_id:6"]

@@ -1,17 +1,30 @@
 """RoPE frequencies and rotation against transformers' modeling_rope_utils, at real sizes."""
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from dense_attend import Dense
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from penstock.config.base.errors import ConfigError
+from penstock.config.settings.cli import from_options
 from penstock.kernels.fused import layer
+from penstock.model import registry
 from penstock.model.rope import Rope, read_rope
 from penstock.model.weights.fields import Fields
+from penstock.model.weights.locate import files_of
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -128,3 +141,43 @@ def test_rope_that_is_not_supported_is_refused(params: dict[str, Any], message: 
 def test_odd_head_dim_is_refused() -> None:
     with pytest.raises(ConfigError, match="head_dim 63 must be even"):
         build({"rope_type": "default"}, head_dim=63)
+
+
+CLASSES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+           "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_yarn_by_flag_equals_transformers_with_the_same_config(family: str, tmp_path: Path) -> None:
+    """Logits of a prompt of twice the length that the model was trained for, which the flag stretches."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    config_class, model_class = CLASSES[family]
+    made = {"max_position_embeddings": 32, "rope_theta": 1e4, **shape}
+    torch.manual_seed(3)
+    theirs = model_class(config_class(
+        **made, rope_parameters={**scaling, "rope_theta": 1e4}, attn_implementation="eager")).eval()
+    for parameter in theirs.parameters():
+        parameter.normal_(0.0, 0.3)
+    ids_T = torch.randint(0, 64, (64,), generator=torch.Generator().manual_seed(4))
+
+    def ours(**flags: object) -> torch.Tensor:
+        (tmp_path / "config.json").write_text(json.dumps(
+            {"model_type": family, "architectures": [model_class.__name__], **made}))
+        config = files_of(from_options(str(tmp_path), {**flags, "load_format": "dummy"}).model).config
+        model = registry.build(config, dtype=torch.float32, linear=lambda weight_OI, bias_O: (
+            lambda x_TI: torch.nn.functional.linear(x_TI, weight_OI, bias_O)))
+        for name, tensor in theirs.state_dict().items():
+            model.load(name, tensor)
+        model.finish()
+        attend = Dense(model.attention, model.groups)
+        return torch.cat([model.logits(model.forward(ids_T[part], torch.arange(64)[part], attend))
+                          for part in (slice(40), slice(40, 64))])
+
+    expected_TV = theirs(ids_T[None]).logits[0]
+    torch.testing.assert_close(ours(rope_scaling=scaling), expected_TV, rtol=1e-4, atol=1e-4)
+    also_TV = ours(hf_overrides={"rope_scaling": scaling})
+    torch.testing.assert_close(also_TV, expected_TV, rtol=1e-4, atol=1e-4)
+    assert (ours() - expected_TV).abs().max() > 1e-2, "the scaling makes a difference"

@@ -17,7 +17,7 @@ import functools, os, signal, sys
 from penstock.serve.client import llm as library
 from penstock.serve.text.model_text import Text
 library.EngineClient = functools.partial(library.EngineClient, argv=[sys.executable, "-P", {str(FAKE)!r}])
-library.locate = lambda model, load_format: None
+library.files_of = lambda model: None
 library.open_text = lambda config, files: Text(None, None, (9,))
 
 def work():

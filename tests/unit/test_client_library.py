@@ -29,7 +29,7 @@ LONG = SamplingParams(max_tokens=None)
 @pytest.fixture(autouse=True)
 def fake_engine(monkeypatch):
     monkeypatch.setattr(library, "EngineClient", functools.partial(EngineClient, argv=ENGINE))
-    monkeypatch.setattr(library, "locate", lambda model, load_format: None)
+    monkeypatch.setattr(library, "files_of", lambda model: None)
     monkeypatch.setattr(library, "open_text", lambda config, files: Text(None, None, (9,)))
 
 

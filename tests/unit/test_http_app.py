@@ -17,6 +17,7 @@ from penstock.serve.http import page as http_page
 from penstock.serve.http.app import ADMIN_PATHS, Health, PeerView, build_app
 from penstock.serve.http.completions import OpenAI, as_api_error
 from penstock.serve.http.limits import Keys
+from penstock.serve.http.main import _Server
 from penstock.serve.http.page import FILES, VIEWERS_MAX
 from penstock.serve.metrics import Metrics
 from penstock.serve.text.model_text import Text
@@ -158,6 +159,21 @@ def test_largest_body_follows_the_context(context: int, size: int, status: int) 
                                      headers={"content-type": "application/json"})
             return answer.status_code
     assert asyncio.run(go()) == status
+
+
+def test_ready_line_names_kv_of_each_tier() -> None:
+    def line(**info: object) -> str:
+        told = {"kv_bytes_per_request": 1 << 20, "max_model_len": 1024, "hbm_bytes": 1 << 30,
+                "page_size": 16, **info}
+        member = SimpleNamespace(known=lambda name: int(told.get(name) or 0))
+        server = SimpleNamespace(
+            _listener=SimpleNamespace(getsockname=lambda: ("127.0.0.1", 1)), _tls=None,
+            _began=time.monotonic(),
+            _engine=SimpleNamespace(members=[member, member], ready=SimpleNamespace(info=told)))
+        return _Server._ready_line(server, "m")
+    assert "KV of 2,097,152 tokens in 2.00 GiB, started" in line(dram_pages=0, dram_bytes=0)
+    tiers = line(dram_pages=1000, dram_bytes=1 << 29, kv_storage="file:///kv")
+    assert "in 2.00 GiB, 32,000 tokens in 1.00 GiB of host memory, storage at file:///kv, started" in tiers
 
 
 def test_another_method_is_told_the_right_one() -> None:

@@ -193,6 +193,11 @@ def test_hub_id_that_is_not_cached_says_where_it_looked(hub: Path) -> None:
         assert "no such file or folder" in refusal(given)
 
 
+def test_a_bare_word_is_no_hub_id(hub: Path) -> None:
+    assert refusal("llama3") == ("model 'llama3': not a folder or a .gguf file here; hub ids look like "
+                                 "ORG/NAME")
+
+
 def test_a_folder_goes_before_a_hub_id(hub: Path, tmp_path: Path) -> None:
     folder(hub / "models--org--m" / "snapshots" / "a", "model.safetensors")
     folder(tmp_path / "org" / "m", "model.safetensors")

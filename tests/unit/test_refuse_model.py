@@ -16,6 +16,7 @@ ALL_BUT = {"sparse_top_k": 512, "sparse_dense_layers": ["0", "1", "2"]}
 
 # One row for every entry of OF_MODEL, in its order: a model, options refused for it, options at the edge.
 CASES: tuple[tuple[ModelFacts, dict[str, object], dict[str, object]], ...] = (
+    (replace(DENSE, context=512), {"max_model_len": 513}, {"max_model_len": 512}),
     (DENSE, {"dtype": "gguf"}, {"dtype": "bfloat16"}),
     (replace(LATENT, topk=0), {"sparse_top_k": 512}, {}),
     (LATENT, {"sparse_top_k": 512}, {"sparse_top_k": 16}),

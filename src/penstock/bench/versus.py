@@ -17,10 +17,10 @@ class Transformers:
         import torch
 
         from penstock.model.weights.checkpoint import open_checkpoint
-        from penstock.model.weights.locate import locate
+        from penstock.model.weights.locate import files_of
         torch.set_num_threads(config.device.threads or torch.get_num_threads())
         dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
-        checkpoint = open_checkpoint(locate(config.model.model))
+        checkpoint = open_checkpoint(files_of(config.model))
         settings = dict(checkpoint.config)
         kind = settings.pop("model_type")
         self._torch = torch

@@ -18,6 +18,7 @@ class ModelFacts:
     """What a model's files say of it.
 
     name, load_format   of `ModelFiles`              layers    all of them, whatever the stage
+    context             tokens of prompt and output that its files allow, stretched by a RoPE scaling
     topk                tokens that the model itself chooses for each query; 0: it reads all
     kv_heads            its KV is keys and values of KV heads, in one cache group; else latent rows
     heads               query heads
@@ -30,6 +31,7 @@ class ModelFacts:
     name: str
     load_format: str
     layers: int
+    context: int = 1 << 20
     topk: int = 0
     kv_heads: bool = True
     heads: int = 64
@@ -47,7 +49,7 @@ class ModelFacts:
 
 STATE_MAX = (1 << 20) - 1024    # of a frame of a pair's stream, `transfer.codec.PAYLOAD_MAX` at least
 WORDS = {"name": "NAME", "last": "N-1", **dict.fromkeys(        # in docs, without a model
-    ("layers", "topk", "heads", "experts", "vocab", "width", "state_bytes"), "N")}
+    ("layers", "context", "topk", "heads", "experts", "vocab", "width", "state_bytes"), "N")}
 
 
 def _dense(config: Config) -> set[int]:
@@ -66,6 +68,9 @@ def _other_layers(config: Config, model: ModelFacts) -> bool:
 _CHOOSES = "this model chooses {topk} tokens one by one in every layer: leave it out"
 
 OF_MODEL: tuple[Refusal[ModelFacts], ...] = (
+    Refusal(lambda c, m: (c.model.max_model_len or 0) > m.context, ("model.max_model_len",),
+            "this model's context is {context} tokens; --rope-scaling stretches it, with a JSON object that "
+            "docs/sparse.md shows"),
     Refusal(lambda c, m: c.model.dtype == "gguf" and m.load_format != "gguf", ("model.dtype",),
             "{name} is not a .gguf file: leave the flag out"),
     Refusal(lambda c, m: c.kv.sparse_top_k is not None and not m.topk and not m.kv_heads,

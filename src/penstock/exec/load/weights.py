@@ -21,9 +21,9 @@ from penstock.config.base import machine
 from penstock.config.base.errors import ConfigError
 from penstock.config.settings.refuse_model import ModelFacts, check_model
 from penstock.config.settings.tree import Config
-from penstock.exec.load.backends import backends_of, check_packable, keeps_scaled, packer
+from penstock.exec.load.backends import backends_of, check_packable, keeps_scaled, packer, selection_for
 from penstock.exec.load.layout import Caches
-from penstock.exec.load.sizing import show_size
+from penstock.exec.load.sizing import groups_of, show_size
 from penstock.exec.step.links import nodes_of, of_config
 from penstock.kernels import registry
 from penstock.kernels.fused import layer
@@ -34,10 +34,11 @@ from penstock.model import registry as families
 from penstock.model.base import Checkpoint, Lanes, Model, Stage
 from penstock.model.eagle3 import Eagle3, read_eagle
 from penstock.model.parts import ONE
+from penstock.model.source.overrides import Noted
 from penstock.model.weights import mxfp4
 from penstock.model.weights.checkpoint import open_checkpoint
 from penstock.model.weights.codes import PACKED, Packed, codes_bytes
-from penstock.model.weights.locate import ModelFiles, locate
+from penstock.model.weights.locate import ModelFiles, files_of, locate
 from penstock.model.weights.slots import LinearFactory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "gguf": torch.float32}
@@ -66,7 +67,7 @@ class Loaded:
 
 def outline(config: Config, log: Callable[[str], object]) -> Loaded:
     """The whole model without weights, for who plans for it and computes nothing. Raises ConfigError."""
-    files = locate(config.model.model, load_format=config.model.load_format)
+    files = files_of(config.model)
     checkpoint, pack, backends = _opened(config, files, log)
     dtype = dtype_of(config, files, checkpoint.config)
     parts = of_config(config, families.read_spec_of(checkpoint.config).num_layers)
@@ -96,9 +97,12 @@ def headers(config: Config, files: ModelFiles, *, scaled: bool = False) -> Check
 
 def facts_of(files: ModelFiles) -> ModelFacts:
     """What refusals ask of a model. Raises ConfigError: no model of a family that is known."""
-    spec = families.read_spec_of(files.config)
+    noted = Noted(files.config)
+    spec = families.read_spec_of(noted)
+    noted.check(files.overrides, files.own_config, files.name, inside=files.wrapper is not None)
     return ModelFacts(name=files.name, load_format=files.load_format, layers=spec.num_layers,
-                      kv_heads="paged_attention" in spec.attention.ops, **families.numbers_of(spec))
+                      context=spec.rope.max_position, kv_heads="paged_attention" in spec.attention.ops,
+                      **families.numbers_of(spec))
 
 
 def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype, stage: Stage | None = None) -> int:
@@ -172,7 +176,7 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object], lane
     the system. `log` is told how far it is every PROGRESS_S, as long as tensors come. beside: begins what
     goes on while they are read. Raises ConfigError."""
     started, rss_before, device = time.perf_counter(), _peak_rss(), config.device.device
-    files = locate(config.model.model, load_format=config.model.load_format)
+    files = files_of(config.model)
     name, load_format = files.name, files.load_format
     checkpoint, pack, backends = _opened(config, files, log)
     dtype = dtype_of(config, files, checkpoint.config)
@@ -188,6 +192,7 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object], lane
     whole = model if all_of_it else _whole(config, checkpoint, dtype, pack, eagle)
     digest = digest_of(checkpoint.config)
     need = weight_bytes(checkpoint, dtype, stage)
+    groups_of(whole, selection_for(config, whole), config.kv)       # what it refuses is refused by now
     _check_weights_fit(config, files, checkpoint, dtype, [stage])
     tensors: Iterable[tuple[str, Tensor | Packed]] = (
         families.dummy_tensors(checkpoint.config, config.model.seed or 0, model.wants, device=device,

@@ -24,7 +24,7 @@ from penstock.config.settings.tree import Config
 from penstock.core.settings import CoreConfig
 from penstock.exec.load.weights import digest_of
 from penstock.model.weights.checkpoint import weights_digest
-from penstock.model.weights.locate import locate
+from penstock.model.weights.locate import files_of
 from penstock.transfer.codec import FrameReader, Kinds, Sealer, connection_keys
 from penstock.transfer.streams import LinkSettings, Stream, read_certificate, secure
 
@@ -170,7 +170,7 @@ def settings_of(config: Config) -> LinkSettings:
 
 def weights_of(config: Config) -> str:
     """What tells other weights apart, without reading all of them. Raises ConfigError."""
-    files = locate(config.model.model, load_format=config.model.load_format)
+    files = files_of(config.model)
     return f"{digest_of(files.config)[:8]}-" + (
         "random" if files.load_format == "dummy" else weights_digest(files, sampled=True)[:16])
 
@@ -295,7 +295,8 @@ def pump(sock: socket.socket, link: NodeLink, channel: int) -> None:
 
 def differences(ours: Config, theirs: Config) -> str:
     """What another node has been told otherwise, of what is the same on all; "" where nothing is."""
-    own = {"model": ("model", "tokenizer", "served_model_name", "chat_template", "seed"),
+    own = {"model": ("model", "tokenizer", "served_model_name", "chat_template",
+                     "default_chat_template_kwargs", "download_dir", "seed"),
            "device": ("threads",)}
     found = []
     for section in ("model", "kv", "schedule", "device"):

@@ -41,7 +41,7 @@ from penstock.memory.lateness import Lateness
 from penstock.memory.pinned import NotPinned
 from penstock.memory.storage import HostPages
 from penstock.model.weights.checkpoint import weights_digest
-from penstock.model.weights.locate import locate
+from penstock.model.weights.locate import files_of, locate
 from penstock.transfer.pages import PageBytes, PoolPages
 
 # Tokens of a step on a GPU. Over 8,192 a layer of 36 MiB is 0.5 ms of arithmetic on an H200, about as long as
@@ -170,7 +170,7 @@ def kinds_of(caches: Caches, dtype: torch.dtype) -> dict[str, str]:
 def kv_identity(config: Config, loaded: Loaded, selection: Selection | None,
                 caches: Caches) -> dict[str, str]:
     """What two engines must have in common for one to go on from the other's KV, in words."""
-    files = locate(config.model.model, load_format=config.model.load_format)
+    files = files_of(config.model)
     seed = config.model.seed or 0
     rope = {name: files.config[name] for name in ROPE if name in files.config}
     weights = f"dummy {seed}" if loaded.load_format == "dummy" else weights_digest(files)

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from penstock.config.base.errors import ConfigError, show
 from penstock.config.base.paths import hub_cache_dir
+from penstock.config.settings.tree import ModelConfig
 from penstock.model.demo import DEMO_NAME, fetch_demo
+from penstock.model.source.overrides import overridden, overrides_of
 from penstock.model.weights.files import read_json_object, read_text
 from penstock.model.weights.fp8 import read_blocks
 from penstock.model.weights.gguf_config import check_config, gguf_eos_ids, read_gguf_config
@@ -43,6 +45,7 @@ class ModelFiles:
     safetensors: tuple[Path, ...] = ()
     index: Path | None = None            # of the shards, when there are several
     tokenizer: Path | None = None        # tokenizer.json or a .gguf file
+    overrides: Mapping[str, Any] = field(default_factory=dict)      # of fields of config.json
 
     @cached_property
     def gguf_header(self) -> GGUFHeader:
@@ -50,9 +53,20 @@ class ModelFiles:
         assert self.gguf is not None
         return read_gguf_header(self.gguf)
 
-    @property
+    @cached_property
     def config(self) -> dict[str, Any]:
-        """config.json, of a wrapper its text's, or the GGUF's metadata in the same terms; checked. Raises
+        """`own_config` with what overrides it; checked. Raises ConfigError."""
+        path = str(self.gguf or self.folder / "config.json")
+        config = overridden(self.own_config, self.overrides, inside=self.wrapper is not None)
+        if self.gguf is None or self.overrides:
+            check_config(config, path)
+        if self.gguf is None:
+            self._check_quantised(config)
+        return config
+
+    @property
+    def own_config(self) -> dict[str, Any]:
+        """config.json, of a wrapper its text's, or the GGUF's metadata in the same terms. Raises
         ConfigError."""
         return self._unwrapped[0]
 
@@ -70,10 +84,7 @@ class ModelFiles:
             raise ConfigError(f"{self.folder}: there is no config.json")
         given = read_json_object(path, _SMALL_BYTES)
         inside = is_wrapper(given)
-        config, wrapper = unwrap(given, str(path), self._has_head() if inside else None)
-        check_config(config, str(path))
-        self._check_quantised(config)
-        return config, wrapper
+        return unwrap(given, str(path), self._has_head() if inside else None)
 
     def _has_head(self) -> bool | None:
         """Whether the files hold a head; None where there are none."""
@@ -134,6 +145,11 @@ class ModelFiles:
                                       "expected a token id or a list of them")
                 return tuple(dict.fromkeys(ids))
         return ()
+
+
+def files_of(model: ModelConfig) -> ModelFiles:
+    """The files that a config names, with what overrides them. Raises ConfigError."""
+    return replace(locate(model.model, load_format=model.load_format), overrides=overrides_of(model))
 
 
 def locate(model: str, *, load_format: str = "auto") -> ModelFiles:
@@ -249,6 +265,9 @@ def hub_snapshot(model: str) -> Path:
     cache = hub_cache_dir()
     repo = cache / ("models--" + model.replace("/", "--"))
     snapshots = repo / "snapshots"
+    if not snapshots.is_dir() and "/" not in model:
+        raise ConfigError(f"model {show(model)}: not a folder or a .gguf file here; hub ids look like "
+                          "ORG/NAME")
     if not snapshots.is_dir():
         raise ConfigError(f"model {show(model)}: no such folder here, and no such model in the hub cache "
                           f"{cache}. penstock does not download from the hub: run `hf download {model}` "

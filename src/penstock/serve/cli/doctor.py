@@ -105,7 +105,7 @@ def _model(config: Config | None) -> Iterator[Finding]:
     from penstock.exec.load.weights import facts_of, headers
     from penstock.model.demo import DEMO_NAME
     from penstock.model.weights.codes import PACKED
-    from penstock.model.weights.locate import locate
+    from penstock.model.weights.locate import files_of
 
     there = _demo_is_here()
     yield Finding("model", "cache", str(cache_dir()))
@@ -116,7 +116,7 @@ def _model(config: Config | None) -> Iterator[Finding]:
     if config is None or (config.model.model == "demo" and not there):
         return
     try:
-        files = locate(config.model.model, load_format=config.model.load_format)
+        files = files_of(config.model)
         if config.model.model != "demo":
             kind = ", ".join(map(str, files.config.get("architectures") or ["unknown architecture"]))
             yield Finding("model", files.name, f"{files.load_format}, {kind}, {files.folder}")
@@ -148,13 +148,13 @@ def _ranks(config: Config | None) -> Iterator[Finding]:
     from penstock.exec.load.weights import dtype_of, facts_of, headers, weight_bytes
     from penstock.exec.step.links import of_config
     from penstock.model.registry import build
-    from penstock.model.weights.locate import locate
+    from penstock.model.weights.locate import files_of
 
     if config is None or config.device.num_ranks == 1 or (
             config.model.model == "demo" and not _demo_is_here()):
         return
     try:
-        files = locate(config.model.model, load_format=config.model.load_format)
+        files = files_of(config.model)
         check_model(config, facts_of(files))
         checkpoint = headers(config, files)
         if config.model.dtype == "auto":        # ranks of several run on a CPU

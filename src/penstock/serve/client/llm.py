@@ -23,7 +23,7 @@ from penstock.config.request.params import SamplingParams
 from penstock.config.settings.cli import from_options
 from penstock.config.settings.resolve import resolve
 from penstock.config.settings.tree import SERVE_ONLY, Config
-from penstock.model.weights.locate import locate
+from penstock.model.weights.locate import files_of
 from penstock.serve.client.client import EngineClient, checked_limits
 from penstock.serve.client.generate import Ended, Generation, Piece
 from penstock.serve.client.outputs import (
@@ -69,7 +69,7 @@ class AsyncLLM:
         model = self.config.model
         # On threads: the demo may be fetched, a large tokenizer takes a second to read, and the
         # loop has other users.
-        files = await asyncio.to_thread(locate, model.model, load_format=model.load_format)
+        files = await asyncio.to_thread(files_of, model)
         starting = asyncio.create_task(self._client.start())
         try:
             self._text = await asyncio.to_thread(open_text, self.config, files)

@@ -4,7 +4,7 @@ from __future__ import annotations
 from penstock.config.base.errors import ConfigError
 from penstock.config.settings.tree import Config
 from penstock.exec.sampling.grammar import BadGrammar, Vocabulary, switched_off
-from penstock.model.weights.locate import locate
+from penstock.model.weights.locate import files_of
 from penstock.serve.text.tokenizer import Tokenizer, open_tokenizer
 
 
@@ -15,7 +15,7 @@ def vocabulary_of(config: Config) -> Vocabulary | None:
     if model.grammar_backend == "none":
         return switched_off()
     try:
-        found = open_tokenizer(locate(model.model, load_format=model.load_format), model.tokenizer)
+        found = open_tokenizer(files_of(model), model.tokenizer)
     except ConfigError as e:
         raise BadGrammar(str(e)) from None
     return None if found is None else of_tokenizer(found)

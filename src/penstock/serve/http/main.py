@@ -28,7 +28,7 @@ from penstock.config.base.storage_url import parse_storage
 from penstock.config.settings.pairkey import read_secret
 from penstock.config.settings.tree import Config, KVConfig, ServerConfig
 from penstock.memory.stores.secret import secret_of
-from penstock.model.weights.locate import ModelFiles, locate
+from penstock.model.weights.locate import ModelFiles, files_of
 from penstock.serve import collector
 from penstock.serve.client.client import EngineDied
 from penstock.serve.client.engines import Engines
@@ -67,7 +67,7 @@ def run(config: Config | None, args: argparse.Namespace) -> int:
     secret = _secret(config.kv)
     keys = load_keys(config.server, secret)
     with bind(config.server) as listener:
-        files = locate(config.model.model, load_format=config.model.load_format)
+        files = files_of(config.model)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_Server(config, files, keys, listener, secret, tls).serve())
 
@@ -203,6 +203,9 @@ class _Server:
 
     def _open_text(self) -> Text:
         text = open_text(self._config, self._files)
+        if text.tokenizer is None:
+            log.warning("no tokenizer.json in %s: prompts are taken as token ids, answers given as such; "
+                        "--tokenizer names another", self._files.folder)
         if text.tokenizer is not None:
             self._encoder = Encoder(text.tokenizer)
             self._encoder.check()
@@ -311,6 +314,12 @@ class _Server:
             whole, longest = (members[0].known(name) for name in ("kv_bytes_per_request", "max_model_len"))
             tokens = int(size / whole * longest)
             parts.append(f"KV of {tokens:,} tokens in {size / (1 << 30):.2f} GiB")
+            host = sum(m.known("dram_pages") * m.known("page_size") for m in members)
+            if host:
+                room = sum(m.known("dram_bytes") for m in members) / (1 << 30)
+                parts.append(f"{host:,} tokens in {room:.2f} GiB of host memory")
+            if stored := self._engine.ready.info.get("kv_storage"):
+                parts.append(f"storage at {stored}")
         parts.append(f"started in {time.monotonic() - self._began:.1f} s")
         scheme = "http" if self._tls is None else "https"
         return f"penstock: ready on {scheme}://{shown}:{port} ({', '.join(parts)})"
