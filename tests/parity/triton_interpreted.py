@@ -80,6 +80,7 @@ def attention() -> None:
 
 def chunks() -> None:
     """A chunk's rows into pages that are NaN elsewhere."""
+    from penstock.kernels.attention import hidden
     from penstock.kernels.attention.paged_attention import triton_decode
 
     for dtype, (heads, dim), size in product(DTYPES, ((2, 20), (3, 16)), (3, 16)):
@@ -89,6 +90,12 @@ def chunks() -> None:
         triton_decode.write_kv(new[:, :heads], new[:, heads:], k, v, pages[at // size].long()[:, None], None,
                                at % size)
         assert pool[:, 0].isnan().all() and int(pool.isfinite().sum()) == new.numel()
+        # A value that is not finite is stored as zeros, and its key is what marks it; nothing else changes.
+        new[3, heads, 5], new[20, 2 * heads - 1, 0], new[21, 0, 2] = float("nan"), float("-inf"), float("inf")
+        at_T = pages[at // size].long(), at % size
+        triton_decode.write_kv(new[:, :heads], new[:, heads:], k, v, at_T[0][:, None], None, at_T[1])
+        for part, want in zip((k, v), hidden.marked(new[:, :heads], new[:, heads:]), strict=True):
+            assert torch.equal(part[at_T[0], :, at_T[1]].nan_to_num(7.0), want.nan_to_num(7.0))
 
 
 def gather() -> None:

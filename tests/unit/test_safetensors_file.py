@@ -202,6 +202,14 @@ def test_weights_that_are_not_finite(tmp_path: Path, value: float, dtype: torch.
         list(open_checkpoint(locate(str(tmp_path))).tensors())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_finite_weights_whose_sum_overflows_are_not_called_nan(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensor = torch.full((32, 8), 3e38).to(dtype)
+    model(tmp_path, model={"a": tensor})
+    [(name, read)] = open_checkpoint(locate(str(tmp_path))).tensors()
+    assert name == "a" and torch.equal(read, tensor)
+
+
 def test_tensors_are_read_one_at_a_time(tmp_path: Path) -> None:
     import gc
     import weakref

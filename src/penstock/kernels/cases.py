@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -77,6 +78,13 @@ FORMATS = (("float32", torch.float32, torch.float32),
            ("float32 over bfloat16", torch.float32, torch.bfloat16),
            ("float32 over fp8", torch.float32, torch.uint8), ("bfloat16", torch.bfloat16, torch.bfloat16),
            ("bfloat16 over fp8", torch.bfloat16, torch.uint8))
+
+
+def unseen(shape: Sequence[int], dtype: torch.dtype, device: str = "cpu") -> Tensor:
+    """What nobody may look at: NaN, infinity and minus infinity by turns."""
+    turns = torch.tensor([float("nan"), float("inf"), float("-inf")], dtype=dtype, device=device)
+    num = math.prod(shape)
+    return turns.repeat(num // 3 + 1)[:num].view(*shape)
 
 
 def cases_of(op: Op[Any], device: str = "cpu") -> list[Case]:

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from penstock.kernels.attention.chunk_attention import cuda, fused, matmul, reference
+from penstock.kernels.attention.chunk_attention.sound import sound
 from penstock.kernels.op import DEVICES, Implementation, Op
 
 __all__ = ["OP", "ChunkAttention"]
@@ -30,7 +31,7 @@ class ChunkAttention(Protocol):
 
 OP: Op[ChunkAttention] = Op("chunk_attention", (
     Implementation("cuda", cuda.chunk_attention, cuda.probe, ("cuda",)),
-    Implementation("fused", fused.chunk_attention, fused.probe),
-    Implementation("matmul", matmul.chunk_attention, "torch's matrix products", DEVICES),
+    Implementation("fused", sound(fused.chunk_attention), fused.probe),
+    Implementation("matmul", sound(matmul.chunk_attention), "torch's matrix products", DEVICES),
     Implementation("reference", reference.chunk_attention, "one query and head at a time", DEVICES),
 ))

@@ -1,4 +1,5 @@
-"""Inputs of chunk_attention: one query and many, grouped heads, keys as views of pages."""
+"""Inputs of chunk_attention: one query and many, grouped heads, keys as views of pages; keys and values that
+are not finite behind a query."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -19,6 +20,9 @@ def cases(device: str = "cpu") -> Iterator[Case]:
     for name, dtype in DTYPES:
         for shape in _SHAPES:
             yield Case(f"{name}-{shape}", partial(_run, dtype, shape, device), TOLERANCE[dtype])
+        for fault, (key, value) in _FAULTS.items():
+            yield Case(f"{name}-hidden {fault}", partial(_hidden, dtype, key, value, device),
+                       TOLERANCE[dtype])
 
 
 def _inputs(dtype: torch.dtype, shape: tuple[int, int | None, int, int, int],
@@ -36,6 +40,21 @@ def _run(dtype: torch.dtype, shape: tuple[int, int | None, int, int, int], devic
     q, k, v = _inputs(dtype, shape, device)
     out, lse = attend(q, k, v, causal=shape[1] is None, scale=shape[-1] ** -0.5)
     return torch.cat((out.float(), lse[..., None]), -1)
+
+
+# What a token has that earlier ones do not see: in its keys, in its values.
+_FAULTS = {"NaN key": (float("nan"), 0.0), "infinite key": (float("inf"), 0.0),
+           "NaN value": (0.0, float("nan")), "infinite value": (0.0, float("inf"))}
+
+
+def _hidden(dtype: torch.dtype, key: float, value: float, device: str, attend: ChunkAttention) -> Tensor:
+    """What the queries get that come before it, and 1 if each later one is not finite where it must show."""
+    q, k, v = _inputs(dtype, (70, None, 6, 3, 64), device)
+    k[41, :, 5] += key
+    v[41, :, 5] += value
+    out, lse = attend(q, k, v, causal=True, scale=0.125)
+    shows = key == float("inf") or bool((~out[41:].isfinite()).flatten(1).any(1).all())
+    return torch.cat((out[:41].float(), lse[:41, :, None], torch.full_like(lse[:41, :, None], shows)), -1)
 
 
 def workloads() -> Iterator[Workload]:

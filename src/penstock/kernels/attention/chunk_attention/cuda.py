@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.kernels.attention import hidden
 from penstock.kernels.attention.chunk_attention import matmul
 from penstock.kernels.attention.paged_attention import flash
 from penstock.kernels.op import Unusable
@@ -25,6 +26,8 @@ def probe(platform: Platform) -> str:
 def chunk_attention(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, *, causal: bool,
                     scale: float) -> tuple[Tensor, Tensor]:
     heads, dim = q_TNH.shape[1:]
+    if causal:
+        k_SKH, v_SKH = hidden.marked(k_SKH, v_SKH)
     if q_TNH.dtype not in flash.TYPES or dim % 8 or dim > flash.DIM_MAX:
         return matmul.chunk_attention(q_TNH, k_SKH, v_SKH, causal=causal, scale=scale)
     if flash.ready(heads, k_SKH.shape[1], dim, q_TNH.dtype):

@@ -1,4 +1,6 @@
-"""Inputs of latent_attention: few and many rows in scattered slots. Whatever no slot names is NaN."""
+"""Inputs of latent_attention: few and many rows in scattered slots.
+
+Whatever no slot names is NaN or infinite."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -8,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention.latent_attention import LatentAttention
-from penstock.kernels.cases import FORMATS, TOLERANCE, Case, Workload
+from penstock.kernels.cases import FORMATS, TOLERANCE, Case, Workload, unseen
 from penstock.kernels.types import fp8
 
 # name: rows that each query chose
@@ -44,7 +46,7 @@ def make(dtype: torch.dtype, kept: torch.dtype, counts: tuple[int, ...], shape: 
     generator = torch.Generator().manual_seed(sum(counts) + dim)
     most = max(counts)
     held = torch.randperm(3 * most + size, generator=generator)[:2 * most]
-    pool = torch.full((-(-(3 * most + size) // size), 2, size, dim), float("nan"), dtype=dtype)
+    pool = unseen((-(-(3 * most + size) // size), 2, size, dim), dtype)
     pool[held // size, 1, held % size] = torch.randn(len(held), dim, generator=generator).to(dtype)
     slot = torch.full((len(counts), most + 1), -1, dtype=torch.int32)
     for b, count in enumerate(counts):

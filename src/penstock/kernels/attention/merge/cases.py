@@ -1,4 +1,5 @@
-"""Inputs of merge: one part and several, parts without keys whose output is NaN, huge differences."""
+"""Inputs of merge: one part and several, huge differences, parts without keys whose output
+is NaN or infinite."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention.merge import Merge
-from penstock.kernels.cases import DTYPES, TOLERANCE, Case, Workload
+from penstock.kernels.cases import DTYPES, TOLERANCE, Case, Workload, unseen
 
 
 def cases(device: str = "cpu") -> Iterator[Case]:
@@ -23,7 +24,7 @@ def _run(dtype: torch.dtype, shape: tuple[int, ...], device: str, merge: Merge) 
     lse = torch.randn(shape[:3], generator=generator) * 30
     empty = torch.rand(shape[:3], generator=generator) < 0.2
     lse[empty] = float("-inf")
-    out[empty] = float("nan")
+    out[empty] = unseen(out.shape, dtype)[empty]
     merged, total = merge(out.to(device), lse.to(device))
     return torch.cat((merged.float(), total.clamp_min(-1e4)[..., None]), -1)
 

@@ -44,6 +44,8 @@ def prepare(layout: Ragged, spec: AttentionSpec, *, backend: str) -> Prepared:
     sinks_N     f32, dense; given where the spec has `sinks`
     Reads       only slots that hold tokens of the row, of pages that a query of it sees some of: a NaN
                 anywhere else stays there, and entries of the table before that are not looked at.
+                A query's result depends on what it sees alone, be the rest NaN or infinite; on a CUDA device
+                values that are not finite are never in a page, see `write_kv`.
                 Writes nothing. The new tokens' k and v are written before (`write_kv`).
     Exact       rows do not influence each other, up to rounding.
     Raises      KernelError for a backend that does not exist.
@@ -55,7 +57,8 @@ def prepare(layout: Ragged, spec: AttentionSpec, *, backend: str) -> Prepared:
 
 def write_kv(k_TKH: Tensor, v_TKH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor, page_T: Tensor,
              offset_T: Tensor) -> None:
-    """Write each new token's k and v into its slot of one layer's pools.
+    """Write each new token's k and v into its slot of one layer's pools. On a CUDA device a value that is not
+    finite becomes zeros, and its key NaN.
 
     k_TKH, v_TKH        dtype of the pools, any strides; on a CUDA device the same ones, dense in H
     page_T, offset_T    `Ragged.page_T`, `Ragged.offset_T`; no slot twice

@@ -16,6 +16,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from penstock.kernels.attention import hidden
 from penstock.kernels.attention.paged_attention import AttentionSpec, Prepare
 from penstock.kernels.cases import TOLERANCE, Case, Workload
 from penstock.kernels.types.ragged import Ragged
@@ -62,6 +63,9 @@ def cases(device: str) -> Iterator[Case]:
                 yield Case(f"{name}-{step}-{heads}-pages of {page_size}-scores {scores}",
                            partial(_run, device, dtype, rows, heads, page_size, True, scores),
                            TOLERANCE[dtype])
+        for scores in (_PLAIN, *_SCORES[:1], *_SCORES[4:]):
+            yield Case(f"{name}-hidden faults-scores {scores}", partial(_hidden, device, dtype, scores),
+                       TOLERANCE[dtype])
         rows = ((1, 1500), (1, 20), (300, 1400), (5, 1037))
         yield Case(f"{name}-long windows", partial(_run, device, dtype, rows, (3, 3, 64), 16, True,
                                                    (512, 0.0, True, 0)), TOLERANCE[dtype])
@@ -144,6 +148,37 @@ def _run(device: str, dtype: torch.dtype, rows: tuple[tuple[int, int], ...],
     inputs = make(dtype, rows, heads, page_size, scattered, device, scores)
     attend = prepare(inputs.layout, inputs.spec)
     return attend(inputs.q_TNH, inputs.k_PKGH, inputs.v_PKGH, inputs.sinks_N)
+
+
+# What is put where a query may not look: of a key, of a value; and whether who sees it cannot miss it.
+FAULTS = ((float("nan"), 0.0, True), (float("inf"), 0.0, False), (0.0, float("nan"), True),
+          (0.0, float("-inf"), True), (3e38, 0.0, False))
+
+
+def _hidden(device: str, dtype: torch.dtype, scores: Scores, prepare: Prepare) -> tuple[Tensor, Tensor]:
+    """A chunk for each fault, and a decode: what queries get that do not see it, and 1 of each other one
+    whose result is not finite, where its fault is one that it cannot miss."""
+    rows = (*((37, 37 + 5 * i) for i in range(len(FAULTS))), (1, 50))
+    inputs = make(dtype, rows, (2, 3, 32), 16, True, device, scores)
+    layout, spec = inputs.layout, inputs.spec
+    sound, missed = (torch.ones(layout.query_start[-1], dtype=torch.bool) for _ in range(2))
+    for i, (key, value, shows) in enumerate(FAULTS):
+        first, end, context = *layout.query_start[i:i + 2], layout.context[i]
+        bad = context - 14                      # queries before it, some behind that a window is past
+        positions = range(context - (end - first), context)
+        sound[first:end] = torch.tensor([not spec.first_seen(p) <= bad <= p for p in positions])
+        missed[first:end] = ~sound[first:end] & shows
+        at = int(layout.pages_RM[layout.rows[i], bad // 16]), slice(None), bad % 16, 3
+        for part, number in ((inputs.k_PKGH, key), (inputs.v_PKGH, value)):
+            if number:
+                part[at] = number
+    missed[-1] = False
+    k_PKGH, v_PKGH = inputs.k_PKGH, inputs.v_PKGH
+    if device != "cpu":                         # as `write_kv` stores them
+        k_PKGH, v_PKGH = hidden.marked(k_PKGH, v_PKGH)
+    out_TNH = prepare(layout, spec)(inputs.q_TNH, k_PKGH, v_PKGH, inputs.sinks_N)
+    missed &= out_TNH.isfinite().flatten(1).all(1).cpu()
+    return out_TNH.where(sound.to(device)[:, None, None], 0), 1 - missed.float()
 
 
 def workloads() -> Iterator[Workload]:

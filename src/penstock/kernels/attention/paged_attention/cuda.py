@@ -14,7 +14,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.attention.paged_attention import flash
@@ -177,10 +176,7 @@ class _Masked:
             seen_CS.triu_(keys - count - spec.window + 1)
         if spec.first:
             seen_CS[alone:, 0] = False
-        if not (spec.softcap or spec.sinks):
-            out = F.scaled_dot_product_attention(q_CNH.transpose(0, 1)[None], k_KSH[None], v_KSH[None],
-                                                 attn_mask=seen_CS, scale=spec.scale, enable_gqa=True)
-            return out[0].transpose(0, 1)
+        # Not by torch's fused attention, which adds a mask: NaN plus minus infinity is NaN.
         q_KgCH = q_CNH.view(count, spec.num_kv_heads, spec.group, -1).permute(1, 2, 0, 3)
         score_KgCS = torch.matmul(q_KgCH, k_KSH.transpose(1, 2)[:, None]).float() * spec.scale
         if spec.softcap:

@@ -23,6 +23,7 @@ from penstock.kernels.attention.paged_attention.spec import (
     Part,
     Prepared,
     Row,
+    Sound,
     compose,
     rows_of,
 )
@@ -64,7 +65,8 @@ def prepare(layout: Ragged, spec: AttentionSpec) -> Prepared:
     parts: list[Part] = [(few, Decodes(few, spec, layout))] if few else []
     for row in rows:
         if row.count > _QUERIES_MAX:
-            parts.append(([row], (tiled.Chunk if tiled.takes(row, spec) else sdpa.Chunk)(row, spec, layout)))
+            chunk = tiled.Chunk if tiled.takes(row, spec) else sdpa.Chunk
+            parts.append(([row], Sound(chunk, row, spec, layout)))
     return compose(parts, layout)
 
 

@@ -18,6 +18,7 @@ from penstock.kernels.attention.paged_attention.spec import (
     Part,
     Prepared,
     Row,
+    Sound,
     begin_of,
     beside_sinks,
     compose,
@@ -43,7 +44,7 @@ def probe(platform: Platform) -> str:
 def prepare(layout: Ragged, spec: AttentionSpec) -> Prepared:
     rows = rows_of(layout)
     singly = [row for row in rows if row.count == 1 and spec.plain]
-    parts: list[Part] = [([row], Chunk(row, spec, layout)) for row in rows if row not in singly]
+    parts: list[Part] = [([row], Sound(Chunk, row, spec, layout)) for row in rows if row not in singly]
     for bucket in _buckets(singly, spec):
         parts.append((bucket, _Single(bucket[0], spec, layout) if len(bucket) == 1
                       else _Batch(bucket, spec, layout)))
@@ -138,7 +139,8 @@ class Chunk:
     that its first query sees.
 
     bf16 goes through the fused kernel where the CPU has tiles for it, through matmuls where it multiplies
-    bf16 otherwise, and is converted to f32 elsewhere. Capped scores are f32, through matmuls.
+    bf16 otherwise, and is converted to f32 elsewhere. Capped scores are f32, through matmuls. A key or value
+    that is not finite reaches queries that do not see it: `Sound` is what keeps it from them.
     """
 
     def __init__(self, row: Row, spec: AttentionSpec, layout: Ragged) -> None:
@@ -153,11 +155,11 @@ class Chunk:
         width = min(self._length, block + spec.window - 1) if spec.window else self._length
         self._dtype = spec.dtype if bf16 else torch.float32
         # Aligned at the lower right corner: every block and its keys is a view of this one mask.
-        self._mask = torch.zeros(block, width, dtype=self._dtype)
-        self._mask[:, width - block:] = torch.full(
-            (block, block), float("-inf"), dtype=self._dtype).triu_(1)
+        self._hides = torch.ones(block, width, dtype=torch.bool).triu_(width - block + 1)
         if spec.window:
-            self._mask += torch.full_like(self._mask, float("-inf")).tril_(width - block - spec.window)
+            self._hides |= torch.ones_like(self._hides).tril_(width - block - spec.window)
+        if not products:                        # the fused kernel adds it
+            self._hides = torch.zeros(block, width, dtype=self._dtype).masked_fill_(self._hides, -torch.inf)
         self._run = self._matmuls if products else self._fused
         self._unused = torch.empty((), dtype=self._dtype)
 
@@ -172,10 +174,10 @@ class Chunk:
             end = min(start + self._block, self._count)
             visible = self._length - self._count + end
             first = spec.first_seen(visible - (end - start))
-            mask = self._mask[start - end:, first - visible:]
+            mask = self._hides[start - end:, first - visible:]
             if spec.first and not first:        # the first token's own query is in this block
                 mask = mask.clone()
-                mask[1:, 0] = float("-inf")
+                mask[1:, 0] = True if mask.dtype == torch.bool else -torch.inf
             self._run(q_CKgH[start:end], k_KSH[:, first:visible], v_KSH[:, first:visible], mask,
                       out_CKgH[start:end])
         return out_TNH
@@ -205,7 +207,7 @@ class Chunk:
             scores_KcE.div_(self._spec.softcap).tanh_().mul_(self._spec.softcap)
         scores_KCgE = scores_KcE.view(-1, queries, group, mask_CE.shape[1])
         hides = 0 if self._spec.window else -queries
-        scores_KCgE[..., hides:] += mask_CE[:, None, hides:]
+        scores_KCgE[..., hides:].masked_fill_(mask_CE[:, None, hides:], -torch.inf)
         out_KcH = torch.bmm(torch.softmax(scores_KcE, -1), v_KEH)
         out_KCgH = out_KcH.view(-1, queries, group, out_KcH.shape[2])
         if self._sinks_N is not None:

@@ -1,13 +1,14 @@
 """What stays the same from step to step about a layer's attention, and the geometry of one row."""
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from penstock.kernels.attention import hidden
 from penstock.kernels.types.ragged import Ragged, on_device
 
 
@@ -107,6 +108,36 @@ def compose(parts: Sequence[Part], layout: Ragged) -> Prepared:
             out_TNH[at] = part(q_TNH[at], k_PKGH, v_PKGH, sinks_N)
         return out_TNH
     return attend
+
+
+class Sound:
+    """A chunk of one row, by a kernel that lets what a query does not see reach its result: where that is not
+    finite it is computed again with zeros in place of the bad keys and values, see `attention.hidden`."""
+
+    def __init__(self, make: Callable[[Row, AttentionSpec, Ragged], Prepared], row: Row, spec: AttentionSpec,
+                 layout: Ragged) -> None:
+        self._make, self._row, self._spec, self._layout = make, row, spec, layout
+        self._run = make(row, spec, layout)
+
+    def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor,
+                 sinks_N: Tensor | None = None) -> Tensor:
+        out_TNH = self._run(q_TNH, k_PKGH, v_PKGH, sinks_N)
+        return out_TNH if hidden.is_finite(out_TNH) else self._again(q_TNH, k_PKGH, v_PKGH, sinks_N)
+
+    def _again(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor, sinks_N: Tensor | None) -> Tensor:
+        """Over a copy of the row's pages. What sound queries get has the same bits as beside a sound key."""
+        row, spec, layout = self._row, self._spec, self._layout
+        begin, size = begin_of(row, spec, layout), layout.page_size
+        pages_n = pages_of(row, layout, begin).long()
+        k_nKGH, v_nKGH, bad_nKG = hidden.split(k_PKGH[pages_n], v_PKGH[pages_n])
+        table_1M = torch.full((1, -(-row.context // size)), -1, dtype=torch.int32)
+        table_1M[0, begin // size:] = torch.arange(len(pages_n))
+        run = self._make(replace(row, index=0), spec, replace(layout, pages_RM=table_1M))
+        out_TNH = run(q_TNH, k_nKGH, v_nKGH, sinks_N)
+        end_T = torch.arange(row.context - row.count + 1, row.context + 1) - begin
+        first_T = torch.tensor([spec.first_seen(int(end) + begin - 1) - begin for end in end_T])
+        bad_SK = bad_nKG.transpose(1, 2).flatten(0, 1)
+        return hidden.spoil(out_TNH, hidden.seen(bad_SK, first_T, end_T))
 
 
 def _tokens(rows: Sequence[Row], device: torch.device) -> slice | Tensor:

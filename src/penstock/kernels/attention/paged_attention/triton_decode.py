@@ -173,7 +173,8 @@ def decode(q_BNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor, table_RP: Tensor, row_
 def write_rows(k_new, v_new, k, v, table, row_T, position_T, new_token, new_head, kv_page, kv_head,
                kv_token, table_row, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, DIM: tl.constexpr,
                DIM_PAD: tl.constexpr, PAGE: tl.constexpr):
-    """One new token's k and v into its slot; none for a negative position."""
+    """One new token's k and v into its slot; none for a negative position. A value that is not finite is
+    stored as zeros, and its key as NaN: see `attention.hidden`."""
     follow()
     t = tl.program_id(0)
     position = tl.load(position_T + t)
@@ -185,13 +186,19 @@ def write_rows(k_new, v_new, k, v, table, row_T, position_T, new_token, new_head
         own = (head < HEADS) & (d < DIM)
         at = page * kv_page + head * kv_head + (position % PAGE) * kv_token + d
         src = t.to(tl.int64) * new_token + head * new_head + d
-        tl.store(k + at, tl.load(k_new + src, mask=own), mask=own)
-        tl.store(v + at, tl.load(v_new + src, mask=own), mask=own)
+        x = tl.load(v_new + src, mask=own, other=0.0)
+        faults = tl.where(tl.abs(x.to(tl.float32)) < float("inf"), 0, 1)
+        bad = tl.max(faults, 1)[:, None] > 0
+        key = tl.load(k_new + src, mask=own, other=0.0)
+        tl.store(k + at, tl.where(bad, float("nan"), key.to(tl.float32)).to(k.dtype.element_ty), mask=own)
+        tl.store(v + at, tl.where(bad, 0.0, x.to(tl.float32)).to(v.dtype.element_ty), mask=own)
 
 
 def write_kv(k_TKH: Tensor, v_TKH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor, table_RP: Tensor,
              row_T: Tensor | None, position_T: Tensor) -> None:
-    """Write each new token's k and v into the page that its row's table names for its position.
+    """Write each new token's k and v into the page that its row's table names for its position. A value
+    that is not finite is stored as zeros and its key as NaN: a library's kernel multiplies hidden values by
+    zero.
 
     k, v_TKH   dtype of the pools, dense in H, equal strides
     row_T      integers, per token; None: each has a row of its own    table_RP   integers, dense in P

@@ -1,6 +1,6 @@
 """Inputs of sparse_attention: units anywhere in the pool, partial last units, few and many.
 
-Every slot that a query may not see is NaN, so reading one shows in the output.
+Every slot that a query may not see is NaN or infinite, so reading one shows in the output.
 """
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention.sparse_attention import SparseAttention
-from penstock.kernels.cases import DTYPES, TOLERANCE, Case, Workload
+from penstock.kernels.cases import DTYPES, TOLERANCE, Case, Workload, unseen
 
 # name: (position, units chosen) of each query; -1: all that it sees
 _QUERIES: dict[str, tuple[tuple[int, int], ...]] = {
@@ -45,7 +45,7 @@ def make(dtype: torch.dtype, queries: tuple[tuple[int, int], ...], heads: tuple[
     taken = [have if count < 0 else min(count, have)
              for have, (_, count) in zip(seen, queries, strict=True)]
     pages = -(-sum(taken) // page_units) + 3
-    pool = torch.full((pages, 2, kv_heads, 2, page_units * unit, dim), float("nan"), dtype=dtype)
+    pool = unseen((pages, 2, kv_heads, 2, page_units * unit, dim), dtype)
     chosen = torch.full((len(queries), kv_heads, max(*taken, 1) + 2), -1, dtype=torch.int32)
     slot = torch.full_like(chosen, -1)
     for k in range(kv_heads):

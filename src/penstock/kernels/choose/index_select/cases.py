@@ -1,6 +1,6 @@
 """Inputs of index_select on a grid where sums are exact: scores tie often, and everyone agrees.
 
-Keys of positions that no query sees are NaN.
+Keys of positions that no query sees are NaN or infinite.
 """
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.kernels.cases import FORMATS, Case, Workload
+from penstock.kernels.cases import FORMATS, Case, Workload, unseen
 from penstock.kernels.choose.index_select import IndexSelect
 from penstock.kernels.types import fp8
 
@@ -39,6 +39,9 @@ def cases(device: str) -> Iterator[Case]:
         for size in (16, 3):
             yield Case(f"{name}-long, all alike, pages of {size}",
                        partial(_run, dtype, kept, ((0, 5000), (2, 30)), (8, 32), size, True, device), 0.0)
+        for value in (float("nan"), float("inf")):
+            yield Case(f"{name}-a later key of the chunk is {value}", partial(
+                _hidden, dtype, kept, value, device), 0.0)
         yield Case(f"{name}-many, all alike", partial(
             _run, dtype, kept, ((0, 5000), *((1, n) for n in range(32, 99))), (8, 32), 16, True, device), 0.0)
         yield Case(f"{name}-long, all small", partial(      # more of them share a bin than a list holds
@@ -54,7 +57,7 @@ def make(dtype: torch.dtype, kept: torch.dtype, queries: tuple[tuple[int, int], 
     generator = torch.Generator().manual_seed(len(queries) + dim)
     pages = max(max(position for _, position in queries), 0) // size + 1
     table_RP = torch.randperm(3 * pages + 2, generator=generator)[:3 * pages].view(3, pages).int()
-    keys = torch.full((3 * pages + 2, 2, size, dim), float("nan"), dtype=dtype)
+    keys = unseen((3 * pages + 2, 2, size, dim), dtype)
     for row in range(3):
         seen = torch.arange(1 + max((p for r, p in queries if r == row), default=-1))
         at = table_RP[row, seen // size].long()
@@ -73,6 +76,16 @@ def _run(dtype: torch.dtype, kept: torch.dtype, queries: tuple[tuple[int, int], 
          size: int, alike: bool, device: str, run: IndexSelect, *, by: float = 1.0) -> Tensor:
     q, weight, *rest = (x.to(device) for x in make(dtype, kept, queries, heads, size, alike))
     return run(q, weight * by, *rest, topk=_TOPK)
+
+
+def _hidden(dtype: torch.dtype, kept: torch.dtype, value: float, device: str, run: IndexSelect) -> Tensor:
+    """What the queries of a chunk choose that come before a token whose key is not finite."""
+    queries = tuple((1, n) for n in range(130, 145))
+    q, weight, keys, table, row, position = make(dtype, torch.float32, queries, (8, 32), 16)
+    keys = keys.clone()
+    keys[table[1, 138 // 16].long(), 138 % 16] = value
+    keys = fp8.kept(keys.to(dtype), kept, 32)
+    return run(*(x.to(device) for x in (q, weight, keys, table, row, position)), topk=_TOPK)[:8].contiguous()
 
 
 def workloads() -> Iterator[Workload]:
