@@ -99,8 +99,9 @@ soak: $(VENV)/.installed-dev  ## longer still: the loops whole, other seeds, for
 sim: $(VENV)/.installed-dev  ## N simulations of the planner, all modes: make sim N=10000
 	$(BIN)/penstock sim --seeds $(N) $(ARGS)
 
-docs: $(VENV)/.installed  ## write again what comes from the code: flags, combinations
+docs: $(VENV)/.installed  ## write again what comes from the code: flags, models, combinations
 	$(BIN)/python -m penstock.config.settings.reference > docs/flags.md
+	$(BIN)/python -m penstock.serve.cli.models > docs/models.md
 	$(BIN)/penstock combos > docs/combinations.md
 	$(BIN)/penstock combos --into README.md
 

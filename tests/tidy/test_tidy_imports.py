@@ -38,7 +38,7 @@ THIRD_PARTY = {
 }
 FILES_BESIDE = 12
 ENTRY_POINTS = ("penstock", "penstock.__main__", "penstock.serve.cli.main", "penstock.serve.engine.main",
-                "penstock.config.settings.reference")
+                "penstock.config.settings.reference", "penstock.serve.cli.models")
 
 
 def layer_of(module: str) -> str:

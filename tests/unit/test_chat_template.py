@@ -297,6 +297,26 @@ def test_default_variables_of_a_template_give_way_to_a_request_s(tmp_path):
         opened(None, thinks=True)
 
 
+def test_an_image_part_is_refused_with_the_name_of_the_text_model(tmp_path):
+    """Of a multimodal repository only the text is served."""
+    (tmp_path / "vl").mkdir()
+    (tmp_path / "vl/config.json").write_text(json.dumps({
+        "model_type": "kimi_k25", "text_config": {
+            **json.loads((RECALL / "config.json").read_text()), "model_type": "deepseek_v3"}}))
+    for name in ("tokenizer.json", "model.safetensors"):
+        (tmp_path / "vl" / name).symlink_to(RECALL / name)
+    (tmp_path / "given.jinja").write_text("{{ messages[0].content }}")
+    config = Config(model=ModelConfig(model="vl", chat_template=str(tmp_path / "given.jinja")))
+    text = open_text(config, locate(str(tmp_path / "vl")))
+    try:
+        assert text.chat(USER) == USER[0]["content"]
+        with pytest.raises(RequestError, match=r"'image_url': this server runs the text of vl: ") as e:
+            text.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
+        assert e.value.param == "messages[0].content[0].type"
+    finally:
+        text.close()
+
+
 def test_a_program_in_place_of_a_template_is_refused_by_name(tmp_path):
     """A folder of a type that we have no template for; a template of the operator's works."""
     for name in ("tokenizer.json", "model.safetensors"):

@@ -24,6 +24,7 @@ SHORT_MAX, LONG_MAX = 1024, 32                  # conversations that are rendere
 ROLES = ("system", "developer", "user", "assistant", "tool")
 OPTIONAL = ("name", "reasoning", "reasoning_content", "tool_calls")     # fields that some templates show
 # What the server fills in; `chat_template_kwargs` may not.
+ONLY_TEXT = "only text parts are supported"
 RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents", "raise_exception",
                       "strftime_now", "tojson", "range", "namespace"})
 
@@ -46,13 +47,13 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, variables: Mapping[str, Any] | None = None, *,
-                 render_s_max: float = RENDER_S_MAX) -> None:
-        """Raises ConfigError: the source is too large."""
+                 render_s_max: float = RENDER_S_MAX, only: str = ONLY_TEXT) -> None:
+        """only: see `plain_message`. Raises ConfigError: the source is too large."""
         if len(source.encode()) > SOURCE_BYTES_MAX:
             raise ConfigError(f"the chat template is over {SOURCE_BYTES_MAX >> 10} KiB: "
                               "give a smaller one with --chat-template")
         self.source, self._variables = source, dict(variables or {})
-        self._render_s_max = render_s_max
+        self._render_s_max, self.only = render_s_max, only
         self.shown = frozenset(f for f in OPTIONAL if _reads(source, f)) | (
             {"developer"} if re.search(r"""['"]developer['"]""", source) else frozenset())
         self._short, self._long = (
@@ -95,7 +96,7 @@ class ChatTemplate:
         tools      that the model may call, as in a request
         Raises     RequestError: a message of another form, or the template refused or failed.
         """
-        plain = [plain_message(m, i, self.shown) for i, m in enumerate(messages)]
+        plain = [plain_message(m, i, self.shown, self.only) for i, m in enumerate(messages)]
         if not plain:
             raise RequestError("messages is empty: send at least one message", "messages")
         if add_generation_prompt is None:
@@ -186,8 +187,8 @@ def _reads(source: str, name: str) -> bool:
                      rf"""|['"]{name}['"] +in\b""", source) is not None
 
 
-def plain_message(message: Mapping[str, Any], index: int,
-                  shown: Collection[str] = OPTIONAL) -> dict[str, Any]:
+def plain_message(message: Mapping[str, Any], index: int, shown: Collection[str] = OPTIONAL,
+                  only: str = ONLY_TEXT) -> dict[str, Any]:
     """A message as templates know it: content is one string, arguments are objects, and `developer` is
     `system` unless the template knows that role.
 
@@ -195,6 +196,7 @@ def plain_message(message: Mapping[str, Any], index: int,
     client may send back whatever an answer had. Calls of tools are not: the answer would miss them.
 
     shown    fields of OPTIONAL that the template looks at, and "developer" if it knows it
+    only     what to say to a part that is not text
     Raises   RequestError that names the message and the field.
     """
     where = f"messages[{index}]"
@@ -217,7 +219,7 @@ def plain_message(message: Mapping[str, Any], index: int,
     content = message.get("content")
     empty = content in ([], None) if role == "assistant" else role == "tool" and content == []
     plain = {"role": "system" if role == "developer" and role not in shown else role,
-             "content": "" if empty else _plain_content(content, where)}
+             "content": "" if empty else _plain_content(content, where, only)}
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     for name, value in (("name", message.get("name")), ("reasoning", reasoning),
                         ("reasoning_content", reasoning), ("tool_call_id", message.get("tool_call_id"))):
@@ -250,7 +252,7 @@ def _plain_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     return found
 
 
-def _plain_content(content: Any, where: str) -> str:
+def _plain_content(content: Any, where: str, only: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
@@ -262,7 +264,7 @@ def _plain_content(content: Any, where: str) -> str:
         if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
             raise RequestError(f"{at} is not an object with a type", at)
         if part["type"] != "text":
-            raise RequestError(f"{at}.type is {show(part['type'])}: only text parts are supported",
+            raise RequestError(f"{at}.type is {show(part['type'])}: {only}",
                                f"{at}.type")
         if not isinstance(part.get("text"), str):
             raise RequestError(f'{at} is not {{"type": "text", "text": "..."}}', at)

@@ -17,7 +17,7 @@ from penstock.serve.grammars.check import GrammarCheck
 from penstock.serve.parsers.asked import Asked, Offer, asked_of
 from penstock.serve.parsers.reasoning import MARKS, Marks, marks_of
 from penstock.serve.parsers.table import FORMATS, Format, format_of
-from penstock.serve.text.chat import RESERVED, ChatTemplate, read_template
+from penstock.serve.text.chat import ONLY_TEXT, RESERVED, ChatTemplate, read_template
 from penstock.serve.text.prompts import program_of
 from penstock.serve.text.tokenizer import Tokenizer, open_tokenizer
 
@@ -104,7 +104,8 @@ def open_text(config: Config, files: ModelFiles) -> Text:
         source = read_template(model.chat_template)
     template = None
     if tokenizer is not None and source is not None:
-        template = ChatTemplate(source, {**tokenizer.template_vars, **_defaults(model)})
+        only = f"this server runs the text of {files.name}: {ONLY_TEXT}" if files.wrapper else ONLY_TEXT
+        template = ChatTemplate(source, {**tokenizer.template_vars, **_defaults(model)}, only=only)
         if model.chat_template is not None:
             template.check()            # the model's own may be broken: it still continues text
     elif _defaults(model):
