@@ -2,13 +2,9 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Sequence
-from typing import Any
 
 from penstock.core.plan import Move
-from penstock.memory.lateness import Promptly
-from penstock.memory.mover import Mover
 
 
 class Latest:
@@ -39,27 +35,3 @@ class Shuffled:
 
     def tears(self, move: Move) -> bool:
         return self._rng.random() < self._torn
-
-
-class Torn(Promptly):
-    """Copies run at once, and a share of them fails half way."""
-
-    def __init__(self, rng: random.Random, torn: float) -> None:
-        self._rng, self._torn = rng, torn
-
-    def tears(self, move: Move) -> bool:
-        return self._rng.random() < self._torn
-
-
-def tear(mover: Mover, seed: int, *, torn: float) -> None:
-    """From now on copies in the thread of `mover` begin up to 20 ms late, and the share `torn` fails half
-    way, as does that of copies that a step waits for."""
-    thread, policy, rng = mover._thread, Torn(random.Random(seed), torn), random.Random(seed)
-    assert thread is not None
-    begin = thread._begin
-
-    def late(move: Move) -> Any:
-        time.sleep(0.02 * rng.random())
-        return begin(move, torn=policy.tears(move))
-
-    mover._lateness, thread._begin = policy, late

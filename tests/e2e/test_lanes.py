@@ -3,9 +3,7 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import where
@@ -85,35 +83,6 @@ def check(model: str, want: list[list[int]], place: str, family: str, **layout: 
             drafted, accepted = engine.drafts()
             assert accepted < drafted
         return engine.built.info
-
-
-# What the second tensor-parallel rank of a stage does that imports this at its start: its copies are late,
-# some of them torn.
-TORN = """
-import sys
-if "penstock.exec.pipeline.process" in sys.orig_argv:
-    from late_copies import tear
-    from penstock.exec.rank import Rank
-    begin = Rank.__init__
-    def late(self, *args, **more):
-        begin(self, *args, **more)
-        if self._model.stage.lane.index == 1:
-            tear(self._mover, 2, torn=0.3)
-    Rank.__init__ = late
-"""
-
-
-def test_copies_that_are_late_or_torn_on_one_tensor_parallel_rank_change_no_token(
-        models, wanted, tmp_path, monkeypatch):
-    """All ranks must have a copy before the engine counts on it."""
-    (tmp_path / "sitecustomize.py").write_text(TORN)
-    folders = (str(tmp_path), str(Path(__file__).parents[1] / "doubles"), os.environ.get("PYTHONPATH", ""))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
-    more = {**SELECTS["dense"], "sparse_kv": "always"}
-    with Pipeline(models["dense"], tp=2, hbm_bytes="1M", dram_bytes="8M", **more) as engine:
-        for got, what in zip(rounds(engine), ("miss", "hit", "paused"), strict=True):
-            assert got == wanted("dense", "hosted"), what
-        assert {moved.ok for moved in engine.moved} == {True, False}
 
 
 LAYOUTS = [(tp, pp) for tp in (2, 3) for pp in (1, 2)]           # one lane: test_pipeline.py

@@ -47,8 +47,6 @@ def test_no_seed_finds_anything_and_everything_happens() -> None:
     report = sweep(range(600))
     assert not report.failures, "\n".join(report.failures[:5])
     assert {name for name in MUST_FIRE if not report.fired[name]} <= RARE
-    assert {"hot buffer shrinks", "push failed", "write refused", "write of the dead landed", "bytes damaged",
-            "damaged page in disk"} <= {*MUST_FIRE} - RARE, "120 seeds had none of these"
     taken = {(role, phase, trigger) for role, _, phase, trigger in report.edges}
     never = {(role, phase, trigger) for role, _, phase, trigger in never_taken(report.edges)} - taken
     assert not [edge for edge in never if not rare(*edge)]
@@ -145,7 +143,7 @@ def test_a_long_run_fails_if_a_fault_is_silent(monkeypatch: pytest.MonkeyPatch,
                                                capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(command, "MEDIUM", 6)
     monkeypatch.setattr(command, "LONG", 7)
-    common, rare_one = "damaged page in disk", "hits after a restart"
+    common, rare_one = "damaged page in disk", "write of the dead landed"
     assert common not in RARE and rare_one in RARE
     for seeds, code, holes in (("5", 0, set()), ("6", 1, {common}), ("7", 1, {common, rare_one})):
         assert main(["sim", "--seeds", seeds]) == code

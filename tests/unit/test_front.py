@@ -60,23 +60,6 @@ def test_only_a_failed_copy_that_a_step_has_waited_for_excuses_its_rows(ok, wait
     assert (front.fault(RID) is None) == excused
 
 
-@pytest.mark.parametrize("index", range(4))
-@pytest.mark.parametrize("lanes", [1, 2, 4])
-def test_a_copy_has_ended_when_every_rank_has_reported_and_failed_if_it_has_on_one(lanes, index):
-    """Four ranks: stages of one, of two or of four tensor-parallel ranks."""
-    ranks = [Scripted() for _ in range(4)]
-    front = Front(ranks, lanes=lanes)
-    for step, ok in enumerate((True, False), 1):
-        id = MoveId(step)
-        move = Move(id, Group(0), Tier.DRAM, (DramPage(0),), Tier.HBM, (HbmPage(0),), 4, StepId(0))
-        front.submit(StepPlan(StepId(step), (), (), (), (), (), (), (), (), (move,)))
-        for rank in ranks:
-            rank.reports = [Stepped(StepId(step), ())] + [Moved(id, True)] * (rank is not ranks[index])
-        assert front.poll(block=False) == [Retired(StepId(step), ())], "one rank has not reported it"
-        ranks[index].reports = [Moved(id, ok)]
-        assert front.poll(block=False) == [Moved(id, ok)]
-
-
 @pytest.mark.parametrize("other, seen", [((7,), False), ((8,), True), ((), True)])
 def test_lanes_that_sample_apart_stop_the_engine_with_both(other, seen):
     """Of three ranks the last two are lanes of the last stage."""

@@ -42,6 +42,8 @@ from penstock.exec.step.eager import Eager, Steps
 from penstock.exec.step.links import Links, Sampled
 from penstock.exec.step.tables import RowTables
 from penstock.kernels.attention.paged_attention import Prepare
+from penstock.kernels.triton import compiles
+from penstock.memory import pinned
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
 from penstock.memory.lateness import Lateness
@@ -219,9 +221,10 @@ class Rank:
         `width` positions each, and for so long steps with prompts. Without, every step is launched kernel by
         kernel. rehearses: they are launched and not captured, and none can be replayed."""
         assert isinstance(self._tokens, Drawn) and self._ahead, "such a rank is not captured"
-        self._steps[:-1], self._drafts = captured(
-            self._model, self._tables, self._attending, self._tokens.draws, buckets, seconds, width,
-            WIDE["cuda"], self._makes, rehearses)
+        with pinned.held_back():
+            self._steps[:-1], self._drafts = captured(
+                self._model, self._tables, self._attending, self._tokens.draws, buckets, seconds, width,
+                WIDE["cuda"], self._makes, rehearses)
         if self._drafts is not None and self._widths is not None:
             self._widths.leave()
 
@@ -429,6 +432,8 @@ class Rank:
                "executor_sampled_outside_total": float(self._tokens.outside)}
         if self._ahead:         # of the answers of a step in flight, or with none
             out |= {f'executor_steps_total{{launch="{way}"}}': float(n) for way, n in self._launches.items()}
+        if self._tables.last_R.is_cuda and self._groups[0].owned:
+            out |= compiles.stats()
         owned = [self._attending.stats, *([self._widths.stats] if self._widths else [])]
         for stats in (*(way.stats for way in self._steps), *(owned if self._groups[0].owned else [])):
             out |= stats()

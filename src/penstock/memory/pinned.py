@@ -3,18 +3,37 @@ thread, so that the first pages can be used at once, and all of it after 0.6 s a
 """
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
 import mmap
 import threading
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+_LIBC = ctypes.CDLL(None)
 REGION_BYTES = 512 << 20
 STOP_S = 10.0
+PART_BYTES = 32 << 20           # made resident by one call, which keeps others from mapping memory meanwhile
+MADV_POPULATE_WRITE = 23        # of Linux 5.14
+_may = threading.Event()        # whether regions may be registered beside what the process does
+_may.set()
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Only the first region of a memory is registered meanwhile: capturing steps takes nine times as long
+    beside a registration, as both need the driver."""
+    _may.clear()
+    try:
+        yield
+    finally:
+        _may.set()
 
 
 class NotPinned(RuntimeError):
@@ -42,7 +61,12 @@ class Pinned:
                  memory: Tensor | None = None) -> None:
         whole = math.lcm(stride, mmap.PAGESIZE)
         region = max(1, region_bytes // whole) * whole
-        self.memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8) if memory is None else memory
+        if memory is None:
+            mapped = mmap.mmap(-1, nbytes)
+            with contextlib.suppress(OSError):      # a kernel without them
+                mapped.madvise(mmap.MADV_HUGEPAGE)
+            memory = torch.frombuffer(mapped, dtype=torch.uint8)
+        self.memory = memory
         self._progress = _Progress(self.memory.data_ptr(), nbytes, region)
         thread = threading.Thread(target=_register, args=(self._progress,), daemon=True, name="penstock-pin")
         thread.start()
@@ -62,6 +86,11 @@ class Pinned:
 def _register(p: _Progress) -> None:
     while p.done < p.nbytes and not p.stop:
         size, error = min(p.region, p.nbytes - p.done), ""
+        _populate(p, size)
+        while p.done and not p.stop and not _may.wait(0.1):
+            pass
+        if p.stop:
+            return
         try:
             torch.cuda.check_error(_runtime().cudaHostRegister(p.address + p.done, size, 0))
         except RuntimeError as e:
@@ -71,6 +100,16 @@ def _register(p: _Progress) -> None:
             p.done += 0 if error else size
             p.changed.notify_all()
         if error:
+            return
+
+
+def _populate(p: _Progress, size: int) -> None:
+    """Make the next region resident, so that registering it takes a fraction of the time in the driver. A
+    kernel that cannot leaves it to the registration."""
+    start, end = p.address + p.done, p.address + p.done + size
+    for first in range(start, end, PART_BYTES):
+        if p.stop or _LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(min(PART_BYTES, end - first)),
+                                   MADV_POPULATE_WRITE):
             return
 
 

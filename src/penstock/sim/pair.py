@@ -113,8 +113,6 @@ class Connection:
     to_prefill: Way
     to_decode: Way
     over: bool = False                                # cut, or an engine has died
-    is_broken: bool = False                           # no write goes through, and the engines do not know it
-    writes: int = 0                                   # sent, and neither landed nor lost
 
     def way(self, world: World) -> Way:
         """To one of the two."""
@@ -128,7 +126,6 @@ class Pair(Engines):
                  record: bool = False, ticks: int = 0) -> None:
         super().__init__(sc, make, "wire", blind=blind, record=record, ticks=ticks)
         self.net, self._rooms_rng = sc.net, Random(f"held {sc.seed}")
-        self._death_rng = Random(f"deaths {sc.seed}")
         self._claimed: set[RequestId] = set()         # of those that a router has sent
         self.grants: dict[tuple[int, int, int], tuple[World, Move]] = {}
         self.kept_once: set[tuple[bool, int, type[Message]]] = set()
@@ -143,11 +140,10 @@ class Pair(Engines):
             self._aim(world)
         self._connect()
         for _ in range(self.net.cuts):
-            waits = KEPT_TRIES if self.rng.random() < max(0.5, self.net.keep) else 0
+            waits = KEPT_TRIES if self.rng.random() < self.net.keep else 0
             self.clock.after(self.rng.random() * (sc.span + 30), partial(self._cut, waits))
         for _ in range(self.net.deaths):
-            waits = KEPT_TRIES if self._death_rng.random() < 0.8 else 0
-            self.clock.after(self.rng.random() * (sc.span + 30), partial(self._die, waits))
+            self.clock.after(self.rng.random() * (sc.span + 30), self._die)
 
     @property
     def prefill(self) -> World:
@@ -206,8 +202,6 @@ class Pair(Engines):
             self.clock.after(KEPT_TIME, partial(self._cut, waits - 1))
         else:
             self.cut(self.decode)
-            if waits and self.line is not None:
-                self.line.is_broken = self.line.over
 
     def cut(self, world: World) -> None:
         if not (self.prefill.dead or self.decode.dead or self.line is None or self.line.over):
@@ -287,7 +281,7 @@ class Pair(Engines):
             known = self.grants.get((transfer, message.generation, 0))
             assert known is not None and known[0] is world, f"{message}: said before its plan"
         there = line.decode if to_decode else line.prefill
-        if isinstance(message, End) and rng.random() < 2 * self.net.push_fail:
+        if isinstance(message, End) and rng.random() < self.net.push_fail:
             self.stats["bytes damaged"] += 1          # it is seen there, and said in the place of the End
             message = Drained(transfer, message.generation, Reason.BROKEN)
         phase, once, delay = None, (to_decode, transfer, type(message)), self.net.delay
@@ -339,7 +333,7 @@ class Pair(Engines):
     def _write(self, writer: World, move: Move, values: dict[int, int], line: object,
               done: Callable[[bool], None]) -> None:
         rng = self.rng
-        if line is not writer.line or not isinstance(line, Connection) or line.is_broken:
+        if line is not writer.line or not isinstance(line, Connection):
             self.stats["write refused"] += 1
             self.clock.after(rng.random(), partial(self._written, writer, done, False))
             return
@@ -350,8 +344,7 @@ class Pair(Engines):
         self.stats["push failed"] += not ok
         part = values if ok else dict(list(values.items())[:len(values) // 2])
         late = 10 if rng.random() < 0.1 else 1
-        land = partial(self._land, line, move, part)
-        line.writes += self._put(line, line.decode, self.net.write * late, land)
+        self._put(line, line.decode, self.net.write * late, partial(self._land, line, move, part))
         self.clock.after(rng.random() * self.net.write, partial(self._written, writer, done, ok))
 
     def _written(self, writer: World, done: Callable[[bool], None], ok: bool) -> None:
@@ -360,7 +353,6 @@ class Pair(Engines):
 
     def _land(self, line: Connection, move: Move, values: dict[int, int]) -> bool:
         world = line.decode
-        line.writes -= 1
         if not world.dead:
             granted = self.grants[move.transfer, move.generation, move.group][1]
             self.stats["write of the dead landed"] += line.prefill.dead
@@ -375,15 +367,8 @@ class Pair(Engines):
         self.decode.send(Aborted(rid))
 
     # ---------------------------------------------------------------- death, and the end
-    def _die(self, waits: int) -> None:
-        """Either engine, now; or the prefill engine, when something that it has written is on its way."""
-        line = self.line
-        writes = line is not None and line.writes > 0 and not line.over
-        if waits > 1 and not writes:
-            self.clock.after(KEPT_TIME, partial(self._die, waits - 1))
-        else:
-            victim = self.rng.choice(self.engines)
-            self.die(self.prefill if waits and writes else victim)
+    def _die(self) -> None:
+        self.die(self.rng.choice(self.engines))
 
     def die(self, victim: World) -> None:
         """One engine goes, and comes back empty."""

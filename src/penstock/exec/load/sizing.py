@@ -262,8 +262,7 @@ def _hosting(config: Config, caches: Caches, core: CoreConfig, hbm: int, budget:
              device: str) -> Sizes:
     """With hot buffers, whose state and tables are of the device's bytes. Raises ConfigError."""
     kv, size = config.kv, core.page_size
-    most = min(kv.hot_buffer_tokens or max(max(HOT_BUDGETS, 1 + core.draft_tokens) * budget, budget + size),
-               -(-core.max_len // size) * size)
+    most = largest_hot(kv, budget, core.draft_tokens, core.max_len)
     tokens = min(budget + size, most)
     hot, largest = -(-tokens // size), -(-most // size)
     core = replace(core, hot_pages=hot, hot_pages_max=largest, always_hosted=kv.sparse_kv == "always",
@@ -293,6 +292,12 @@ def _hosting(config: Config, caches: Caches, core: CoreConfig, hbm: int, budget:
             f"one hot buffer of {hot * size}: set --dram-bytes{instead} to at least "
             f"{caches.host_bytes_for(hot)}, or to 0 for none")
     return Sizes(core=core, table_bytes=taken)
+
+
+def largest_hot(kv: KVConfig, budget: int, draft_tokens: int, max_len: int) -> int:
+    """Tokens of the largest hot buffer of a request that selects `budget` tokens a step."""
+    most = kv.hot_buffer_tokens or max(max(HOT_BUDGETS, 1 + draft_tokens) * budget, budget + kv.page_size)
+    return min(most, -(-max_len // kv.page_size) * kv.page_size)
 
 
 def table_bytes(caches: Caches, rows: int, max_len: int, hot_pages: int) -> int:

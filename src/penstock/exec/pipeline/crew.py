@@ -245,14 +245,15 @@ class Crew:
         for rank in self.ranks[-lanes:]:
             rank.send(wire.encode(words))
 
-    def pools(self, core: CoreConfig, *, capture: bool = False) -> None:
-        """Every rank has pools of these sizes when this returns; with `capture` it has captured its steps."""
+    def pools(self, core: CoreConfig, *, capture: bool = False, serves: bool = False) -> None:
+        """Every rank has pools of these sizes when this returns; with `capture` it has captured its steps.
+        serves: they are those of requests."""
         self._local.make_room(core, self.own)
         for node in () if self._nodes is None else self._nodes.all:
             with contextlib.suppress(ConnectionError):          # its ranks are dead, as the next line finds
                 node.link.say(Room(core))
         for rank in self.ranks:
-            rank.send(wire.encode(wire.Pools(core, capture)))
+            rank.send(wire.encode(wire.Pools(core, capture, serves)))
         for rank in self.ranks:
             message = rank.answer(self.timeout_s)
             assert isinstance(message, wire.Ready)

@@ -43,6 +43,7 @@ from penstock.exec.rank import Rank, Report, Stepped
 from penstock.exec.sampling.grammar import BadGrammar, Grammars, Vocabulary
 from penstock.exec.start.workspace import Gauge
 from penstock.exec.step.links import Links, nodes_of, of_config
+from penstock.kernels.triton import compiles
 from penstock.memory.across import allocated
 from penstock.memory.dram import mapped
 from penstock.memory.pinned import NotPinned
@@ -246,6 +247,8 @@ class Process:
             return
         if isinstance(message, wire.Pools):
             self._pools(message.core, message.capture)
+            if message.serves:
+                compiles.serve()
             return
         if isinstance(message, wire.Measure):
             self._measure(message.capture)

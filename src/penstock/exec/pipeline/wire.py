@@ -46,10 +46,11 @@ class Met(_Message, frozen=True):
 class Pools(_Message, frozen=True):
     """Make pools, tables and sampler of these sizes, in place of any there are; answered by Ready. The
     host pool is the descriptor that the process was started with, large enough by now. `capture`: steps for
-    CUDA graphs, where this rank can."""
+    CUDA graphs, where this rank can. `serves`: they are those of requests."""
 
     core: CoreConfig
     capture: bool = False
+    serves: bool = False
 
 
 class Measure(_Message, frozen=True):

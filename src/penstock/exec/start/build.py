@@ -17,7 +17,7 @@ from penstock.config.base.errors import ConfigError
 from penstock.config.request.selection import Selection
 from penstock.config.settings.tree import Config, ScheduleConfig
 from penstock.core.settings import CoreConfig
-from penstock.exec.drafts.drafter import drafter_of
+from penstock.exec.drafts.drafter import Drafter, drafter_of
 from penstock.exec.front import Front
 from penstock.exec.graphs import mixed
 from penstock.exec.graphs.capture import buckets_of
@@ -26,17 +26,19 @@ from penstock.exec.load.layout import Caches, caches_of
 from penstock.exec.load.sizing import DeviceMemory, Room, Sizes, groups_of, show_size, size_pools
 from penstock.exec.load.weights import Loaded, identity_of, kept_as, load, outline, show_dtype
 from penstock.exec.pipeline.crew import Crew
-from penstock.exec.rank import Rank
+from penstock.exec.rank import Rank, RankParts
 from penstock.exec.sampling.grammar import Grammars, Vocabulary, switched_off, whose
+from penstock.exec.start.kinds import largest_chunk, masks_rows, one_page, take_each_kind
 from penstock.exec.start.prove import prove, prove_front, scratch
 from penstock.exec.start.rehearsal import Rehearsal
 from penstock.exec.start.store import open_storage, storage_info
-from penstock.exec.start.workspace import beyond, device_memory, largest_step, one_page
+from penstock.exec.start.workspace import beyond, device_memory, largest_step
 from penstock.exec.step.links import nodes_of, of_config
 from penstock.exec.waker import Waker
 from penstock.kernels.c.build import triton_runs
 from penstock.kernels.op import Unusable
 from penstock.kernels.platform import KernelError, probe
+from penstock.kernels.triton import compiles
 from penstock.memory.lateness import Lateness
 from penstock.memory.pinned import NotPinned
 from penstock.memory.storage import HostPages
@@ -204,6 +206,7 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
     grammars = Grammars(vocabulary, wakes.wake)
     if device == "cuda":
         _check_gpu()
+        grammars.begin()            # other threads stand still meanwhile: not while requests wait
     # One thread: loading is many small operations, which two threads on busy cores slow down 4x. A GPU's
     # host has cores to spare, and what is loaded there is large.
     torch.set_num_threads(1 if device == "cpu" else min(threads, 8))
@@ -224,6 +227,8 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
     seed = config.model.seed or 0         # `resolve` has drawn one for a server
     try:
         prove(parts, caches, device)
+        if device == "cuda":
+            info["warm_seconds"] = _take_kinds(parts, caches, core, drafter_of(config))
         hbm, dram = caches.pools(core, device)
         rank = Rank(parts, hbm, dram, rows=core.rows, max_len=core.max_len, seed=seed, lateness=lateness,
                     wake=wakes.wake, grammars=grammars, drafter=drafter_of(config))
@@ -240,10 +245,23 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
             "some") from None
     except NotPinned as why:
         raise ConfigError(f"{why}: give less with --dram-bytes, or 0 for no host tier") from None
+    compiles.serve()
     return _Parts(front=Front([rank], page_size=core.page_size), loaded=loaded, caches=caches, sizes=sizes,
                   selection=selection, threads=threads, info=info, pages=PoolPages([[*hbm, *dram]]),
                   stages=[[layout.num_layers] for layout in caches.layouts], host=dram,
                   dram_bytes=caches.host_bytes(core), grammars=grammars)
+
+
+def _take_kinds(parts: RankParts, caches: Caches, core: CoreConfig, drafter: Drafter | None) -> float:
+    """Take a step of each kind, so that none compiles while requests wait. Return its seconds."""
+    started = time.perf_counter()
+    scratch_core = one_page(caches, core.rows, core.max_len, core.largest_hot)
+    rank = Rank(parts, *caches.pools(scratch_core, "cuda"), rows=core.rows, max_len=core.max_len,
+                drafter=drafter)
+    take_each_kind(Front([rank]), scratch_core, largest_chunk(caches, core.step_tokens), core.budget)
+    masks_rows(parts.model.vocab_size, parts.mask)
+    torch.cuda.empty_cache()
+    return round(time.perf_counter() - started, 3)
 
 
 def _check_gpu() -> None:
@@ -262,6 +280,9 @@ def _with_step(config: Config, loaded: Loaded) -> Config:
         return config
     layers = loaded.model.stage.end - loaded.model.stage.first
     small = config.device.num_ranks == 1 and loaded.bytes < layers * SMALL_LAYER_BYTES
+    # Of MLA KV in float32 a chunk of more tokens keeps others from decoding for ten seconds.
+    small |= config.device.device == "cuda" and bool(loaded.model.attention.latent_dim) and (
+        loaded.dtype == torch.float32)
     return replace(config, schedule=replace(config.schedule,
                                             step_tokens=mixed.TOKENS[-1] if small else STEP_TOKENS))
 
@@ -358,7 +379,12 @@ def _several(config: Config, log: Callable[[str], object], wakes: Waker,
         trial = replace(scratch(caches, selector), pp_size=config.device.pp)
         crew.pools(trial)
         prove_front(Front(crew.ranks, crew.wait, lanes=lanes), trial, loaded.whole.max_position, selector)
-        crew.pools(core, capture=crew.captures)
+        if device == "cuda":
+            trial = replace(one_page(caches, core.rows, core.max_len, core.largest_hot), pp_size=core.pp_size)
+            crew.pools(trial)
+            take_each_kind(Front(crew.ranks, crew.wait, lanes=lanes), trial,
+                           largest_chunk(caches, core.step_tokens), core.budget)
+        crew.pools(core, capture=crew.captures, serves=True)
         crew.serves()
     except BaseException:
         crew.close()

@@ -1,8 +1,8 @@
 """A start's kernels compiled while its weights are read.
 
 What compiles is what the start launches, on fewer layers: the first of the model up to one of each kind, with
-one page of KV, takes the largest step and those that are captured, of which torch's own operations alone
-run. So there is no list of kernels, and one that is missed is compiled when it is met.
+one page of KV, takes the steps that are captured and one of each kind of the others. Only torch's own
+operations run. So there is no list of kernels, and one that is missed is compiled when the start meets it.
 """
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from typing import Any
 import torch
 
 from penstock.config.base import machine
-from penstock.config.request.selection import selection_of
 from penstock.config.settings.tree import Config
 from penstock.exec.drafts.drafter import drafter_of
 from penstock.exec.front import Front
 from penstock.exec.graphs.capture import buckets_of
-from penstock.exec.load.backends import parts_of
+from penstock.exec.load.backends import parts_of, selection_for
 from penstock.exec.load.layout import caches_of
-from penstock.exec.load.sizing import groups_of, show_size
+from penstock.exec.load.sizing import groups_of, largest_hot, show_size
 from penstock.exec.load.weights import Sketch
 from penstock.exec.rank import Rank
-from penstock.exec.start.prove import prove
-from penstock.exec.start.workspace import largest_step, one_page
+from penstock.exec.start.kinds import largest_chunk, masks_rows, one_page, take_each_kind
+from penstock.exec.start.workspace import largest_step
 from penstock.model import registry as families
 from penstock.model.base import GlobalLayer, Stage
 
@@ -48,13 +47,10 @@ class Rehearsal:
         self._done: Future[None] | None = None
 
     def begin(self, sketch: Sketch) -> None:
-        """Without waiting. On a GPU, and not of rows that select or are latent: some of their kernels are in
-        CUDA C++, and would run, with addresses that hang on what was not computed."""
-        if self._config.device.device != "cuda" or selection_of(self._config.kv) is not None:
+        """Start it on a GPU, without waiting."""
+        if self._config.device.device != "cuda":
             return
         spec = families.read_spec_of(sketch.config)
-        if "paged_attention" not in spec.attention.ops:
-            return
         stage = kinds(sketch.config, spec.windows)
         free, need = torch.cuda.mem_get_info()[0], sketch.bytes(None) + 3 * sketch.bytes(stage) + ROOM_BYTES
         if free < need:
@@ -90,19 +86,25 @@ class Rehearsal:
         schedule = self._config.schedule
         rows = schedule.max_num_seqs
         with compiling(min(THREADS, machine.probe().cores)):
-            model = sketch.build(stage, "cuda")
-            groups = groups_of(model, None, self._config.kv)
-            caches = caches_of(groups, self._config.kv.page_size, sketch.dtype)
+            model, kv = sketch.build(stage, "cuda"), self._config.kv
+            selection = selection_for(self._config, model)
+            groups = groups_of(model, selection, kv)
+            caches = caches_of(groups, kv.page_size, sketch.dtype)
             longest = self._longest(caches, model.max_position)
-            parts = parts_of(model, sketch.backends, None, 0, groups)
-            core = one_page(caches, rows, longest)
+            budget, hot = 0 if selection is None else selection.budget, 0
+            if budget and kv.sparse_kv != "off" and kv.host_tier is not False and kv.dram_bytes != 0:
+                hot = largest_hot(kv, budget, schedule.num_drafts, longest) // kv.page_size
+            parts, core = parts_of(model, sketch.backends, selection, hot, groups), one_page(
+                caches, rows, longest, hot)
             ranks = [Rank(parts, *caches.pools(core, "cuda"), rows=rows, max_len=longest,
                           drafter=drafter_of(self._config)) for _ in range(2)]
             if self._config.device.cuda_graphs:
                 ranks[0].capture(buckets_of(rows), float("inf"), width=1 + schedule.num_drafts,
                                  rehearses=True)
-            prove(parts, caches, "cuda")
-            largest_step(Front(ranks[1:]), core, self._step_tokens)
+            front = Front(ranks[1:])
+            largest_step(front, core, self._step_tokens)
+            take_each_kind(front, core, largest_chunk(caches, self._step_tokens), budget, before=1)
+            masks_rows(model.vocab_size, parts.mask)
 
 
 def kinds(config: dict[str, Any], windows: Mapping[int, int] | tuple[int, ...]) -> Stage:

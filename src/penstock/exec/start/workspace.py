@@ -17,11 +17,11 @@ from penstock.exec.load.layout import Caches
 from penstock.exec.load.sizing import DeviceMemory
 from penstock.exec.rank import Rank, RankParts
 from penstock.exec.sampling.sampler import Sampler
+from penstock.exec.start.kinds import context_max, one_page
 
 # Of the allocator's, for what a mixed step or another order of sizes takes more than the one measured.
 SLACK = 0.1
 SLACK_BYTES = 256 << 20
-CONTEXT_MAX = 131_072           # tokens of the prompt whose last chunk is measured
 
 
 class Gauge:
@@ -49,14 +49,6 @@ class Gauge:
                             workspace=int(taken * (1 + SLACK)) + SLACK_BYTES)
 
 
-def one_page(caches: Caches, rows: int, max_len: int) -> CoreConfig:
-    """Pools in which one page of each group stands for all of a context, of CONTEXT_MAX tokens at most."""
-    size = caches.layouts[0].page_size
-    return CoreConfig(page_size=size, rows=rows, hbm_pages=len(caches.groups) * caches.slabs.slab_pages[0],
-                      max_len=max(1, min(max_len, CONTEXT_MAX) // size) * size, groups=caches.groups,
-                      group_base=1 << 20)
-
-
 def largest_step(front: Front, core: CoreConfig, step_tokens: int) -> None:
     """The last chunk of a prompt of `core.max_len` tokens, on pools as `one_page` has them."""
     chunk, rid = min(step_tokens, core.max_len), RequestId(0)
@@ -74,9 +66,9 @@ def largest_step(front: Front, core: CoreConfig, step_tokens: int) -> None:
 
 
 def beyond(caches: Caches, max_len: int) -> int:
-    """Bytes of one layer's KV behind CONTEXT_MAX: it lies together while a prompt's chunk attends to it. Of
+    """Bytes of one layer's KV behind `context_max`: it lies together while a prompt's chunk attends to it. Of
     rows of codes the floats too, which take at most twice their bytes in bfloat16."""
-    return max(0, max_len - CONTEXT_MAX) * max(
+    return max(0, max_len - context_max(caches)) * max(
         n.unit_bytes // n.num_layers * (3 if n.planes == 1 and n.dtype == torch.uint8 else 1)
         for n in caches.layouts)
 
@@ -87,7 +79,7 @@ def device_memory(parts: RankParts, caches: Caches, *, rows: int, step_tokens: i
 
     The last chunk of `step_tokens` tokens of a prompt of `max_len`; then `rows` rows sampled with every
     parameter; with `capture` the largest graphs, with a `drafter` of up to `width` positions a row. Their sum
-    and a tenth; what grows with a context beyond CONTEXT_MAX is added by its size.
+    and a tenth; what grows with a context beyond `context_max` is added by its size.
     """
     gauge, core = Gauge(), one_page(caches, rows, max_len)
     rank = Rank(parts, *caches.pools(core, "cuda"), rows=rows, max_len=core.max_len, drafter=drafter)

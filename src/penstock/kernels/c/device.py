@@ -5,10 +5,12 @@ a kernel has another way, in Triton. A compile takes some tenths of a second, on
 """
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,23 @@ from torch import Tensor
 
 from penstock.kernels.op import Unusable
 from penstock.kernels.platform import Platform
+from penstock.kernels.triton.compiles import noted
 
 ARCH = "sm_90a"
 _log = logging.getLogger(__name__)
 Launch = Callable[..., None]
+_here = threading.local()
+
+
+@contextlib.contextmanager
+def held_back(instead: Callable[[tuple[Any, ...]], None]) -> Iterator[None]:
+    """Kernels that this thread launches meanwhile are compiled and loaded, and do not run: `instead` gets
+    their arguments."""
+    _here.instead = instead
+    try:
+        yield
+    finally:
+        _here.instead = None
 
 
 def version() -> str:
@@ -78,7 +93,8 @@ def launcher(source: Path, name: str, *, shared: int = 0, **defines: int) -> Lau
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return None
     try:
-        return _launcher(compiled(source, **defines), name, shared)
+        with noted(name):
+            return _launcher(compiled(source, **defines), name, shared)
     except Unusable as reason:
         _log.warning("%s runs in Triton: %s", name, reason)
         return None
@@ -97,6 +113,9 @@ def _launcher(code: bytes, name: str, shared: int) -> Launch:
         raise Unusable(f"{name}: {error.name}")
 
     def launch(grid: tuple[int, int], threads: int, *arguments: Tensor | int) -> None:
+        if (instead := getattr(_here, "instead", None)) is not None:
+            instead(arguments)
+            return
         config: Any = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1

@@ -14,6 +14,8 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
+from penstock.kernels.c.device import held_back
+
 _LARGE_BYTES = 64 << 20         # of floats: nothing is indexed by them
 
 
@@ -27,17 +29,22 @@ def compiling(threads: int) -> Iterator[None]:
     def asked(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         if threading.get_ident() != here:
             return launch(self, *args, grid=grid, warmup=warmup, **kwargs)
-        for x in args:
-            if isinstance(x, torch.Tensor) and not (x.is_floating_point() and x.nbytes > _LARGE_BYTES):
-                x.zero_()
+        _clear(args)
         return launch(self, *args, grid=grid, warmup=True, **kwargs)
 
     JITFunction.run = asked
     try:
-        with ThreadPoolExecutor(threads, "penstock-compile") as pool, triton.AsyncCompileMode(_Loading(pool)):
+        with (ThreadPoolExecutor(threads, "penstock-compile") as pool,
+              triton.AsyncCompileMode(_Loading(pool)), held_back(_clear)):
             yield
     finally:
         JITFunction.run = launch
+
+
+def _clear(arguments: tuple[Any, ...]) -> None:
+    for x in arguments:
+        if isinstance(x, torch.Tensor) and not (x.is_floating_point() and x.nbytes > _LARGE_BYTES):
+            x.zero_()
 
 
 class _Loading(Executor):

@@ -27,7 +27,7 @@ from penstock.kernels.types import fp8
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["NUM"])
 def decode_rows(pool, scales, rests, slot, out, own, pool_page, NUM, SIZE: tl.constexpr, DIM: tl.constexpr,
                 WORDS: tl.constexpr, VALUE: tl.constexpr, REST_PAD: tl.constexpr, LINES: tl.constexpr):
     """LINES of the rows that `slot` names as floats: the one that `slot[i]` names into line i, which `own[i]`

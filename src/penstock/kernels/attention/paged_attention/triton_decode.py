@@ -29,7 +29,7 @@ def _capped(x, cap):
     return tl.where(x < 0, -size, size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["row", "context"])
 def attend_parts(q, k, v, table, row, context, sinks, out, part, peak, scale, cap,
                  q_row, q_head, kv_page, kv_head, kv_token, table_row,
                  GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
@@ -169,7 +169,7 @@ def decode(q_BNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor, table_RP: Tensor, row_
     return out_BNH
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["row_T", "position_T"])
 def write_rows(k_new, v_new, k, v, table, row_T, position_T, new_token, new_head, kv_page, kv_head,
                kv_token, table_row, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, DIM: tl.constexpr,
                DIM_PAD: tl.constexpr, PAGE: tl.constexpr):

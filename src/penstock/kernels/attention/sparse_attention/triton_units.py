@@ -18,7 +18,7 @@ from penstock.kernels.triton.depend import early, follow
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["position"])
 def attend_units(q, k, v, chosen, slot, position, part, peak, scale, q_row, q_head, kv_page, kv_head, CHOSEN,
                  UNIT: tl.constexpr, OF_PAGE: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
                  DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,

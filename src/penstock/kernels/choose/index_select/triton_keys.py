@@ -39,7 +39,7 @@ def _parts(q_JC):
     return high_JC.to(tl.float8e4nv), (q_JC - high_JC).to(tl.float8e4nv), scale_C
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["BLOCKS", "NUM"], do_not_specialize_on_alignment=["row", "position"])
 def score_keys(q, weight, key, scales, table, row, position, score, counted, q_row, weight_row, key_page,
                table_row, TOKENS, BLOCKS, NUM, SIZE: tl.constexpr, HEADS: tl.constexpr,
                HEADS_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
@@ -114,7 +114,7 @@ def clear_bins(counted, BINS: tl.constexpr):
     tl.store(bins + BINS, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["position"])
 def mark_keys(score, position, counted, above, near_score, near_at, TOKENS, TOPK, BINS: tl.constexpr,
               BLOCK: tl.constexpr, NEAR: tl.constexpr):
     """Of one block of a query's tokens: how many are in bins above that of the cut, into `above`; those that
@@ -162,7 +162,7 @@ def _near(line, start, end, cut, BINS: tl.constexpr, BLOCK: tl.constexpr):
     return tl.where(bin_t == cut, key_of(s), 0), t
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["position"])
 def take_keys(score, position, counted, above, near_score, near_at, chosen, TOKENS, TOPK, BINS: tl.constexpr,
               BLOCK: tl.constexpr, NEAR: tl.constexpr, BLOCKS_PAD: tl.constexpr, TOPK_PAD: tl.constexpr):
     """Of one block of a query's tokens the chosen ones, behind those of the blocks before; the first writes

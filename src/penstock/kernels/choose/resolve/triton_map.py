@@ -98,7 +98,7 @@ def _resolve_one(b, chosen, row, device, host, hot_slot, hot_unit, hot_stamp, ho
         tl.atomic_add(count + (r * heads + head) * 4, tl.sum(real.to(tl.int32), 0).to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["row", "turn", "now"])
 def resolve_units(chosen, row, turn, device, host, hot_slot, hot_unit, hot_stamp, hot_page, count, now, slot,
                   victim, miss, num, device_row, host_row, CHOSEN, UNITS, SLOTS, HOT_PAGES,
                   PAGE_UNITS: tl.constexpr, CHOSEN_PAD: tl.constexpr, SLOTS_PAD: tl.constexpr,

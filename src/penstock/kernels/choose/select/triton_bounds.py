@@ -41,7 +41,7 @@ def _query(q, q_head, head, part, GROUP: tl.constexpr, COLS: tl.constexpr, DIM: 
     return tl.where(counts, q_Hc, tl.zeros_like(q_Hc)), exponent
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["turns"], do_not_specialize_on_alignment=["row", "position"])
 def score_units(q, bounds, scales, table, row, position, score, q_row, q_head, b_page, b_head, b_plane,
                 table_row, UNITS, SINK_UNITS, WINDOW, turns, UNIT: tl.constexpr, GROUP: tl.constexpr,
                 COLS: tl.constexpr, DIM: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
@@ -97,7 +97,7 @@ def score_units(q, bounds, scales, table, row, position, score, q_row, q_head, b
             tl.store(line + u, best_u, mask=own)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["position", "budget"])
 def choose_units(score, position, budget, chosen, UNITS, CHOSEN, SINK_UNITS, WINDOW, UNIT: tl.constexpr,
                  CHOSEN_PAD: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
     """What one query and KV head keeps: all that is not scored, and the best of what is, in the order of

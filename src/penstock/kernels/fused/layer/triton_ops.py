@@ -212,7 +212,7 @@ def latent_queries(x, q, index, cos, sin, x_token, x_turned, q_head, N, INDEX, H
     tl.store(at_index + 2 * HALF + r, rest, mask=other)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def head_rows(x, weight, out, T, OUTPUTS, x_token, x_head, w_head, w_out, w_in, out_token, out_head,
               INPUTS: tl.constexpr, INPUTS_PAD: tl.constexpr, T_PAD: tl.constexpr, ROWS: tl.constexpr):
     """ROWS outputs of all rows of a head. Its weights are there before what is multiplied with them."""

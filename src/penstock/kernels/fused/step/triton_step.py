@@ -32,7 +32,7 @@ def _store_slot(table, table_row, out, b, own, row, position, SIZE: tl.constexpr
         tl.store(out + b, tl.where(page >= 0, page * SIZE + entry % SIZE, -1), mask=own)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "LINE"], do_not_specialize_on_alignment=["row", "position"])
 def begin_rows(row, position, last, budget, now, table0, table1, table2, wide, narrow, row0, row1, row2, B,
                LINE, LAST, PLACES: tl.constexpr, SIZE0: tl.constexpr, SIZE1: tl.constexpr,
                SIZE2: tl.constexpr, UNIT0: tl.constexpr, UNIT1: tl.constexpr, UNIT2: tl.constexpr,
@@ -64,7 +64,7 @@ def begin_rows(row, position, last, budget, now, table0, table1, table2, wide, n
             tl.store(now, tl.load(now) + 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["position"])
 def turn_angles(position, freq, cos, sin, factor, freq_row, F, F_PAD: tl.constexpr):
     """One token's."""
     follow()
@@ -96,7 +96,7 @@ def best_parts(head, logits, peak, at, token, head_row, V, BLOCK: tl.constexpr):
         tl.store(token + b, -1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"], do_not_specialize_on_alignment=["row", "position", "token"])
 def say_tokens(peak, at, token, row, position, last, count, answer, B, LAST, ROWS, COUNTED, HEADS,
                PARTS: tl.constexpr, PARTS_PAD: tl.constexpr, COUNTED_PAD: tl.constexpr):
     """One query. COUNTED: layers x HEADS of `count`; COUNTED_PAD: 0 where nothing is told of them."""

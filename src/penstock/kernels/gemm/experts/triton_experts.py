@@ -97,7 +97,7 @@ def _visits(expert, block_expert, block_visit, T, FIRST, E, C: tl.constexpr, C_P
     return e, visit
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def experts_in(x, weight, scale, bias, expert, block_expert, block_visit, inner, T, FIRST, E, x_row, SCALES,
                WIDTH, alpha, limit,
                INPUTS: tl.constexpr, C: tl.constexpr, C_PAD: tl.constexpr, VISITS: tl.constexpr,
@@ -141,7 +141,7 @@ def experts_in(x, weight, scale, bias, expert, block_expert, block_visit, inner,
                  mask=own[:, None] & visits[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def experts_out(inner, weight, scale, bias, expert, block_expert, block_visit, weighs, part, T, FIRST, E,
                 SCALES, OUTPUTS, INPUTS: tl.constexpr, C: tl.constexpr, C_PAD: tl.constexpr,
                 VISITS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr,

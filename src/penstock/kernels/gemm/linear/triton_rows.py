@@ -48,7 +48,7 @@ def one_row(x, weight, bias, out, OUTPUTS, INPUTS: tl.constexpr, ROWS: tl.conste
     tl.store(out + o, y.to(out.dtype.element_ty), mask=own)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def few_rows(x, weight, bias, out, T, OUTPUTS, x_row, INPUTS: tl.constexpr, T_PAD: tl.constexpr,
              ROWS: tl.constexpr, COLS: tl.constexpr, BIAS: tl.constexpr):
     """ROWS outputs of all T rows."""

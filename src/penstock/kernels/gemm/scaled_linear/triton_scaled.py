@@ -21,7 +21,7 @@ from penstock.kernels.triton.tiles import add_product, parts_of, tile_cols
 from penstock.kernels.types.scaled import Scaled
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def scaled_rows(x, weight, scale, bias, out, T, OUTPUTS, x_row, SCALES, INPUTS: tl.constexpr,
                 T_PAD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
                 BLOCK_COLS: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, EXACT: tl.constexpr):

@@ -37,7 +37,7 @@ def _copy(host, pool, miss, entry, ok, h_page, h_head, h_plane, p_page, p_head, 
     tl.store(pool + dst[:, None] + w, x, mask=own)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries"])
 def copy_units(host, pool, miss, num, entries, h_page, h_head, h_plane, p_page, p_head, p_plane, WORDS,
                WORD: tl.constexpr, HOST_UNITS: tl.constexpr, POOL_UNITS: tl.constexpr, PLANES: tl.constexpr,
                WORDS_PAD: tl.constexpr, LINES: tl.constexpr, ANYWHERE: tl.constexpr):

@@ -51,7 +51,7 @@ def _store_bound(bounds, scales, at, x, own, k, d, UP: tl.constexpr, FORMAT: tl.
         tl.store(bounds + at + d, code.to(tl.uint8), mask=own)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["device_T", "host_T", "bounds_T", "row_T", "position_T"])
 def write_tokens(x0, x1, device, host, bounds, scales, device_T, host_T, bounds_T, row_T, position_T,
                  hot_slot, hot_page, x_token, x_head, d_page, d_head, d_plane, h_page, h_head, h_plane,
                  b_page, b_head, b_plane, UNITS, HOT_PAGES, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr,

@@ -91,7 +91,7 @@ def _threshold(w, V, low, limit, MASS: tl.constexpr, BLOCK: tl.constexpr, ONE: t
     return high
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["row_B", "position_B"])
 def draw_rows(logits, w, token, row_B, position_B, knobs, stream, V, BLOCK: tl.constexpr, ONE: tl.constexpr):
     follow()
     b = tl.program_id(0)

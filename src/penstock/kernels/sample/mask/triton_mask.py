@@ -12,7 +12,7 @@ from torch import Tensor
 BLOCK = 4096                    # tokens, a multiple of 32
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["at_M", "seen_M"])
 def mask_rows(logits, words, at_M, seen_M, V, WIDTH, BLOCK: tl.constexpr):
     """seen_M: 1: an admitted logit is finite; 2: one is NaN or plus infinity."""
     m = tl.program_id(0)

@@ -18,7 +18,7 @@ from penstock.kernels.types.states import States
 VALUES = 32             # of a head's state, that one program has
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["start_B", "row_T", "from_B"])
 def convolve(x, conv, bias, pool, start_B, row_T, from_B, y, x_token, page, CHANNELS: tl.constexpr,
              KEYS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TAPS: tl.constexpr,
              DELTA: tl.constexpr, BIAS: tl.constexpr, EPSILON: tl.constexpr, BLOCK: tl.constexpr):
@@ -68,7 +68,7 @@ def _leave_inputs(x, pool, to_T, first, end, held, c, own, x_token, page, CHANNE
             tl.store(pool + to * page + w * CHANNELS + c[None, :], tl.where(at >= first, new, old), mask=mine)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["start_B", "from_B", "to_T"])
 def walk(x, y, step, write, decay, add, skip, pool, start_B, from_B, to_T, out, x_token, step_token,
          write_token, page, least, most, HEADS: tl.constexpr, CHANNELS: tl.constexpr, KEYS: tl.constexpr,
          KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TAPS: tl.constexpr, ROUND: tl.constexpr,
