@@ -98,7 +98,8 @@ class Scripted:
     num_waiting = num_running = 0
     peer_missing = ""
 
-    def __init__(self, source: str, *, size: int = 3, marks: bool = True, keys: Keys | None = None) -> None:
+    def __init__(self, source: str, *, size: int = 3, marks: bool = True, keys: Keys | None = None,
+                 context: int = 32_768, sampling: dict[str, float] | None = None, **api) -> None:
         raw, form, reasons = fake.byte_level(), format_of(source), marks_of(source)
         around = reasons or THINK
         special = (*form.special, around.open, around.close) if form in FORMATS.values() else ()
@@ -107,13 +108,15 @@ class Scripted:
                             for m in special])
         self.eos = raw.token_to_id(fake.EOS)
         self.tokenizer = Tokenizer(raw, eos_ids=(self.eos,), chat_template=source, template_vars={})
-        self.ready = Ready(pid=1, vocab_size=raw.get_vocab_size(), max_model_len=32_768,
+        self.ready = Ready(pid=1, vocab_size=raw.get_vocab_size(), max_model_len=context,
                            info={"grammar_backend": "llguidance"})
         self.says, self.finish, self.size = "", "stop", size
         made = ChatTemplate(source, {"bos_token": "", "eos_token": fake.EOS})
-        self.text = Text(self.tokenizer, made, (self.eos,), calls=form, reasons=reasons)
-        api = OpenAI(self, self.text, Metrics(), model="m", choices_max=8, encoder=Encoder(self.tokenizer))
-        self.app = build_app(api, Health(), keys or Keys([]), ServerConfig(),
+        self.text = Text(self.tokenizer, made, (self.eos,), calls=form, reasons=reasons,
+                         sampling=sampling)
+        made_api = OpenAI(self, self.text, Metrics(), model="m", choices_max=8,
+                          encoder=Encoder(self.tokenizer), **api)
+        self.app = build_app(made_api, Health(), keys or Keys([]), ServerConfig(),
                              {"model": "m", "page_size": 16, "max_num_seqs": 4}, [{}])
 
     def of(self, rank: int | None) -> Scripted:

@@ -60,7 +60,8 @@ def server(words: list[str]) -> int:
     argv = [sys.executable, "-P", __file__, "--engine"]
     kept.EngineClient = functools.partial(kept.EngineClient, argv=argv)
     http_main.DEAD_S = 5.0                     # a test asks twice meanwhile
-    http_main.files_of = lambda model: SimpleNamespace(name=model.model, eos_ids=(), folder=Path(model.model))
+    http_main.files_of = lambda model: SimpleNamespace(
+        name=model.model, eos_ids=(), folder=Path(model.model), generation_config={})
     text.open_tokenizer = tokenizer_of
     code = main.main(["serve", *words])
     assert "torch" not in sys.modules, "the API process has imported torch"

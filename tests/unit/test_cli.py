@@ -80,7 +80,7 @@ def test_every_spelling_sets_its_field(spelling: str, flag: Any) -> None:
     ("--disable-cuda-graph", "device.cuda_graphs", False),
     ("--load-format dummy", "model.load_format", "dummy"),
     ("--tokenizer-path t", "model.tokenizer", "t"),
-    ("--served-model-name m", "model.served_model_name", "m"),
+    ("--served-model-name m,n", "model.served_model_name", ("m", "n")),
     ("--api-key k", "server.api_key", "k"),
     ("--backends a=b,c=d --backends e=f", "device.backends", ("a=b", "c=d", "e=f")),
     ("--page-size 8 --page-size 4", "kv.page_size", 4),

@@ -70,7 +70,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(plain, monkeypat
 
 
 def test_a_text_that_may_fit_and_does_not_is_refused_with_its_count(plain):
-    with pytest.raises(RequestError, match="the prompt has 20000 tokens and the context is 20000") as e:
+    with pytest.raises(RequestError, match="However, the prompt has 20000 tokens, which is longer") as e:
         encode(plain, "x" * 20_000, context=20_000)
     assert e.value.code == CONTEXT_EXCEEDED
     assert len(encode(plain, "x" * 20_000, context=20_001)[0]) == 20_000

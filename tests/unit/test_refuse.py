@@ -111,8 +111,8 @@ CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
     ({"rank_silence_s": 1}, {"rank_silence_s": 2}),
     ({"gpu_layers": -2}, {"gpu_layers": 99}),
     ({"gpu_layers": 0, "device": "cuda"}, {"gpu_layers": 0, "device": "cpu"}),
-    *(({name: "[1]"}, {name: {"a": 1}}) for name in ("hf_overrides", "rope_scaling",
-                                                     "default_chat_template_kwargs")),
+    *(({name: "[1]"}, {name: {"a": 1}}) for name in (
+        "hf_overrides", "rope_scaling", "default_chat_template_kwargs", "override_generation_config")),
     ({"backends": ["linear"]}, {"backends": ["linear=reference"]}),
     ({"dp": 0}, {"dp": 2}),
     ({"port": 65536}, {"port": 0}),

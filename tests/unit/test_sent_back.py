@@ -32,13 +32,14 @@ def sayings(server: Scripted):
     """What a model may say under this template, and its end: text, calls, reasoning, each also cut off."""
     form = server.text.calls
     calls = next((said for name, said in SAYS.items() if form is not None and FORMATS[name] is form), "")
-    thoughts = ("", "<think>\nHm.\n</think>\n\n") if server.text.reasons else ("",)
+    marks = server.text.reasons
+    thoughts = ("",) if marks is None else ("", f"{marks.open}\nHm.\n{marks.close}\n\n")
     texts = ("Rain.", calls, f"So. {calls}") if calls else ("Rain.",)
     for thought, said in itertools.product(thoughts, texts):
         yield thought + said, "stop"
         yield (thought + said)[:-7 if said == calls else -1], "length"
-    if server.text.reasons:
-        yield "<think>\nHm", "length"
+    if marks is not None:
+        yield f"{marks.open}\nHm", "length"
 
 
 def clients(server: Scripted, work):

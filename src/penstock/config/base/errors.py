@@ -26,16 +26,38 @@ class ConfigError(ValueError):
 class RequestError(ValueError):
     """One request is wrong (HTTP 400): `param` names the field, `code` is OpenAI's word for it."""
 
-    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None, code: str | None = None,
+                 overflow: tuple[int, int, int] | None = None) -> None:
+        """overflow: tokens of a prompt, output tokens asked for with it, and the context they exceed."""
         super().__init__(message)
         self.param = param
         self.code = code
+        self.overflow = overflow
+
+    def named(self, param: str | None) -> RequestError:
+        """The same error, of a field that has another name elsewhere."""
+        return RequestError(str(self), param, self.code, self.overflow)
 
 
 CONTEXT_EXCEEDED = "context_length_exceeded"
 
 
-def context_exceeded(tokens: int, context: int) -> RequestError:
-    """The error of a prompt that leaves no room for one output token."""
-    return RequestError(f"the prompt has {tokens} tokens and the context is {context}: at most {context - 1} "
-                        "leave room for an answer", "prompt", CONTEXT_EXCEEDED)
+def context_exceeded(tokens: int, context: int, chars: int | None = None) -> RequestError:
+    """The error of a prompt, of `tokens` at least, that leaves no room for one output token.
+
+    chars: of a text that was not tokenized, as it cannot have fewer tokens.
+    Clients find out by these words that a conversation has become too long, and shorten it.
+    """
+    count = f"{tokens} tokens" if chars is None else f"{chars} characters, which are at least {tokens} tokens"
+    return RequestError(
+        f"This model's maximum context length is {context} tokens. However, the prompt has {count}, "
+        "which is longer than the model's context length less one token for the answer: reduce the length "
+        "of the messages or of the prompt", "prompt", CONTEXT_EXCEEDED, (tokens, 0, context))
+
+
+def answer_exceeds(names: str, asked: int, tokens: int, context: int, param: str) -> RequestError:
+    """The error of a maximum, given by one of the fields `names`, that does not fit beside the prompt."""
+    return RequestError(
+        f"{names} is too large: {asked}. This model's maximum context length is {context} tokens, and the "
+        f"prompt has {tokens} of them: ask for at most {context - tokens}, reduce the length of the messages "
+        "or start the server with --clip-max-tokens", param, CONTEXT_EXCEEDED, (tokens, asked, context))

@@ -57,7 +57,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """This, or RequestError that names the field, the value and the allowed range."""
         def need(ok: bool, name: str, allowed: str) -> None:
             if not ok:
-                raise RequestError(f"{name} is {show(getattr(self, name))}: {allowed}", name)
+                value = getattr(self, name)
+                value = list(value) if isinstance(value, tuple) else value      # as it was sent
+                raise RequestError(f"{name} is {show(value)}: {allowed}", name)
 
         need(self.max_tokens is None or 1 <= self.max_tokens <= COUNT_MAX, "max_tokens", f"1 to {COUNT_MAX}")
         need(0 <= self.min_tokens <= COUNT_MAX, "min_tokens", f"0 to {COUNT_MAX}")

@@ -44,6 +44,7 @@ LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 SparseKV = Literal["auto", "always", "off"]
 ToolCallParser = Literal["auto", "none", "deepseek_v3", "deepseek_v31", "deepseek_v32", "glm", "hermes",
                          "kimi_k2", "llama3_json", "minimax_m2", "mistral", "qwen3_coder", "seed_oss"]
+SamplingDefaults = Literal["model", "openai"]
 ReasoningParser = Literal["auto", "none", "think", "gemma4", "kimi_vl", "minimax_m2_append_think",
                           "minimax_m3", "mistral", "seed_oss"]
 GrammarBackend = Literal["auto", "llguidance", "none"]
@@ -64,7 +65,8 @@ class ModelConfig:
     model: Annotated[str, "folder, .gguf file, hub id, or 'demo'"]
     tokenizer: Annotated[str | None, "folder or file (default: the model's own)",
                          Alias("--tokenizer-path")] = None
-    served_model_name: Annotated[str | None, "name in the HTTP API (default: the model's)"] = None
+    served_model_name: Annotated[tuple[str, ...], "names in the HTTP API; an answer has the one that was "
+                                 "asked for, else the first (default: the model's)"] = ()
     dtype: Annotated[Dtype, "compute and KV type; auto is float32 on a CPU, on a GPU the checkpoint's own, "
                      "bfloat16 for GGUF and float16; gguf (on a CPU) is float32 over weights that stay "
                      "packed, as their .gguf file has them"] = "auto"
@@ -79,6 +81,13 @@ class ModelConfig:
     rope_scaling: Annotated[str | None, 'JSON object in place of config.json\'s: {"rope_type": "yarn", '
                             '"factor": 4.0, "original_max_position_embeddings": 32768} is for '
                             '131,072 tokens'] = None
+    generation_config: Annotated[str, "whose generation_config.json has the sampling values of requests that "
+                                 "name none: auto (the model's), none, vllm (the same), or a folder"] = "auto"
+    sampling_defaults: Annotated[SamplingDefaults, "model: those of generation_config.json; openai: "
+                                 "temperature and top_p 1"] = "model"
+    override_generation_config: Annotated[
+        str | None, "JSON object: temperature, top_k, top_p, min_p, repetition_penalty in place of the "
+        "model's"] = None
     chat_template: Annotated[str | None, "Jinja template file, in place of the model's"] = None
     default_chat_template_kwargs: Annotated[
         str | None, "JSON object: names for the chat template, where a request's chat_template_kwargs has no "
@@ -243,6 +252,8 @@ class ServerConfig:
     ssl_keyfile: Annotated[str | None, "PEM file with its key (default: in --ssl-certfile)"] = None
     cors_origins: Annotated[tuple[str, ...], "origins whose pages may ask from a browser, e.g. "
                             "https://chat.example.com; * is all of them"] = ()
+    clip_max_tokens: Annotated[bool, "a max_tokens that does not fit the context beside its prompt is "
+                               "clipped, and the usage has clipped_max_tokens; off: it is a 400"] = False
     body_bytes_max: Annotated[int | None, "largest request body (default: 16 bytes for each token of the "
                               "context, 4 MiB at least)", Bytes()] = None
     router_dialect: Annotated[RouterDialect, "whose worker it is for a router in front, which sends a prompt "

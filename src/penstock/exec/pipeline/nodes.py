@@ -296,7 +296,8 @@ def pump(sock: socket.socket, link: NodeLink, channel: int) -> None:
 def differences(ours: Config, theirs: Config) -> str:
     """What another node has been told otherwise, of what is the same on all; "" where nothing is."""
     own = {"model": ("model", "tokenizer", "served_model_name", "chat_template",
-                     "default_chat_template_kwargs", "download_dir", "seed"),
+                     "default_chat_template_kwargs", "download_dir", "seed", "generation_config",
+                     "sampling_defaults", "override_generation_config"),
            "device": ("threads",)}
     found = []
     for section in ("model", "kv", "schedule", "device"):

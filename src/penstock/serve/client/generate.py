@@ -67,6 +67,7 @@ class Usage:
     peer_tokens: int = 0             # of the prompt, computed by the other engine of a pair
     draft_tokens: int = 0            # that were proposed,
     accepted_draft_tokens: int = 0   # and those that are part of an answer
+    clipped_max_tokens: int | None = None   # what was left of a maximum that did not fit the context
 
 
 class Generation:

@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar
 
 from penstock.config.base.errors import ConfigError, RequestError
 from penstock.config.base.machine import probe
+from penstock.config.request.defaults import params as default_params
 from penstock.config.request.params import SamplingParams
 from penstock.config.settings.cli import from_options
 from penstock.config.settings.resolve import resolve
@@ -104,6 +105,11 @@ class AsyncLLM:
         return self._client.ready.vocab_size
 
     @property
+    def default_sampling_params(self) -> SamplingParams:
+        """Of a request that is given none: the values of the model's generation_config.json."""
+        return default_params(self._opened.sampling)
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether `chat` can be asked."""
         return self._opened.template is not None
@@ -124,7 +130,7 @@ class AsyncLLM:
         texts = [text_or_ids(p) for p in found]
         ids = [text.encode(t) if isinstance(t, str) else t for t in texts]
         return await self._all(ids, [t if isinstance(t, str) else None for t in texts],
-                               one_each(sampling_params, len(ids)), use_tqdm)
+                               one_each(sampling_params, len(ids), self.default_sampling_params), use_tqdm)
 
     async def chat(self, messages: Sequence[Message] | Sequence[Sequence[Message]],
                    sampling_params: Params = None, *, use_tqdm: bool = False,
@@ -133,8 +139,8 @@ class AsyncLLM:
         text = self._opened
         rendered = [await asyncio.to_thread(text.chat, c) for c in conversations(messages)]
         ids = [text.encode(r, special=False) for r in rendered]
-        return await self._all(ids, list(rendered), one_each(sampling_params, len(ids)), use_tqdm,
-                               is_chat=True)
+        return await self._all(ids, list(rendered), one_each(
+            sampling_params, len(ids), self.default_sampling_params), use_tqdm, is_chat=True)
 
     async def _all(self, ids: list[list[int]], texts: list[str | None],
                    params: list[SamplingParams], use_tqdm: bool, *,
@@ -210,7 +216,7 @@ class AsyncLLM:
 
     async def _stream(self, ids: list[int], params: SamplingParams | None, *,
                       context: Sequence[int]) -> AsyncGenerator[Delta, None]:
-        [params] = one_each(params, 1)
+        [params] = one_each(params, 1, self.default_sampling_params)
         self._check(ids, params)
         await self._opened.check(params)
         generation = self._submit(ids, params, context)
@@ -295,6 +301,11 @@ class LLM:
     def config(self) -> Config:
         """The resolved configuration."""
         return self._inner.config
+
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """As of AsyncLLM."""
+        return self._inner.default_sampling_params
 
     @property
     def max_model_len(self) -> int:

@@ -105,10 +105,11 @@ def conversations(messages: Sequence[Message] | Sequence[Sequence[Message]],
                        "messages")
 
 
-def one_each(params: Params, count: int) -> list[SamplingParams]:
-    """Checked sampling parameters for each of `count` prompts. Raises RequestError."""
+def one_each(params: Params, count: int, default: SamplingParams) -> list[SamplingParams]:
+    """Checked sampling parameters for each of `count` prompts; `default` where there are none. Raises
+    RequestError."""
     if params is None or isinstance(params, SamplingParams):
-        return [checked_types(params or SamplingParams())] * count
+        return [checked_types(params or default)] * count
     if (not isinstance(params, Sequence) or len(params) != count
             or not all(isinstance(p, SamplingParams) for p in params)):
         raise RequestError(f"sampling_params: one SamplingParams, or a list of {count}, one for each "

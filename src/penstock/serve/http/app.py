@@ -159,6 +159,10 @@ class Generating:
                     415, "the body's Content-Type is not application/json: send that header (curl -d "
                     "says application/x-www-form-urlencoded unless -H names another)",
                     code="unsupported_media_type", headers=CLOSE)
+            if name == b"content-encoding" and kind not in (b"", b"identity"):
+                raise ApiError(
+                    415, f"the body's Content-Encoding is {show(kind.decode('latin-1'))}: send it as it is",
+                    code="unsupported_media_type", headers=CLOSE | {"accept-encoding": "identity"})
         return await read_body(scope["headers"], receive, self._bytes_max)
 
 
@@ -319,17 +323,17 @@ class _Views:
         return await asyncio.gather(*(n.of(m.engine) for n, m in zip(self._numbers, members, strict=True)))
 
     async def models(self, _: Request) -> Response:
-        return _json({"object": "list", "data": [self._model()]})
+        return _json({"object": "list", "data": list(map(self._model, self._api.own_names))})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name not in self._api.own_names:
             raise ApiError(404, f"the model {show(name)} does not exist: this server has "
                            f"{self._api.model!r}", param="model", code="model_not_found")
-        return _json({**self._model(), "id": name})
+        return _json(self._model(name))
 
-    def _model(self) -> dict[str, Any]:
-        return {"id": self._api.model, "object": "model", "created": self._created,
+    def _model(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self._created,
                 "owned_by": "penstock", "max_model_len": self._api.engine.ready.max_model_len}
 
     async def health(self, _: Request) -> Response:

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from penstock.config.base.errors import CONTEXT_EXCEEDED, RequestError, context_exceeded, show
+from penstock.config.base.errors import RequestError, answer_exceeds, context_exceeded, show
 from penstock.config.request.params import SamplingParams
 from penstock.serve.client.client import EngineClosed, EngineDied, checked_limits
 from penstock.serve.client.engines import Engines
@@ -112,8 +112,12 @@ class OpenAI:
 
     def __init__(self, engine: Engines, text: Text, metrics: Metrics, *, model: str,
                  choices_max: int, encoder: Encoder | None = None, also: Sequence[str] = (),
-                 secret: bytes | None = None, routed: Routed = ALONE) -> None:
-        """secret: what tenants' namespaces are made with, None: drawn. routed: which part of a pair."""
+                 secret: bytes | None = None, routed: Routed = ALONE, clips: bool = False) -> None:
+        """secret: what tenants' namespaces are made with, None: drawn. routed: which part of a pair.
+
+        also: more names of the model. clips: a maximum that does not fit the context is clipped, where it
+        would be refused."""
+        self.clips = clips
         self.routed = routed
         self.engine = engine
         self.text = text
@@ -123,9 +127,9 @@ class OpenAI:
         self.eos_ids = text.eos_ids
         self.metrics = metrics
         self.model = model
-        self.own_names = frozenset({model, *also})
+        self.own_names = tuple(dict.fromkeys((model, *also)))
         # Routers fill in "unknown" where their client named none.
-        self.names = self.own_names | {"unknown"}
+        self.names = frozenset({*self.own_names, "unknown"})
         self.choices_max = choices_max
         self._secret = secret or secrets.token_bytes(32)
         self.draining = False
@@ -144,7 +148,7 @@ class OpenAI:
             raise too_many_messages(context)
         request = self.routed.whole(parse(body, ChatRequest))
         await self.converse(request, tenant, reply, began, lambda asked, prompts: ChatFormat(
-            model=self.model, token_bytes=self.token_bytes, logprobs=bool(request.logprobs),
+            model=self.named(request.model), token_bytes=self.token_bytes, logprobs=bool(request.logprobs),
             include_usage=request.include_usage, return_token_ids=self._shows_ids(request),
             prompts=prompts, asked=asked, num_prompt=request.prompt_logprobs))
 
@@ -152,7 +156,7 @@ class OpenAI:
                        written: Callable[[Asked, Prompts], Format]) -> None:
         """Answer a conversation. written: makes the form of the answer."""
         self.check_model(request.model)
-        params, offer, field = request.params(), request.offer, grammar_of(request)
+        params, offer, field = request.params(self.text.sampling), request.offer, grammar_of(request)
         try:
             text, prompt = await self.chat_prompt(request, tenant, offer)
             asked = self.text.asked(offer, text, separate=request.separate_reasoning is not False)
@@ -164,7 +168,7 @@ class OpenAI:
                             blamed=field[0] if field else "tools", shown=self.text.shown(asked))
         except RequestError as e:
             named = {"prompt": "messages", "grammar": field[0] if field else "tools"}
-            raise RequestError(str(e), named.get(e.param or "", e.param), e.code) from None
+            raise e.named(named.get(e.param or "", e.param)) from None
 
     async def completion(self, body: bytes, tenant: bytes, reply: Reply) -> None:
         began = time.monotonic()
@@ -172,7 +176,8 @@ class OpenAI:
 
         def written(prompts: Prompts) -> Format:
             return TextFormat(
-                model=self.model, token_bytes=self.token_bytes, logprobs=request.logprobs is not None,
+                model=self.named(request.model), token_bytes=self.token_bytes,
+                logprobs=request.logprobs is not None,
                 include_usage=request.include_usage, return_token_ids=self._shows_ids(request),
                 prompts=prompts, num_echoed=request.echoed,
                 num_prompt=request.prompt_logprobs, offsets=self._offsets)
@@ -182,10 +187,10 @@ class OpenAI:
                        written: Callable[[Prompts], Format]) -> None:
         """Go on with prompts. written: makes the form of their answers."""
         self.check_model(request.model)
-        params = request.params()
+        params = request.params(self.text.sampling)
         given = request.prompts(max(1, self.choices_max // params.n))
         ids = iter(await self.encode([p for p in given if isinstance(p, str)], tenant,
-                                      special=True))
+                                      special=request.add_special_tokens is not False))
         prompts = Prompts([p if isinstance(p, list) else next(ids) for p in given], params.n)
         context = self.engine.ready.max_model_len
         if prompts.longest >= context:
@@ -221,7 +226,7 @@ class OpenAI:
                 variables=self._variables(request, self.template), tools=offer.tools)
         except TooManyTexts:
             raise overloaded("too many conversations at once: try again") from None
-        [ids] = await self.encode([text], tenant, special=False)       # the template writes its own
+        [ids] = await self.encode([text], tenant, special=bool(request.add_special_tokens))
         return text, ids
 
     def _variables(self, request: ChatRequest, template: ChatTemplate) -> dict[str, Any]:
@@ -283,12 +288,16 @@ class OpenAI:
             raise ApiError(404, f"the model {show(name)} does not exist: this server has "
                            f"{self.model!r}", param="model", code="model_not_found")
 
+    def named(self, name: str | None) -> str:
+        """The name of the model in an answer: the one that was asked for."""
+        return name if name is not None and name in self.own_names else self.model
+
     # ------------------------------------------------------------ running
     async def _run(self, prompts: Prompts, request: ChatRequest | CompletionRequest,
                    params: SamplingParams, tenant: bytes, out: Format, reply: Reply,
                    began: float, *, blamed: str, shown: frozenset[int] = frozenset()) -> None:
         """blamed: the field that asks for the grammar. shown: special tokens that the form must see."""
-        self._check_room(prompts, request)
+        clipped = self._check_room(prompts, request)
         if params.stop and self.tokenizer is None:
             raise RequestError("this model has no tokenizer: use stop_token_ids", "stop")
         _check_scores(prompts, params)
@@ -298,6 +307,7 @@ class OpenAI:
         engine = self.engine.of(request.data_parallel_rank)
         generation = Generation(engine, self.tokenizer, self.metrics, began=began, shown=shown,
                                 silent=isinstance(request, CompletionRequest) and request.silent)
+        generation.usage.clipped_max_tokens = clipped
         try:
             with self.running.of(tenant, out.id, request.rid):
                 for prompt in prompts.ids:
@@ -321,26 +331,29 @@ class OpenAI:
             checked_limits(self.engine.ready, prompt, params, self.eos_ids)
             await self.text.check(params, tenant)
         except RequestError as e:
-            raise RequestError(str(e), blamed if e.param == "grammar" else e.param, e.code) from None
+            raise e.named(blamed if e.param == "grammar" else e.param) from None
         except TooManyTexts:
             raise overloaded("too many grammars at once: try again") from None
 
-    def _check_room(self, prompts: Prompts, request: ChatRequest | CompletionRequest) -> None:
+    def _check_room(self, prompts: Prompts, request: ChatRequest | CompletionRequest) -> int | None:
+        """Raises RequestError, ApiError. Returns to what the maximum is clipped, None: it is not."""
         context = self.engine.ready.max_model_len
         explicit, name = request.max_tokens, "max_tokens"
         if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
             explicit, name = request.max_completion_tokens, "max_completion_tokens"
-        longest = prompts.longest
+        longest, clipped = prompts.longest, None
         if explicit is not None and longest < context < longest + explicit:
-            raise RequestError(
-                f"the prompt has {longest} tokens and {name} is {explicit}: the context is "
-                f"{context} tokens for both", name, CONTEXT_EXCEEDED)
+            if not self.clips:
+                names = "max_tokens or max_completion_tokens" if isinstance(request, ChatRequest) else name
+                raise answer_exceeds(names, explicit, longest, context, name)
+            clipped = context - longest
         if self.draining:
             raise overloaded("the server is shutting down", "shutting_down")
         open_now = self.engine.num_waiting + self.engine.num_running
         if open_now and open_now + prompts.num_choices > self.choices_max:
             raise overloaded(f"{open_now} requests run or wait, and {self.choices_max} are the "
                              "most: try again")
+        return clipped
 
     async def _whole(self, generation: Generation, request: ChatRequest | CompletionRequest, out: Format,
                      reply: Reply, count: int, room: Room | None) -> None:
@@ -350,7 +363,8 @@ class OpenAI:
                 for piece in batch:
                     choices[piece.index].add(piece)
         if room is not None and self.routed.prefills:
-            told = self.routed.answer(room, self.model, count) | {"usage": usage_json(generation.usage)}
+            told = self.routed.answer(room, self.named(request.model), count)
+            told |= {"usage": usage_json(generation.usage)}
         else:
             told = await _aside(any(c.prompt is not None for c in choices), out.whole, choices,
                                 generation.usage)

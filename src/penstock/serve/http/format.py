@@ -56,8 +56,14 @@ def usage_json(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens,
                                   "cached_tokens_by_tier": usage.cached_by_tier, **peer},
-        **({"completion_tokens_details": details} if details else {}),
+        **({"completion_tokens_details": details} if details else {}), **clipped_json(usage),
     }
+
+
+def clipped_json(usage: Usage) -> dict[str, int]:
+    """Of a usage: the maximum that an answer had, where it had to be clipped."""
+    most = usage.clipped_max_tokens
+    return {} if most is None else {"clipped_max_tokens": most}
 
 
 def token_score(token_bytes: Callable[[int], bytes], token: int, of: Logprob) -> dict[str, Any]:

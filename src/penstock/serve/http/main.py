@@ -25,6 +25,7 @@ import uvloop
 
 from penstock.config.base.errors import ConfigError
 from penstock.config.base.storage_url import parse_storage
+from penstock.config.request.defaults import shown
 from penstock.config.settings.pairkey import read_secret
 from penstock.config.settings.tree import Config, KVConfig, ServerConfig
 from penstock.memory.stores.secret import secret_of
@@ -206,6 +207,9 @@ class _Server:
         if text.tokenizer is None:
             log.warning("no tokenizer.json in %s: prompts are taken as token ids, answers given as such; "
                         "--tokenizer names another", self._files.folder)
+        if text.sampling:
+            log.info("requests that name none have the model's sampling values: %s (--generation-config "
+                     "none leaves them out)", shown(text.sampling))
         if text.tokenizer is not None:
             self._encoder = Encoder(text.tokenizer)
             self._encoder.check()
@@ -221,13 +225,15 @@ class _Server:
         schedule = config.schedule
         assert schedule.max_waiting is not None, "resolve fills it"
         api = OpenAI(self._engine, text, Metrics(),
-                     model=config.model.served_model_name or self._files.name,
+                     model=[*config.model.served_model_name, self._files.name][0],
                      encoder=self._encoder,
-                     also=() if config.model.served_model_name else (config.model.model,),
+                     also=config.model.served_model_name or (config.model.model,),
                      choices_max=len(self._engine.members) * (schedule.max_num_seqs + schedule.max_waiting),
-                     secret=self._secret, routed=routed_of(config, self._engine.ready))
+                     secret=self._secret, routed=routed_of(config, self._engine.ready),
+                     clips=config.server.clip_max_tokens)
         app = build_app(api, self._health, self._keys, config.server,
-                        {"model": api.model, "pid": self._engine.ready.pid, **self._engine.ready.info},
+                        {"model": api.model, "sampling_defaults": text.sampling,
+                         "pid": self._engine.ready.pid, **self._engine.ready.info},
                         [await m.engine.stats() for m in self._engine.members], self._peer_view())
         settings = uvicorn.Config(
             app, http=functools.partial(LimitedProtocol, gate=Gate()),  # type: ignore[arg-type]

@@ -48,7 +48,7 @@ class TokenizeRequest(Body, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
-    add_special_tokens: bool | None = None      # of a text: yes, unless this is false
+    add_special_tokens: bool | None = None      # of a text unless this is false, of a chat if it is true
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -58,9 +58,6 @@ class TokenizeRequest(Body, kw_only=True, forbid_unknown_fields=True):
     def checked(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("give prompt or messages, one of them", "prompt")
-        if self.messages is not None and self.add_special_tokens:
-            raise RequestError("add_special_tokens is for a prompt: a template writes its own",
-                               "add_special_tokens")
 
 
 class DetokenizeRequest(Body, kw_only=True, forbid_unknown_fields=True):
@@ -85,7 +82,8 @@ async def tokenize(api: OpenAI, body: bytes, tenant: bytes, reply: Reply) -> Non
     api.check_model(request.model)
     if request.messages is not None:
         chat = ChatRequest(
-            messages=request.messages, add_generation_prompt=request.add_generation_prompt,
+            messages=request.messages, add_special_tokens=request.add_special_tokens,
+            add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
             chat_template_kwargs=request.chat_template_kwargs, tools=request.tools)
         _, ids = await api.chat_prompt(chat, tenant, chat.offer)

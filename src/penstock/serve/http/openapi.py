@@ -37,7 +37,7 @@ _WHAT = {
     400: "A field is wrong or not supported: `param` names it.", 401: "The API key is missing or wrong.",
     403: "Not from this machine, or not an admin's key.", 404: "No such model.",
     408: "The body took too long to arrive.", 413: "The body is too large.",
-    415: "The body's Content-Type is not application/json.",
+    415: "The body's Content-Type is not application/json, or it is compressed.",
     500: "The model failed at this request, and would again.",
     503: "Overloaded, shutting down, or the engine is gone.",
 }

@@ -10,6 +10,7 @@ Fields of what is not built are accepted at the values that mark them, which inc
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -20,6 +21,8 @@ from penstock.serve.http.fields.body import Body, Neutral, Unbuilt
 from penstock.serve.http.fields.structured import Structured, grammar_of
 from penstock.serve.http.fields.tools import Tool, ToolChoice, offer_of
 from penstock.serve.parsers.asked import Offer
+
+NO_DEFAULTS: Mapping[str, float] = {}
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -45,6 +48,7 @@ class _Request(Structured, kw_only=True, forbid_unknown_fields=True):
     cache_salt: str | None = None
     data_parallel_rank: int | None = None       # of --dp: the engine that computes it
     return_token_ids: bool | None = None
+    add_special_tokens: bool | None = None      # to a text: yes; to a chat, whose template writes its own: no
     prompt_logprobs: int | None = None          # of each prompt token, with so many of the best
     prompt_logprobs_start: int | None = None    # ours: of this token and those behind it
     rid: str | None = None                      # names it for /abort_request
@@ -87,10 +91,13 @@ class _Request(Structured, kw_only=True, forbid_unknown_fields=True):
     def padded(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_obfuscation)
 
-    def _params(self, *, max_tokens: int | None, logprobs: int | None, echoed: int | None = None,
-                ) -> SamplingParams:
-        """echoed: how many logprobs an echo of the prompt shows; None: none."""
-        given = {name: value for name in _SAME_NAME if (value := getattr(self, name)) is not None}
+    def _params(self, sampling: Mapping[str, float], *, max_tokens: int | None, logprobs: int | None,
+                echoed: int | None = None) -> SamplingParams:
+        """sampling: values of fields that are not given. echoed: how many logprobs an echo of the prompt
+        shows; None: none."""
+        given: dict[str, Any] = {name: value for name in _SAME_NAME
+                                 if (value := getattr(self, name)) is not None}
+        given = dict(sampling) | given
         asked = grammar_of(self)
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         scores = [k for k in (self.prompt_logprobs, echoed) if k is not None]
@@ -145,7 +152,7 @@ class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):
         """Raises RequestError."""
         return offer_of(self.tools, self.tool_choice, self.parallel_tool_calls)
 
-    def params(self) -> SamplingParams:
+    def params(self, sampling: Mapping[str, float] = NO_DEFAULTS) -> SamplingParams:
         """Raises RequestError. Without a maximum the answer may fill the context."""
         most = self.max_completion_tokens
         if most is None:
@@ -160,7 +167,7 @@ class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):
             raise RequestError(f"top_logprobs is {self.top_logprobs}: 0 to 20", "top_logprobs")
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
-        return self._params(max_tokens=most,
+        return self._params(sampling, max_tokens=most,
                             logprobs=(self.top_logprobs or 0) if self.logprobs else None)
 
 
@@ -171,12 +178,12 @@ class CompletionRequest(_Request, kw_only=True, forbid_unknown_fields=True):
     best_of: int | None = None
     suffix: Annotated[Any, Neutral("")] = None
 
-    def params(self) -> SamplingParams:
+    def params(self, sampling: Mapping[str, float] = NO_DEFAULTS) -> SamplingParams:
         """Raises RequestError. Without a maximum there are 16 tokens, as in OpenAI's API."""
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise RequestError("best_of is not supported yet: leave it out", "best_of")
         most = 16 if self.max_tokens is None else self.max_tokens
-        return self._params(max_tokens=1 if self.silent else most,
+        return self._params(sampling, max_tokens=1 if self.silent else most,
                             logprobs=None if self.silent else self.logprobs, echoed=self.echoed)
 
     @property
@@ -254,8 +261,11 @@ class ApiError(Exception):
 
     def __init__(self, status: int, message: str, *, kind: str = "invalid_request_error",
                  param: str | None = None, code: str | None = None,
-                 headers: dict[str, str] | None = None) -> None:
+                 headers: dict[str, str] | None = None,
+                 overflow: tuple[int, int, int] | None = None) -> None:
+        """overflow: as of RequestError."""
         super().__init__(message)
+        self.overflow = overflow
         self.status = status
         self.headers = headers or {}
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
@@ -268,4 +278,4 @@ def overloaded(message: str, code: str = "overloaded", retry_s: int = 1) -> ApiE
 
 
 def bad_request(error: RequestError) -> ApiError:
-    return ApiError(400, str(error), param=error.param, code=error.code)
+    return ApiError(400, str(error), param=error.param, code=error.code, overflow=error.overflow)

@@ -162,8 +162,9 @@ class ChatTemplate:
 
 def too_many_messages(context: int) -> RequestError:
     """The error of a conversation that has more messages than the context has tokens."""
-    return RequestError(f"there are more messages than the context has tokens, which is {context}",
-                        "messages", CONTEXT_EXCEEDED)
+    return RequestError(f"This model's maximum context length is {context} tokens. However, there are more "
+                        "messages than that: reduce the length of the messages", "messages", CONTEXT_EXCEEDED,
+                        (context + 1, 0, context))
 
 
 def is_long(messages: Sequence[Mapping[str, Any]]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.config.base.errors import CONTEXT_EXCEEDED, RequestError, context_exceeded
+from penstock.config.base.errors import RequestError, context_exceeded
 from penstock.serve.text.helper import Aside
 from penstock.serve.text.tokenizer import BYTE_OF, Tokenizer, gave_up, valid_unicode
 from penstock.serve.text.turns import Turns
@@ -46,9 +46,7 @@ class Encoder:
         is more than the tokenizer can do; TooManyTexts."""
         for text in texts:
             if self._bound is not None and (least := self._bound.tokens(text)) >= context:
-                raise RequestError(
-                    f"the prompt has {len(text)} characters, which are at least {least} tokens: the context "
-                    f"is {context}", "prompt", CONTEXT_EXCEEDED)
+                raise context_exceeded(least, context, len(text))
         if sum(map(len, texts)) <= INLINE_CHARS_MAX:
             return [self._tokenizer.encode(text, add_special=special) for text in texts]
         return await self._turns.run(tenant, functools.partial(self._ask, texts, special, context))

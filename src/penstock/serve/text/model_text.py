@@ -5,13 +5,16 @@ Owns how a prompt or a conversation becomes token ids. Knows no engine; imports 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from penstock.config.base.errors import ConfigError, RequestError
+from penstock.config.request.defaults import Sampling, overrides, sampling_of
 from penstock.config.request.grammar import Grammar
 from penstock.config.request.params import SamplingParams
 from penstock.config.settings.plain import object_of
 from penstock.config.settings.tree import Config, ModelConfig
+from penstock.model.weights.files import read_json_object
 from penstock.model.weights.locate import ModelFiles
 from penstock.serve.grammars.check import GrammarCheck
 from penstock.serve.parsers.asked import Asked, Offer, asked_of
@@ -29,7 +32,10 @@ class Text:
 
     def __init__(self, tokenizer: Tokenizer | None, template: ChatTemplate | None,
                  eos_ids: Sequence[int], no_template: str = "this model has no chat template", *,
-                 calls: Format | None = None, reasons: Marks | None = None) -> None:
+                 calls: Format | None = None, reasons: Marks | None = None,
+                 sampling: Sampling | None = None) -> None:
+        """sampling: values of requests that name none."""
+        self.sampling = sampling or {}
         self.calls, self.reasons = calls, reasons
         self.no_template = no_template
         self.tokenizer = tokenizer
@@ -115,7 +121,24 @@ def open_text(config: Config, files: ModelFiles) -> Text:
     parser, reasons = model.tool_call_parser, model.reasoning_parser
     return Text(tokenizer, template, files.eos_ids if tokenizer is None else tokenizer.eos_ids,
                 _no_template(files), calls=format_of(shown) if parser == "auto" else FORMATS.get(parser),
-                reasons=marks_of(shown) if reasons == "auto" else MARKS.get(reasons))
+                reasons=marks_of(shown) if reasons == "auto" else MARKS.get(reasons),
+                sampling=sampling_defaults(model, files))
+
+
+def sampling_defaults(model: ModelConfig, files: ModelFiles) -> Sampling:
+    """Sampling values of requests that name none: the model's, and the operator's before those. Raises
+    ConfigError."""
+    asked, found = model.generation_config, {}
+    if model.sampling_defaults == "model" and asked not in ("none", "vllm"):
+        given, where = files.generation_config, files.folder
+        if asked != "auto":
+            where = Path(asked).expanduser()
+            if not (where / "generation_config.json").is_file():
+                raise ConfigError(f"--generation-config {asked}: {where} has no generation_config.json: give "
+                                  "auto (the model's), none, or a folder that has one")
+            given = read_json_object(where / "generation_config.json", 4 << 20)
+        found = sampling_of(given, f"{where}/generation_config.json")
+    return found | overrides(model.override_generation_config)
 
 
 def _defaults(model: ModelConfig) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from penstock.serve.http.completions import OpenAI, Reply
 from penstock.serve.http.fields.body import Body, Neutral, Unbuilt
 from penstock.serve.http.fields.structured import JsonSchemaFormat, ResponseFormat
 from penstock.serve.http.fields.tools import ChosenTool, Function, Tool, ToolChoice
-from penstock.serve.http.format import encode
+from penstock.serve.http.format import clipped_json, encode
 from penstock.serve.http.types import ApiError, ChatRequest, parse
 from penstock.serve.ignored import OBEYED_ELSEWHERE, OfPart, OfTool
 
@@ -229,7 +229,7 @@ def _usage(usage: Usage) -> dict[str, int]:
     """What was cached is not an input token here."""
     return {"input_tokens": usage.prompt_tokens - usage.cached_tokens,
             "output_tokens": usage.completion_tokens, "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": usage.cached_tokens}
+            "cache_read_input_tokens": usage.cached_tokens, **clipped_json(usage)}
 
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -250,6 +250,12 @@ def error_body(error: ApiError, _: bool) -> dict[str, Any]:
     """An error in this API's shape."""
     told = error.body["error"]
     message, param = str(told["message"]), told["param"] or ""
+    if error.overflow is not None:          # in the words by which this API's clients know it
+        prompt, asked, context = error.overflow
+        return {"type": "error", "error": {"type": "invalid_request_error", "message": (
+            f"input length and `max_tokens` exceed context limit: {prompt} + {asked} > {context}, decrease "
+            "input length or `max_tokens` and try again" if asked else
+            f"prompt is too long: {prompt} tokens > {min(context, prompt - 1)} maximum")}}
     return {"type": "error", "error": {"type": _KINDS.get(error.status, "invalid_request_error"),
                                        "message": message if param in message else f"{message} ({param})"}}
 
@@ -261,7 +267,8 @@ async def create(api: OpenAI, body: bytes, tenant: bytes, reply: Reply) -> None:
     request = given.chat(
         api, max_tokens=given.max_tokens, temperature=given.temperature, top_p=given.top_p,
         top_k=given.top_k, stop=given.stop_sequences, stream=given.stream)
-    await api.converse(request, tenant, reply, began, lambda asked, _: MessagesFormat(api.model, asked))
+    await api.converse(request, tenant, reply, began, lambda asked, _: MessagesFormat(
+        api.named(given.model), asked))
 
 
 async def count(api: OpenAI, body: bytes, tenant: bytes, reply: Reply) -> None:

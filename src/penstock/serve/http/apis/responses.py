@@ -19,7 +19,7 @@ from penstock.serve.http.completions import OpenAI, Reply
 from penstock.serve.http.fields.body import Body, Neutral, Unbuilt
 from penstock.serve.http.fields.structured import JsonSchemaFormat, ResponseFormat
 from penstock.serve.http.fields.tools import Function, Tool, ToolChoice
-from penstock.serve.http.format import token_score, unix_time
+from penstock.serve.http.format import clipped_json, token_score, unix_time
 from penstock.serve.http.types import ApiError, ChatRequest, StreamOptions, parse
 from penstock.serve.ignored import OfTool, names
 
@@ -154,6 +154,7 @@ def _assistant(found: list[dict[str, Any]], said: dict[str, Any] | None) -> dict
 class ResponseForm(BlockFormat):
     request: ResponsesRequest = field(default_factory=lambda: ResponsesRequest(input=""))
     token_bytes: Callable[[int], bytes] = lambda _: b""
+    sampling: Mapping[str, float] = field(default_factory=dict)    # of requests that name none
     created: int = field(default_factory=unix_time)
     _status: str = "in_progress"
     _sequence: int = 0
@@ -223,6 +224,9 @@ class ResponseForm(BlockFormat):
         return item | {"type": "message", "role": "assistant",
                        "content": [_part(block, block.text, self._scores(block.scores))]}
 
+    def _sampled(self, name: str, asked: float | None) -> float:
+        return self.sampling.get(name, 1.0) if asked is None else asked
+
     def _scores(self, scores: Sequence[Score]) -> list[dict[str, Any]]:
         return [token_score(self.token_bytes, token, of) for token, of in scores]
 
@@ -233,7 +237,7 @@ class ResponseForm(BlockFormat):
             "input_tokens_details": {"cached_tokens": usage.cached_tokens},
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": usage.prompt_tokens + usage.completion_tokens}
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens, **clipped_json(usage)}
         return {
             "id": self.id, "object": "response", "created_at": self.created, "status": self._status,
             "error": None, "instructions": asked.instructions, "model": self.model,
@@ -242,11 +246,11 @@ class ResponseForm(BlockFormat):
             "output": [self._item(b) for b in self.blocks],
             "parallel_tool_calls": asked.parallel_tool_calls is not False, "previous_response_id": None,
             "reasoning": asked.reasoning or {"effort": None, "summary": None},
-            "store": False, "temperature": 1.0 if asked.temperature is None else asked.temperature,
+            "store": False, "temperature": self._sampled("temperature", asked.temperature),
             "text": {"format": text.format or {"type": "text"}, "verbosity": text.verbosity},
             "tool_choice": asked.tool_choice or "auto", "tools": [_declared(t) for t in asked.tools or ()],
             "top_logprobs": asked.top_logprobs or 0,
-            "top_p": 1.0 if asked.top_p is None else asked.top_p, "truncation": "disabled", "usage": told,
+            "top_p": self._sampled("top_p", asked.top_p), "truncation": "disabled", "usage": told,
             "metadata": asked.metadata or {}}
 
 
@@ -288,7 +292,8 @@ async def create(api: OpenAI, body: bytes, tenant: bytes, reply: Reply) -> None:
     try:
         await api.converse(given.chat(), tenant, reply, began,
                            lambda asked, _: ResponseForm(
-                               api.model, asked, request=given, token_bytes=api.token_bytes,
+                               api.named(given.model), asked, request=given, token_bytes=api.token_bytes,
+                               sampling=api.text.sampling,
                                scores=Scores() if given.wants_logprobs else None))
     except RequestError as e:
-        raise RequestError(str(e), _NAMES.get(e.param or "", e.param), e.code) from None
+        raise e.named(_NAMES.get(e.param or "", e.param)) from None

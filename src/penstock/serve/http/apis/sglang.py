@@ -207,4 +207,4 @@ async def create(api: OpenAI, body: bytes, tenant: bytes, reply: Reply) -> None:
             prompts.num_choices > 1 or given.several, given.rid or secrets.token_hex(16),
             prompts, given, lambda t: api.token_bytes(t).decode("utf-8", "replace")))
     except RequestError as e:
-        raise RequestError(str(e), _NAMES.get(e.param or "", e.param), e.code) from None
+        raise e.named(_NAMES.get(e.param or "", e.param)) from None
