@@ -14,6 +14,7 @@ from penstock.config.base.storage_url import StorageUrl
 from penstock.config.settings.tree import KVConfig
 from penstock.core.kv.prefix_tree import Tree, key_under
 from penstock.exec.start.store import check_storage
+from penstock.memory.stores import files as files_module
 from penstock.memory.stores.files import Files, Folder, open_root
 from penstock.memory.stores.objects import HEADER, Verdict
 from penstock.memory.stores.secret import secret_of
@@ -156,6 +157,24 @@ def test_a_write_that_fails_leaves_nothing(files, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         put(files, KEYS[1], 0, page(1))
     assert not list(Folder(files.root).objects())
+
+
+def test_two_containers_with_the_same_process_ids_store_the_same_page_at_once(tmp_path, monkeypatch):
+    """Each counts from 0: a write of one must not meet the temporary file of the other, nor what one that was
+    killed has left."""
+    one, two = (Files(tmp_path / "store", FP, SIZES) for _ in range(2))
+    drain, size = files_module._drain, 256 + HEADER.size
+
+    def meanwhile(fd, parts):
+        monkeypatch.setattr(files_module, "_drain", drain)
+        for _ in range(4):                                  # whatever the other has counted to
+            assert put(two, KEYS[1], 0, page(1)) == size
+            two.delete([KEYS[1]], 0)
+        drain(fd, parts)
+
+    monkeypatch.setattr(files_module, "_drain", meanwhile)
+    assert put(one, KEYS[1], 0, page(1)) == size
+    assert read(two, KEYS[1]) == (Verdict.GOOD, bytes(page(1)))
 
 
 def test_a_sweep_removes_what_was_used_longest_ago_and_left_overs(files):

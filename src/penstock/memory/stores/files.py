@@ -144,7 +144,8 @@ class Files(Bounded):
         self.root, self.readonly, self._sync, self._sizes = root, readonly, sync, tuple(page_bytes)
         self._home, self._words = root / FORMAT / fingerprint, dict(words or {})
         self._folders: dict[str, int] = {}       # descriptors: no name of a link is followed
-        self._temps = itertools.count()
+        # Containers that share a folder may have the same process ids: names must differ without them.
+        self._temps, self._run = itertools.count(), os.urandom(8).hex()
         if not readonly:
             try:
                 self._home.mkdir(mode=0o700, exist_ok=True)
@@ -156,7 +157,7 @@ class Files(Bounded):
     def _write_manifest(self) -> None:
         path = self._home / "manifest.json"
         if not path.exists():
-            temp = self._home / f".manifest.{os.getpid()}.{next(self._temps)}"
+            temp = self._home / f".manifest.{self._run}.{next(self._temps)}"
             with open(os.open(temp, _WRITE, 0o600), "w", encoding="utf-8") as file:
                 file.write(json.dumps({"format": FORMAT, "page_bytes": self._sizes, **self._words}, indent=1))
             os.replace(temp, path)
@@ -240,7 +241,7 @@ class Files(Bounded):
         if self._present(key) >> group & 1:
             self._touch(folder, name)
             return 0
-        temp = f"{name}.{os.getpid()}.{next(self._temps)}.tmp"
+        temp = f"{name}.{self._run}.{next(self._temps)}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(temp, flags, 0o600, dir_fd=folder)
         try:
