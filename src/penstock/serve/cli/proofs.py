@@ -68,7 +68,7 @@ _LANES = "tests/e2e/test_lanes.py::test_"
 _CELLS = "tests/e2e/test_cells.py::test_with_every_tier_it_says_what_one_rank_says_from_its_device"
 EVERY = "plain tier cache paused stored"
 _DEMO = "tests/parity/test_demo_greedy.py::test_"
-BOTH = "cpu gpu"            # `make gpu` runs it, too
+BOTH = "cpu gpu"            # `make gpu` runs it, too: of its first list, cases that are not of the sweep
 
 PROOFS: tuple[Proof, ...] = (
     Proof(_CORE + "any_chunk_size_in_mixed_batches", "ordinary latent", device=BOTH),
@@ -94,8 +94,9 @@ PROOFS: tuple[Proof, ...] = (
     Proof(_HOSTED + "prompts_longer_than_the_device_in_any_chunks", "selecting", "hosted", device=BOTH),
     Proof(_HOSTED + "rows_that_outgrow_the_device_spill", "selecting", "resident hosted", "tier",
           device=BOTH),
-    Proof(_HOSTED + "a_prefix_found_in_either_tier_is_shared", "selecting latent", "resident hosted", "cache",
+    Proof(_HOSTED + "a_prefix_found_in_either_tier_is_shared", "selecting", "resident hosted", "cache",
           device=BOTH),
+    Proof(_HOSTED + "a_prefix_found_in_either_tier_is_shared", "latent", "resident hosted", "cache"),
     Proof(_HOSTED + "pauses_drops_and_moves_of_anyone_every_few_steps", "selecting", "resident hosted",
           "paused", device=BOTH),
     Proof(_LATENT + "prompts_longer_than_the_device_select_at_each_position", "latent", "hosted",
@@ -132,7 +133,7 @@ PROOFS: tuple[Proof, ...] = (
     Proof(_STORAGE + "rows_of_latent_models_are_stored_too", "latent", feature="stored"),
     # Stages.
     Proof(_PIPELINE + "any_stages_overlap_and_tiers_say_the_same", "ordinary selecting", "resident",
-          across="one pp", device=BOTH),
+          across="one pp"),
     Proof(_PIPELINE + "three_uneven_stages_with_overlap_and_a_host_tier", "ordinary", "resident",
           "tier paused", "pp", device=BOTH),
     Proof(_PIPELINE + "hosted_decode_on_two_stages_with_pauses", "selecting", "hosted", "plain tier paused",
