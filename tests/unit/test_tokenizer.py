@@ -187,7 +187,7 @@ def test_bos_and_eos_as_the_file_says() -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "model": ({"model": "bert"}, "tokenizer model 'bert' is not supported; gpt2 and llama are"),
     "no model": ({"model": None}, "tokenizer model None"),
-    "pre-tokeniser": ({"pre": "gemma4"}, "'gemma4' is not supported; smollm, llama-bpe, qwen2 are"),
+    "pre-tokeniser": ({"pre": "gemma4"}, "'gemma4' is not supported; smollm, gpt-2, llama-bpe, "),
     "no pre-tokeniser": ({"pre": None}, "pre-tokeniser None"),
     "no tokens": ({"tokens": []}, "0 tokens"),
     "tokens that are numbers": ({"tokens": array("i", [1])}, "tokens has a wrong type"),

@@ -26,7 +26,7 @@ from penstock.model.weights.wrappers import RENAMED, Wrapper, is_wrapper, unwrap
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model")
+OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model", "tekken.json")
 _PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?\Z", re.ASCII)
 _SMALL_BYTES = 4 << 20

@@ -47,8 +47,13 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, variables: Mapping[str, Any] | None = None, *,
-                 render_s_max: float = RENDER_S_MAX, only: str = ONLY_TEXT) -> None:
-        """only: see `plain_message`. Raises ConfigError: the source is too large."""
+                 with_tools: str | None = None, render_s_max: float = RENDER_S_MAX,
+                 only: str = ONLY_TEXT) -> None:
+        """with_tools: the source for conversations with tools, if that is another one. only: see
+        `plain_message`. Raises ConfigError: a source is too large."""
+        by_tools = {"source": source, "with_tools": source if with_tools is None else with_tools}
+        if with_tools is not None:
+            source += with_tools
         if len(source.encode()) > SOURCE_BYTES_MAX:
             raise ConfigError(f"the chat template is over {SOURCE_BYTES_MAX >> 10} KiB: "
                               "give a smaller one with --chat-template")
@@ -57,7 +62,7 @@ class ChatTemplate:
         self.shown = frozenset(f for f in OPTIONAL if _reads(source, f)) | (
             {"developer"} if re.search(r"""['"]developer['"]""", source) else frozenset())
         self._short, self._long = (
-            Aside("penstock.serve.text.chat_render", {"source": source},
+            Aside("penstock.serve.text.chat_render", by_tools,
                   wrong="the chat template is wrong", advice="give another with --chat-template")
             for _ in range(2))
         self._short_turns, self._long_turns = Turns("chat", SHORT_MAX), Turns("chat-long", LONG_MAX)

@@ -92,18 +92,19 @@ def _limit_next() -> None:
 
 
 def answers(link: socket.socket) -> None:
-    """Answer the source with {} or {"error"}, then every set of variables with {"text"} or {"error"}."""
+    """Answer the two sources with {} or {"error"}, then every set of variables with {"text"} or {"error"}."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    template: jinja2.Template | None = None
+    plain: jinja2.Template | None = None
     while True:
         value = receive(link)
         _limit_next()
         try:
-            if template is None:
-                template = compile_template(value["source"])
+            if plain is None:
+                with_tools = compile_template(value["with_tools"])
+                plain = compile_template(value["source"])
                 send(link, {})
             else:
-                send(link, {"text": render(template, value)})
+                send(link, {"text": render(with_tools if value["tools"] else plain, value)})
         except _Raised as e:
             send(link, {"error": str(e)[:1000]})
         # The template's code may raise anything at all, and none of it is ours.

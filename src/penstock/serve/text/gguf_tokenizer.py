@@ -12,7 +12,6 @@ from typing import Any
 
 from tokenizers import (
     AddedToken,
-    Regex,
     Tokenizer,
     decoders,
     models,
@@ -22,14 +21,31 @@ from tokenizers import (
 )
 
 from penstock.config.base.errors import ConfigError, show
+from penstock.serve.text.vocabulary.patterns import (
+    DEEPSEEK_V3,
+    GPT4O,
+    KIMI,
+    LLAMA3,
+    QWEN2,
+    QWEN35,
+    TEKKEN,
+    split_by,
+)
 
 # tokenizer.ggml.token_type
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
 _PIECE_CHARS_MAX = 512               # splitting a piece is quadratic in it; real ones have up to 64
 
-_LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-           r"|\s*[\r\n]+|\s+(?!\S)|\s+")
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+# By `tokenizer.ggml.pre`: the patterns, whether a whole piece that is a token is not merged, whether text is
+# composed first, as the models' own tokenizer.json say. "smollm" and "gpt-2" split by GPT-2's own pattern.
+_SPLITS: dict[str, tuple[tuple[str, ...], bool, bool]] = {
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), ((LLAMA3,), True, False)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), ((QWEN2,), False, True)),
+    "qwen35": ((QWEN35,), False, True),
+    **dict.fromkeys(("glm4", "chatglm-bpe"), ((LLAMA3,), False, False)),
+    "gpt-4o": ((GPT4O,), True, False), "tekken": ((TEKKEN,), True, False),
+    "deepseek-v3": (DEEPSEEK_V3, False, False), "kimi-k2": ((KIMI,), True, False)}
+_STARTS = ("llama-bpe", "llama3", "llama-v3", "tekken")     # begin with BOS unless the file says otherwise
 
 
 @contextmanager
@@ -115,17 +131,14 @@ class _Vocabulary:
 
 def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
     pre = vocabulary.metadata.get("tokenizer.ggml.pre")
-    splitters = {
-        # Digits one by one, then GPT-2's own pattern (inside ByteLevel).
-        "smollm": pre_tokenizers.Sequence([
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]),
-        "llama-bpe": _split_by(_LLAMA3),
-        "qwen2": _split_by(_QWEN2),
-    }
-    if not isinstance(pre, str) or pre not in splitters:
-        raise ConfigError(f"{vocabulary.where}: pre-tokeniser {show(pre)} is not supported; "
-                          f"{', '.join(splitters)} are. Give --tokenizer a folder with tokenizer.json")
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    gpt2 = {"smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain]),
+            "gpt-2": plain}
+    if not isinstance(pre, str) or pre not in (*gpt2, *_SPLITS):
+        known = ", ".join((*gpt2, *_SPLITS))
+        raise ConfigError(f"{vocabulary.where}: pre-tokeniser {show(pre)} is not supported; {known} are. "
+                          "Give --tokenizer a folder with tokenizer.json")
+    patterns, ignore_merges, composed = _SPLITS.get(pre, ((), False, False))
     merges = []
     for merge in vocabulary.strings("merges"):
         left, _, right = merge.partition(" ")
@@ -133,18 +146,12 @@ def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
             raise ConfigError(f"{vocabulary.where}: {show(merge)} is not a merge of two tokens")
         merges.append((left, right))
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary.ids, merges=merges,
-                                     ignore_merges=pre == "llama-bpe"))
-    if pre == "qwen2":
+                                     ignore_merges=ignore_merges))
+    if composed:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = splitters[pre]
+    tokenizer.pre_tokenizer = split_by(*patterns) if patterns else gpt2[pre]
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
-
-
-def _split_by(pattern: str) -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
@@ -190,7 +197,7 @@ def _merges_of_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
 def _set_post_processor(tokenizer: Tokenizer, vocabulary: _Vocabulary, kind: str) -> None:
     pre = vocabulary.metadata.get("tokenizer.ggml.pre")
     # The defaults of llama.cpp where the file does not say.
-    starts = vocabulary.flag("add_bos_token", kind == "llama" or pre == "llama-bpe")
+    starts = vocabulary.flag("add_bos_token", kind == "llama" or pre in _STARTS)
     ends = vocabulary.flag("add_eos_token", False)
     bos, eos = vocabulary.special("bos"), vocabulary.special("eos")
     tokens = {name: token for name, token in (("bos", bos if starts else None),

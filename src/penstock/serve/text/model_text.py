@@ -24,6 +24,8 @@ from penstock.serve.text.chat import ONLY_TEXT, RESERVED, ChatTemplate, read_tem
 from penstock.serve.text.prompts import program_of
 from penstock.serve.text.tokenizer import Tokenizer, open_tokenizer
 
+_TOOLS_ALONE = "{{ raise_exception('this model has a chat template for requests with tools alone') }}"
+
 
 class Text:
     """`tokenizer` is None for a model that has none: it serves token ids. `no_template`: why there is no
@@ -100,24 +102,27 @@ def open_text(config: Config, files: ModelFiles) -> Text:
     """Raises ConfigError: the tokenizer or the operator's template is missing or broken."""
     model = config.model
     tokenizer = open_tokenizer(files, model.tokenizer)
-    source = None
+    source = with_tools = None
     if tokenizer is not None:
-        source = tokenizer.chat_template or program_of(files.config.get("model_type"))
+        source, with_tools = tokenizer.chat_template, tokenizer.tool_template
+        if source is None:
+            source = program_of(files.config.get("model_type")) if with_tools is None else _TOOLS_ALONE
     if model.chat_template is not None:
         if tokenizer is None:
             raise ConfigError(f"--chat-template {model.chat_template}: {files.name} has no tokenizer for "
                               "what it writes: give one with --tokenizer, or leave it out")
-        source = read_template(model.chat_template)
+        source, with_tools = read_template(model.chat_template), None
     template = None
     if tokenizer is not None and source is not None:
         only = f"this server runs the text of {files.name}: {ONLY_TEXT}" if files.wrapper else ONLY_TEXT
-        template = ChatTemplate(source, {**tokenizer.template_vars, **_defaults(model)}, only=only)
+        template = ChatTemplate(source, {**tokenizer.template_vars, **_defaults(model)}, only=only,
+                                with_tools=with_tools)
         if model.chat_template is not None:
             template.check()            # the model's own may be broken: it still continues text
     elif _defaults(model):
         raise ConfigError(f"--default-chat-template-kwargs: {files.name} has no chat template that reads "
                           "them: give one with --chat-template, or leave it out")
-    shown = source or ""
+    shown = (source or "") + (with_tools or "")
     parser, reasons = model.tool_call_parser, model.reasoning_parser
     return Text(tokenizer, template, files.eos_ids if tokenizer is None else tokenizer.eos_ids,
                 _no_template(files), calls=format_of(shown) if parser == "auto" else FORMATS.get(parser),

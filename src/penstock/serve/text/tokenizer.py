@@ -18,6 +18,8 @@ from penstock.model.weights.gguf_config import gguf_eos_ids
 from penstock.model.weights.gguf_file import read_gguf_header
 from penstock.model.weights.locate import OTHER_TOKENIZERS, ModelFiles, hub_snapshot
 from penstock.serve.text.gguf_tokenizer import library_errors, tokenizer_of_gguf
+from penstock.serve.text.vocabulary.added import add_tokens
+from penstock.serve.text.vocabulary.tiktoken import ALPHABET, tokenizer_of_tiktoken
 
 _TOKENIZER_BYTES_MAX = 256 << 20
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
@@ -48,12 +50,14 @@ class Tokenizer:
     eos_ids        ids that end an answer: the model's and the tokenizer's
     special_ids    ids that decode to nothing with skip_special
     chat_template  Jinja source, or None
+    tool_template  another one, for conversations with tools, or None
     template_vars  'bos_token', 'eos_token', ... as text, for the template
     byte_level     whether a text is just the bytes of its tokens, joined
     """
 
     def __init__(self, raw: tokenizers.Tokenizer, *, eos_ids: tuple[int, ...],
-                 chat_template: str | None, template_vars: dict[str, str]) -> None:
+                 chat_template: str | None, template_vars: dict[str, str],
+                 tool_template: str | None = None) -> None:
         # A file may ask for cut or padded prompts; neither is ever wanted here.
         raw.no_truncation()
         raw.no_padding()
@@ -62,7 +66,8 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
         self._added = {i: t.content for i, t in raw.get_added_tokens_decoder().items()}
         self.special_ids = frozenset(i for i, t in raw.get_added_tokens_decoder().items() if t.special)
-        self.chat_template, self.template_vars = chat_template, template_vars
+        self.chat_template, self.tool_template = chat_template, tool_template
+        self.template_vars = template_vars
         own_eos = raw.token_to_id(template_vars["eos_token"]) if "eos_token" in template_vars else None
         self.eos_ids = tuple(dict.fromkeys((*eos_ids, *(() if own_eos is None else (own_eos,)))))
         self._alphabet = _byte_alphabet(raw)
@@ -136,15 +141,7 @@ def gave_up(why: str) -> RequestError:
     return RequestError(f"the model's tokenizer gives up at this text ({cut(why)}): send token ids", "prompt")
 
 
-def _gpt2_bytes() -> dict[str, bytes]:
-    """GPT-2's alphabet: printable bytes stand for themselves, the others for U+0100 and up."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in printable]
-    return ({chr(b): bytes([b]) for b in printable}
-            | {chr(256 + i): bytes([b]) for i, b in enumerate(others)})
-
-
-BYTE_OF = _gpt2_bytes()
+BYTE_OF = {spelled: bytes([b]) for b, spelled in enumerate(ALPHABET)}
 
 
 def _byte_alphabet(raw: tokenizers.Tokenizer) -> str:
@@ -164,7 +161,7 @@ def _path_of(override: str) -> Path:
         path = hub_snapshot(override)
     if path.is_dir():
         path = path / "tokenizer.json"
-        if not path.exists():
+        if not path.exists() and not (path.parent / "tiktoken.model").exists():
             raise ConfigError(f"tokenizer {show(override)}: there is no tokenizer.json in "
                               f"{path.parent}")
     if path.suffix.lower() not in (".json", ".gguf"):
@@ -174,44 +171,60 @@ def _path_of(override: str) -> Path:
 
 
 def _from_json(path: Path, eos_ids: tuple[int, ...]) -> Tokenizer:
-    if not path.exists():
+    tiktoken = path.parent / "tiktoken.model"
+    config = _optional_json(path.parent / "tokenizer_config.json")
+    if not path.exists() and not tiktoken.exists():
         kinds = [name for name in OTHER_TOKENIZERS if (path.parent / name).exists()]
+        if kinds == ["tekken.json"]:
+            raise ConfigError(f"{path.parent}: has tekken.json but no tokenizer.json: add the tokenizer.json "
+                              "of the same model in transformers' form, or give its folder with --tokenizer")
         raise ConfigError(f"{path.parent}: has {', '.join(kinds)} but no tokenizer.json; convert it with "
                           "transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)")
-    data = read_bytes(path, _TOKENIZER_BYTES_MAX)
+    if path.exists():
+        data = read_bytes(path, _TOKENIZER_BYTES_MAX)
+        with library_errors(str(path)):
+            raw = tokenizers.Tokenizer.from_buffer(data)
+    else:
+        raw = tokenizer_of_tiktoken(tiktoken, config)
+    add_tokens(raw, path.parent, config)
     with library_errors(str(path)):
-        raw = tokenizers.Tokenizer.from_buffer(data)
         # Some faults show only in use: an unknown-token that is not in the vocabulary, for one.
         raw.decode(raw.encode("a 1\n\t\U0001f600é").ids)
-    config = _optional_json(path.parent / "tokenizer_config.json")
     named = {}
     for name in _SPECIAL_NAMES:
         value = config.get(name)
         content = value.get("content") if isinstance(value, dict) else value
         if isinstance(content, str):
             named[name] = content
-    return Tokenizer(raw, eos_ids=eos_ids, template_vars=named,
-                     chat_template=_chat_template(path.parent, config))
+    templates = _chat_templates(path.parent, config)
+    return Tokenizer(raw, eos_ids=eos_ids, template_vars=named, chat_template=templates.get("default"),
+                     tool_template=templates.get("tool_use"))
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
     return read_json_object(path) if path.exists() else {}
 
 
-def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """chat_template.jinja, else chat_template.json, else tokenizer_config.json."""
+def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Read the templates by name: chat_template.jinja, with those of additional_chat_templates, else
+    chat_template.json, else tokenizer_config.json. One without a name is "default"."""
+    more = {path.stem: read_text(path)
+            for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     jinja = folder / "chat_template.jinja"
     if jinja.exists():
-        return read_text(jinja)
+        return {**more, "default": read_text(jinja)}
+    if more:
+        return more
     own_file = _optional_json(folder / "chat_template.json")
     value = own_file.get("chat_template", config.get("chat_template"))
     if isinstance(value, list):          # [{"name": ..., "template": ...}]
         named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-        value = named.get("default")
+        if {"default", "tool_use"} & {*named} and all(isinstance(t, str) for t in named.values()):
+            return {str(name): str(template) for name, template in named.items()}
     if value is not None and not isinstance(value, str):
         raise ConfigError(f"{folder}: chat_template is {show(value)}; expected text or a list of named "
                           "templates with a 'default'")
-    return value
+    return {} if value is None else {"default": value}
 
 
 def _from_gguf(metadata: dict[str, Any], where: str, eos_ids: tuple[int, ...]) -> Tokenizer:
@@ -222,8 +235,9 @@ def _from_gguf(metadata: dict[str, Any], where: str, eos_ids: tuple[int, ...]) -
         text = raw.id_to_token(token) if type(token) is int and 0 <= token < 1 << 32 else None
         if text is not None:
             named[{"unknown": "unk", "padding": "pad"}.get(name, name) + "_token"] = text
-    template = metadata.get("tokenizer.chat_template")
-    if template is not None and not isinstance(template, str):
-        raise ConfigError(f"{where}: tokenizer.chat_template is not text")
+    template, with_tools = (metadata.get(f"tokenizer.chat_template{end}") for end in ("", ".tool_use"))
+    for given in (template, with_tools):
+        if given is not None and not isinstance(given, str):
+            raise ConfigError(f"{where}: tokenizer.chat_template is not text")
     return Tokenizer(raw, eos_ids=tuple(dict.fromkeys((*eos_ids, *gguf_eos_ids(metadata, where)))),
-                     chat_template=template, template_vars=named)
+                     chat_template=template, template_vars=named, tool_template=with_tools)
