@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pipeline_engine import gguf_checkpoint
+from safetensors.torch import save_file
 
 from penstock.config.base.errors import ConfigError
 from penstock.config.request.params import SamplingParams
@@ -263,6 +264,26 @@ def test_how_far_the_weights_are_is_told(folder, monkeypatch):
     told = [line for line in lines if line.startswith("model: ") and " after " in line]
     assert len(told) == len(list(weights.families.tensor_shapes(LLAMA)))
     assert any(line.endswith("of weights to load") for line in lines)
+
+
+def test_tensors_that_the_model_has_no_place_for_are_skipped_with_one_line(folder):
+    """Layers after the last, modules outside of the model, old buffers and static scales."""
+    made = dict(weights.families.dummy_tensors(LLAMA, 1))
+    last = LLAMA["num_hidden_layers"]
+    extra = {f"model.layers.{last}.mlp.up_proj.weight": 3, "model.layers.0.self_attn.rotary_emb.inv_freq": 2,
+             "model.layers.0.self_attn.k_scale": 1, "score.weight": 4}
+    save_file({**made, **{name: torch.ones(size) for name, size in extra.items()}},
+              folder / "model.safetensors")
+    lines: list[str] = []
+    asked = dummy(folder, model=ModelConfig(dtype="float32", model=str(folder)))
+    assert weights.load(asked, None, lines.append).bytes == 4 * sum(t.numel() for t in made.values())
+    assert [line for line in lines if "not read" in line] == [
+        "model: 4 tensors are not read: 2 buffers and static scales (model.layers.0.self_attn.k_scale, "
+        "model.layers.0.self_attn.rotary_emb.inv_freq); 2 not of this model "
+        f"(model.layers.{last}.mlp.up_proj.weight, score.weight)"]
+    save_file({**made, "model.layers.0.mlp.up_proj.bias": torch.ones(4)}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"up_proj\.bias', which a model of this config\.json"):
+        weights.load(asked, None, lines.append)
 
 
 def test_the_largest_weight_needs_room_twice_while_it_is_loaded(folder, monkeypatch):

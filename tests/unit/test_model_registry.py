@@ -100,6 +100,24 @@ def test_config_that_would_be_wrong_is_refused(case: str) -> None:
         build(changes)
 
 
+STATED = {
+    "norms of heads": ({"use_qk_norm": True, "query_pre_attn_scalar": 4}, MOE),
+    "norms of heads, dense": (as_family("qwen3", use_qk_norm=True), LLAMA),
+    "the usual scale": ({"attention_multiplier": 4 ** -0.5, "no_rope_layers": [1, 1]}, LLAMA),
+}
+
+
+@pytest.mark.parametrize("case", STATED)
+def test_a_field_that_states_what_the_family_does_is_read(case: str) -> None:
+    """Qwen3-Coder-480B says use_qk_norm: true. The same fields with another meaning stay refused."""
+    changes, base = STATED[case]
+    assert build({"head_dim": 4, **changes}, base)
+    for name, value in (("use_qk_norm", True), ("attention_multiplier", 0.3), ("no_rope_layers", [1, 0]),
+                        ("query_pre_attn_scalar", 5)):
+        with pytest.raises(ConfigError, match=f"{name} = "):
+            build({"head_dim": 4, name: value}, LLAMA)
+
+
 @pytest.mark.parametrize("changes, windows", [
     (as_family("mistral", max_position_embeddings=32768), (4096, 4096)),
     (as_family("mistral", sliding_window=16), (16, 16)),
