@@ -12,8 +12,9 @@ TEXT_BYTES_MAX = 64 << 10
 Kind = Literal["json_schema", "regex", "grammar", "choice", "lark"]
 
 
-# JSON's own white space between values, but not for ever: a model that likes blanks would fill its context.
-WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+# White space between JSON's tokens: a blank, or a line break and its indentation. Small models write line
+# breaks until their context is full, where a grammar admits them.
+WHITE_SPACE = r"\x20|\x0D?\x0A[\x20\x09]{0,64}"
 
 
 class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.config.request.grammar import WHITE_SPACE, Grammar
+from penstock.config.request.schemas import ascii_classes, prepared
 
 if TYPE_CHECKING:
     import llguidance
@@ -105,13 +106,15 @@ def _plain(grammar: Grammar) -> str:
     import llguidance
 
     if grammar.kind == "json_schema":
-        return llguidance.LLMatcher.grammar_from_json_schema(grammar.text, overrides={
+        schema = json.dumps(prepared(json.loads(grammar.text)))
+        return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={
             "lenient": False, "whitespace_pattern": WHITE_SPACE})
     if grammar.kind == "choice":
         choices = json.loads(grammar.text)
         if not isinstance(choices, list) or not choices or not all(type(c) is str for c in choices):
             raise ValueError("a list of strings is needed, of at least one")
-    return llguidance.grammar_from(grammar.kind, grammar.text)
+    text = ascii_classes(grammar.text) if grammar.kind == "regex" else grammar.text
+    return llguidance.grammar_from(grammar.kind, text)
 
 
 class Grammars:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from penstock.config.request.grammar import WHITE_SPACE
+from penstock.config.request.schemas import prepared
 
 TokenId: TypeAlias = "Callable[[str], int | None]"
 _ESCAPED = frozenset("\\.+*?()|[]{}^$#&-~/\"")
@@ -32,7 +33,7 @@ class Lark:
 
     def json(self, schema: Mapping[str, Any]) -> str:
         return self._rule("json", "%json " + json.dumps({
-            **_bare(schema), "x-guidance": {"lenient": False, "whitespace_pattern": WHITE_SPACE}}))
+            **prepared(_bare(schema)), "x-guidance": {"lenient": False, "whitespace_pattern": WHITE_SPACE}}))
 
     def until(self, mark: str) -> str:
         """Any text, and `mark`."""

@@ -1,0 +1,137 @@
+"""A client's JSON schema or regular expression as the grammar library takes it, with the same meaning.
+
+Words that ask for nothing are left out; what the library would answer wrongly, or give up at in the middle of
+an answer, is refused. Knows no library.
+"""
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.config.base.errors import RequestError, cut, show
+
+INTEGER_MAX = 1 << 53               # the library counts with doubles
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+# That are enforced; every other format is a note, as JSON Schema says.
+FORMATS = frozenset({"date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid",
+                     "uri"})
+_LITERAL = ("enum", "const", "default", "examples", "example")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LOOKS = re.compile(r"\(\?<?[=!]")
+# Pydantic's Decimal: its look-ahead says that there is a digit.
+DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
+_DECIMAL_PLAIN = r"^[+-]?(\d+\.?\d*|\.\d+)$"
+_CLASSES = {"d": "0-9", "w": "A-Za-z0-9_"}
+
+
+def prepared(schema: Any) -> Any:
+    """The schema to compile. Raises RequestError that names the keyword."""
+    return _Schema(schema).of(schema)
+
+
+class _Schema:
+    def __init__(self, whole: Any) -> None:
+        self._multiples = _mentions(whole, "multipleOf")
+
+    def of(self, schema: Any) -> Any:
+        if isinstance(schema, list):
+            return [self.of(s) for s in schema]
+        if not isinstance(schema, dict):
+            return schema
+        _check_bounds(schema)
+        self._check_patterns(schema)
+        found: dict[str, Any] = {}
+        for name, value in schema.items():
+            if _neutral(name, value):
+                continue
+            if name in _LITERAL:
+                found[name] = value
+            elif name in _NAMED and isinstance(value, dict):
+                found[name] = {key: self.of(one) for key, one in value.items()}
+            elif name == "pattern" and value == DECIMAL:
+                found[name] = _DECIMAL_PLAIN
+            elif name == "anyOf" and isinstance(value, list):
+                # Of alternatives those are enough that can be enforced.
+                found[name] = self.of([one for one in value if not _looks(one)] or value)
+            else:
+                found[name] = self.of(value)
+        return found
+
+    def _check_patterns(self, schema: Mapping[str, Any]) -> None:
+        """A multiple that two keywords ask for has no end in the library."""
+        named, patterns = schema.get("properties"), schema.get("patternProperties")
+        if not self._multiples or not isinstance(named, dict) or not isinstance(patterns, dict):
+            return
+        for name, own in named.items():
+            for pattern, other in patterns.items():
+                if _matches(pattern, name) and any(
+                        _mentions(s, "multipleOf") or _mentions(s, "$ref") for s in (own, other)):
+                    raise RequestError(f"multipleOf of the property {show(name)}, which the pattern "
+                                       f"{cut(pattern)} matches as well, is not supported: leave one of them "
+                                       "out", "grammar")
+
+
+def ascii_classes(regex: str) -> str:
+    r"""With \d, \w, \D and \W of ASCII, as the `pattern` of a schema has them."""
+    found, inside, at = [], False, 0
+    while at < len(regex):
+        char = regex[at]
+        if char == "\\" and at + 1 < len(regex):
+            kind = regex[at + 1]
+            members = _CLASSES.get(kind.lower())
+            if members is None:
+                found.append(char + kind)
+            elif kind.isupper():
+                found.append(f"[^{members}]")           # in brackets too: classes may have classes in them
+            else:
+                found.append(members if inside else f"[{members}]")
+            at += 2
+            continue
+        if char == "[":
+            inside = True
+        elif char == "]":
+            inside = False
+        found.append(char)
+        at += 1
+    return "".join(found)
+
+
+def _neutral(name: str, value: Any) -> bool:
+    """Whether a keyword asks for nothing at this value."""
+    match name:
+        case "uniqueItems":
+            return value is False
+        case "propertyNames":
+            return bool(value is True or value in ({}, {"type": "string"}))
+        case "dependentRequired" | "dependentSchemas" | "dependencies":
+            return bool(value == {})
+        case "format":
+            return isinstance(value, str) and value not in FORMATS
+    return False
+
+
+def _check_bounds(schema: Mapping[str, Any]) -> None:
+    for name in BOUNDS:
+        value = schema.get(name)
+        if type(value) is int and abs(value) > INTEGER_MAX:
+            raise RequestError(f"{name} is {value}: integers are exact up to {INTEGER_MAX}, leave it out or "
+                               "give a smaller one", "grammar")
+
+
+def _looks(schema: Any) -> bool:
+    pattern = schema.get("pattern") if isinstance(schema, dict) else None
+    return isinstance(pattern, str) and pattern != DECIMAL and _LOOKS.search(pattern) is not None
+
+
+def _mentions(schema: Any, name: str) -> bool:
+    if isinstance(schema, dict):
+        return name in schema or any(_mentions(s, name) for s in schema.values())
+    return isinstance(schema, list) and any(_mentions(s, name) for s in schema)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    try:
+        return re.search(pattern, name) is not None
+    except re.error:
+        return True                     # another dialect's: it may
