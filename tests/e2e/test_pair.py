@@ -88,6 +88,26 @@ def test_a_pair_says_what_one_engine_says(model: str, tmp_path: Path, place: str
         pair.settle()
 
 
+def test_what_the_prefill_instance_finds_in_storage_counts_as_cached(model: str, tmp_path: Path) -> None:
+    """Which alone has storage. A client of the decode instance is told, as of any other tier."""
+    stored = {"dram_bytes": "4M", "kv_storage": f"file://{tmp_path}/store",
+              "kv_storage_policy": "wait_complete"}
+    with PairOfEnds(model, tmp_path, prefill=stored, hbm_bytes="4M") as pair:
+        want = pair.decode.submit(PROMPT)
+        pair.finish()
+        while pair.prefill.loop.moves_in_flight or pair.prefill.core.live:
+            pair.turn()                                     # until all is written
+        pair.decode.loop.handle(Flush())
+        pair.prefill.loop.handle(Flush())
+        rid = pair.decode.submit(PROMPT)
+        pair.finish()
+        told = pair.decode.cached[rid]
+        assert pair.decode.got[rid] == pair.decode.got[want]
+        assert told.cached_by_tier == {"hbm": 0, "dram": 0, "disk": 144}
+        assert (told.cached_tokens, told.peer_tokens) == (144, 6)
+        assert pair.prefill.loop.stats()["prefix_disk_hits"] == 144
+
+
 SHARED = {
     "off": {"hbm_bytes": "4M", "sparse_kv": "off"},
     "always": {"hbm_bytes": "2M", "dram_bytes": "8M", "sparse_kv": "always"},

@@ -28,7 +28,7 @@ MESSAGES = [
     Ask(transfer=9, prompt=b"\1\0\0\0" * 5, params=SamplingParams(stop=("é",), logit_bias={5: -1.5}, seed=-3),
         stop_ids=[2], max_new=5, namespace=b"n" * 16, choice=1, leader=8, selects=True,
         attention=(1 << 63) - 1),
-    First(9, 2, [(-0.5, 1, [(4, -0.5), (9, -1.0)])]),
+    First(9, 2, [(-0.5, 1, [(4, -0.5), (9, -1.0)])], 16, 32, 48),
     Prompted(9, 2, Scores(7, b"\0" * 8, b"\1\0\0\0" * 2, b"", b"")),
     Memory(b"where it lies"), Offer(9, 2, 1, (0, 3, 16, 2), b"\5" * 8, 15, 1 << 20), Taken(15)]
 HEAD = PageHead(9, 2, 1, Piece(0, 3, 16, 2), 0)

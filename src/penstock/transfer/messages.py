@@ -66,8 +66,8 @@ Logprob: TypeAlias = tuple[float, Number, Annotated[list[tuple[TokenId, float]],
 class First(_Message, frozen=True):
     """Prefill to decode, before the End of the same generation: what belongs to its output tokens and prompt.
 
-    logprobs    of each, if they were asked for: its own, its rank, then (token id, logprob) of the best
-    hbm, dram   tokens of the prompt that were cached there, in that tier
+    logprobs           of each, where asked for: its own, its rank, then (token id, logprob) of the best
+    hbm, dram, disk    tokens of the prompt that were cached there: on the device, the host, in storage
     """
 
     transfer: Number
@@ -75,6 +75,7 @@ class First(_Message, frozen=True):
     logprobs: Annotated[list[Logprob], Meta(max_length=64)] | None = None
     hbm: Number = 0
     dram: Number = 0
+    disk: Number = 0
 
 
 class Prompted(_Message, frozen=True):

@@ -56,7 +56,7 @@ class Live:
         self._first = 0                         # output index of _tokens[0]
         self._tokens: list[int] = []            # of this turn
         self._cached: Started | None = None     # of this turn
-        self.peer_cached = 0, 0                 # tokens of its prompt that the other engine had, by tier
+        self.peer_cached = 0, 0, 0              # tokens of its prompt that the other engine had, by tier
         self.started: Started | None = None
         self.excuse = ""                        # what the other engine of a pair last did for it
         self.given_up = False                   # that was no prompt computed, and nobody steps in
@@ -103,12 +103,12 @@ class Live:
         return taken
 
 
-def _by_tier(found: Started, there: tuple[int, int]) -> tuple[dict[str, int], int]:
+def _by_tier(found: Started, there: tuple[int, int, int]) -> tuple[dict[str, int], int]:
     """Tokens of a prompt by the tier that they were cached in, of either engine of a pair, and those that the
     other one has computed. What both had is ours."""
     ours = {"hbm": found.hbm_tokens, "dram": found.dram_tokens, "disk": found.disk_tokens}
     skip, computed = sum(ours.values()), found.peer_tokens
-    for tier, tokens in zip(("hbm", "dram"), there, strict=True):
+    for tier, tokens in zip(("hbm", "dram", "disk"), there, strict=True):
         more = min(max(0, tokens - skip), computed)
         skip, computed = max(0, skip - tokens), computed - more
         ours[tier] += more

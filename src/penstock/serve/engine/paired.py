@@ -266,5 +266,5 @@ class Paired:
         hits = None if rid is None else self._live[rid].started
         prompt = None if rid is None else self._executor.take_prompt(RequestId(rid))
         peer.say_first(end, [p for p in found if p is not None],
-                       (0, 0) if hits is None else (hits.hbm_tokens, hits.dram_tokens),
+                       (0, 0, 0) if hits is None else (hits.hbm_tokens, hits.dram_tokens, hits.disk_tokens),
                        prompt if prompt is not None and prompt.is_whole else None)

@@ -50,7 +50,7 @@ class Wait:
     generation: int = 0
     tokens: tuple[int, ...] = ()
     logprobs: list[Logprobs] | None = None
-    cached: tuple[int, int] = (0, 0)    # tokens of its prompt found there in HBM and DRAM
+    cached: tuple[int, int, int] = (0, 0, 0)    # tokens of its prompt found there on device, host, storage
     prompt: PromptScores | None = None  # where it was asked for
 
 
@@ -112,10 +112,10 @@ class Peer:
         match message:
             case Ask():
                 return self._asked(message)
-            case First(transfer, generation, logprobs, hbm, dram):
+            case First(transfer, generation, logprobs, hbm, dram, disk):
                 if (wait := self._waits.get(transfer)) is not None and generation == wait.generation:
                     wait.logprobs = None if logprobs is None else list(logprobs)
-                    wait.cached = hbm, dram
+                    wait.cached = hbm, dram, disk
                 return []
             case Prompted(transfer, generation, scores):
                 wait = self._waits.get(transfer)
@@ -260,7 +260,7 @@ class Peer:
             self._count["pair_tail_seconds_total"] += self._clock() - ended
         self._link.say(self.epoch, message)
 
-    def say_first(self, end: End, logprobs: list[Logprobs], cached: tuple[int, int],
+    def say_first(self, end: End, logprobs: list[Logprobs], cached: tuple[int, int, int],
                   prompt: PromptScores | None) -> None:
         """What belongs to the tokens of `end`, and logprobs of its prompt, in front of it; `cached` as in
         `take_first`."""
