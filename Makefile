@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraint
 # JOBS processes; tests that share a server or a model stay together (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
-.PHONY: help serve chat test times check sweep soak gpu sim bench clients doctor docs clean
+.PHONY: help install serve chat test times check sweep soak gpu sim bench clients doctor docs clean
 
 help:  ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 10
@@ -40,6 +40,8 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 # ---------------------------------------------------------------- running
+install: $(VENV)/.installed  ## make .venv with penstock in it, and nothing more
+
 serve: $(VENV)/.installed  ## install, then serve MODEL (demo) on 127.0.0.1:PORT (8000)
 	@exec $(BIN)/penstock serve $(MODEL) --port $(PORT) $(ARGS)
 

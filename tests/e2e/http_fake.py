@@ -60,6 +60,7 @@ def server(words: list[str]) -> int:
     argv = [sys.executable, "-P", __file__, "--engine"]
     kept.EngineClient = functools.partial(kept.EngineClient, argv=argv)
     http_main.DEAD_S = 5.0                     # a test asks twice meanwhile
+    http_main.pull = lambda config, say: None
     http_main.files_of = lambda model: SimpleNamespace(
         name=model.model, eos_ids=(), folder=Path(model.model), generation_config={})
     text.open_tokenizer = tokenizer_of

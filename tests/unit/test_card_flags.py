@@ -45,20 +45,24 @@ SET: dict[str, tuple[str, Any]] = {
     "-ngl 99": ("device.gpu_layers", 99), "--n-gpu-layers 99": ("device.gpu_layers", 99),
     "-np 4": ("schedule.max_num_seqs", 4), "--parallel 4": ("schedule.max_num_seqs", 4),
     "-t 2": ("device.threads", 2),
+    "--enable-auto-tool-choice --tool-call-parser hermes --reasoning-parser qwen3":
+        ("model.tool_call_parser", "hermes"),
+    "--generation-config vllm": ("model.generation_config", "vllm"),
+    "--override-generation-config {}": ("model.override_generation_config", "{}"),
+    "--sampling-defaults openai": ("model.sampling_defaults", "openai"),
+    "--served-model-name a b": ("model.served_model_name", ("a", "b")),
     f'--hf-overrides {{"rope_scaling":{YARN}}}': ("model.hf_overrides", f'{{"rope_scaling":{YARN}}}'),
     f"--rope-scaling {YARN}": ("model.rope_scaling", YARN),
 }
 # Flags that other parts of the command line own.
-ELSEWHERE = ("--reasoning-parser", "--tool-call-parser", "--generation-config",
-             "--override-generation-config", "--sampling-defaults", "--served-model-name",
-             "--uvicorn-log-level", "--disable-log-stats",
-             "--disable-uvicorn-access-log", "--decode-log-interval", "--log-level-http", "--admin-api-key")
+ELSEWHERE = ("--uvicorn-log-level", "--disable-log-stats", "--disable-uvicorn-access-log",
+             "--decode-log-interval", "--log-level-http", "--admin-api-key")
 
 
 def parse(words: list[str], model: str = "demo") -> Config:
     parser = Parser(prog="penstock serve")
     add_flags(parser)
-    return config_from(parser.parse(prepare([*words, *([model] if "-m" not in words else [])])))
+    return config_from(parser.parse(prepare([*([model] if "-m" not in words else []), *words])))
 
 
 def value(config: Config, path: str) -> Any:
@@ -75,6 +79,9 @@ def test_flag_of_a_card_is_taken_or_refused_by_name(line: str, tmp_path: Path) -
     if line in SET:
         path, expected = SET[line]
         assert value(parse(words), path) == expected
+        return
+    if words[0] in ("--reasoning-parser", "--tool-call-parser"):
+        assert value(parse(words), f"model.{words[0][2:].replace('-', '_')}") != "auto"
         return
     if line in NEUTRAL:
         found = parse(words)
@@ -120,6 +127,7 @@ def config_from_words(words: list[str]) -> Config:
     ("--rope-scaling linear --rope-scale x", "numbers are needed"),
     ('--rope-scaling {"factor":2} --rope-scale 4', "leave them out"),
     ("--allowed-origins [1]", "a JSON list of origins"), ("-tb 4", "-tb is not a flag"),
+    ("--served-model-name", "a value is needed"),
     ("-ngl x", "a whole number"), ("--no-jinja", "cannot be turned off"),
     ("--enable-metrics=false", "cannot be turned off"), ("-ctk q8_0", "--kv-cache-dtype"),
     ("--trust-remote-code", "leave it out")])

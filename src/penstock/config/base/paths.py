@@ -30,6 +30,18 @@ def hub_cache_dir() -> Path:
     return base / "hub"
 
 
+def hub_endpoint() -> str:
+    """Where the hub is: $HF_ENDPOINT, or the public one."""
+    return os.environ.get("HF_ENDPOINT", "").rstrip("/") or "https://huggingface.co"
+
+
+def hub_is_offline() -> bool:
+    """Whether the user forbids downloads: $HF_HUB_OFFLINE or $TRANSFORMERS_OFFLINE, as Hugging Face's tools
+    read them."""
+    return any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")
+               for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+
+
 def hicache_dir() -> Path | None:
     """The folder that SGLang's users name for stored pages: $SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR."""
     folder = os.environ.get("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", "")

@@ -27,6 +27,11 @@ def parse_bytes(text: str) -> int:
     return size
 
 
+def counted(n: int, noun: str) -> str:
+    """`1 layer`, `36 layers`."""
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
+
+
 def show_bytes(size: int) -> str:
     """A size as `parse_bytes` reads it back: 4194304 is 4MiB."""
     for unit in ("T", "G", "M", "K"):

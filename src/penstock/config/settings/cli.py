@@ -212,6 +212,7 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
 
 
 MODEL_SPELLINGS = ("--model", "--model-path", "-m", "--hf-repo", "-hf", "-hfr")
+NAMES = "--served-model-name"
 COLLECTED = (sglang.BACKEND, sglang.EXTRA, peers.ROPE, peers.SCALE, peers.ORIGINAL)     # several make one
 
 
@@ -226,6 +227,8 @@ def prepare(argv: Sequence[str]) -> list[str]:
     out: list[str] = []
     rest = list(argv)
     kept: dict[str, str] = {}
+    # Else the word after a name is MODEL.
+    model_first = bool(rest) and (rest[0][:1] != "-" or any(spelled(w) in MODEL_SPELLINGS for w in rest))
     while rest:
         word = rest.pop(0)
         if word == "--":
@@ -235,6 +238,9 @@ def prepare(argv: Sequence[str]) -> list[str]:
         name, entry = spelled(word), find_unbuilt(spelled(word))
         if name == sglang.ENABLE and not eq:
             out.append("--sparse-kv=auto")
+        elif name == NAMES and not eq and model_first and rest and rest[0][:1] != "-":
+            while rest and not rest[0].startswith("-"):             # as vLLM takes several
+                out.append(f"{NAMES}={rest.pop(0)}")
         elif name in ALWAYS:
             if value.lower() in ("false", "0"):
                 raise ConfigError(f"{word}: cannot be turned off: {ALWAYS[name]}")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from penstock.config.base.sizes import counted
 from penstock.core.plan import Group
 from penstock.core.settings import CacheGroup, CoreConfig
 from penstock.memory import dram, hbm, slabs
@@ -48,7 +49,7 @@ class Caches:
     def words(self) -> str:
         """Of each group: layers, bytes of a token, tokens that are kept."""
         return "; ".join(
-            f"{group.name}: {layout.num_layers} layers, "
+            f"{group.name}: {counted(layout.num_layers, 'layer')}, "
             + (f"{layout.page_bytes // layout.page_size} bytes a token" if not group.snapshot else
                f"states of {layout.page_bytes} bytes, kept each {layout.page_size} tokens")
             + (f", the last {group.window} are kept" if group.window else "")

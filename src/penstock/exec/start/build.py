@@ -14,6 +14,7 @@ import torch
 
 from penstock.config.base import machine
 from penstock.config.base.errors import ConfigError
+from penstock.config.base.sizes import counted
 from penstock.config.request.selection import Selection
 from penstock.config.settings.tree import Config, ScheduleConfig
 from penstock.core.settings import CoreConfig
@@ -236,7 +237,7 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
             started = time.perf_counter()
             rank.capture(buckets_of(core.rows), width=1 + core.draft_tokens)
             info["capture_seconds"] = round(time.perf_counter() - started, 3)
-            log(f"decode steps of up to {core.rows} rows captured in {info['capture_seconds']} s")
+            log(f"decode steps of up to {counted(core.rows, 'row')} captured in {info['capture_seconds']} s")
     except torch.OutOfMemoryError:
         raise ConfigError(
             f"{show_size(caches.nbytes(core.hbm_pages))} for KV and decode steps of --max-num-seqs "
@@ -333,7 +334,7 @@ def _measure_several(config: Config, crew: Crew, loaded: Loaded, caches: Caches,
     least = min(found, key=lambda one: (one.free - one.workspace) // one.ranks)
     how = ("each has a GPU of its own" if crew.alone else f"they share {len(gpus)} GPUs, in turn"
            if len(gpus) > 1 else "they share one GPU, in turn")
-    log(f"{len(crew.ranks)} ranks: {how}" + (
+    log(f"{counted(len(crew.ranks), 'rank')}: {how}" + (
         "" if crew.captures else "; their steps are launched kernel by kernel"))
     return least, _tell_gpu(least, log)
 
@@ -396,8 +397,9 @@ def _several(config: Config, log: Callable[[str], object], wakes: Waker,
         info |= {f"rank_{i}_layers": n, f"rank_{i}_weight_bytes": one.weight_bytes,
                  f"rank_{i}_load_peak_bytes": one.peak_bytes, f"rank_{i}_hbm_bytes": used,
                  f"rank_{i}_hbm_unused_bytes": given - used, f"rank_{i}_pid": crew.ranks[i].process.pid}
-        log(f"rank {i}: {n} layers, {show_size(one.weight_bytes)} of weights, {show_size(used)} of KV "
-            f"({show_size(given - used)} unused, as the widest rank has no more pages), {threads} threads")
+        log(f"rank {i}: {counted(n, 'layer')}, {show_size(one.weight_bytes)} of weights, {show_size(used)} "
+            f"of KV ({show_size(given - used)} unused, as the widest rank has no more pages), "
+            f"{counted(threads, 'thread')}")
     loaded = replace(loaded, bytes=sum(one.weight_bytes for one in told),
                      peak=max(one.peak_bytes for one in told))
     pages, dram = crew.seen(core, caches), [own[node.start].host_bytes(core) for node in nodes]

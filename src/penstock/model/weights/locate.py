@@ -1,7 +1,7 @@
 """Finds the files of a model: the demo, a folder, a .gguf file, or a hub id that is already cached.
 
-Reads headers and small JSON files only; imports neither torch nor numpy. Never downloads from the hub,
-never runs code that comes with a model, and never opens pickled weights.
+Reads headers and small JSON files only; imports neither torch nor numpy. Downloads nothing from the
+hub (`model/source/hub.py` does), never runs code that comes with a model, and never opens pickled weights.
 """
 from __future__ import annotations
 
@@ -149,13 +149,17 @@ class ModelFiles:
 
 def files_of(model: ModelConfig) -> ModelFiles:
     """The files that a config names, with what overrides them. Raises ConfigError."""
-    return replace(locate(model.model, load_format=model.load_format), overrides=overrides_of(model))
+    cache = None if model.download_dir is None else Path(model.download_dir).expanduser().absolute()
+    files = locate(model.model, load_format=model.load_format, revision=model.revision, cache=cache)
+    return replace(files, overrides=overrides_of(model))
 
 
-def locate(model: str, *, load_format: str = "auto") -> ModelFiles:
+def locate(model: str, *, load_format: str = "auto", revision: str | None = None,
+           cache: Path | None = None) -> ModelFiles:
     """The files of `model`: 'demo', a folder, a .gguf file, or a hub id in the local hub cache.
 
     load_format   'auto', 'safetensors', 'gguf', or 'dummy' (only the config is needed)
+    revision      of a hub id: a branch, tag or commit, None: main      cache    of the hub, None: the user's
     Raises        ConfigError: what was given, where was looked, what to do
     """
     if load_format not in ("auto", "safetensors", "gguf", "dummy"):
@@ -165,11 +169,14 @@ def locate(model: str, *, load_format: str = "auto") -> ModelFiles:
     if model == "demo":
         return _gguf(fetch_demo(), DEMO_NAME, load_format)
     path = Path(model).expanduser()
+    if revision not in (None, "main") and path.exists():
+        raise ConfigError(f"--revision {revision}: {path} is here, and a revision is of a hub id: leave "
+                          "it out")
     if path.is_dir():
         return _folder(path, path.resolve().name, load_format)
     if path.is_file():
         return _file(path, load_format)
-    return _folder(hub_snapshot(model), model, load_format)
+    return _folder(hub_snapshot(model, revision, cache), model, load_format)
 
 
 def _gguf(path: Path, name: str, load_format: str) -> ModelFiles:
@@ -253,39 +260,54 @@ def read_weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def hub_snapshot(model: str) -> Path:
-    """The folder of hub id `model` in the local hub cache, at the revision that `main` was.
+def hub_id(model: str) -> bool:
+    """Whether it is ORG/NAME, and nothing of that name is here."""
+    return _is_id(model) and "/" in model and not Path(model).expanduser().exists()
+
+
+def _is_id(model: str) -> bool:
+    return not (model.lower().endswith((".gguf", ".safetensors", *_PICKLED)) or not _HUB_ID.match(model)
+                or "--" in model or ".." in model)
+
+
+def hub_snapshot(model: str, revision: str | None = None, cache: Path | None = None) -> Path:
+    """The folder of hub id `model` in the local hub cache, at the revision that main was, or `revision`.
 
     The layout is Hugging Face's: models--org--name/{refs/main, snapshots/<revision>/}. Raises
     ConfigError that says where it looked.
     """
-    if model.lower().endswith((".gguf", ".safetensors", *_PICKLED)) or not _HUB_ID.match(model) or (
-            "--" in model or ".." in model):
+    if not _is_id(model):
         raise ConfigError(f"model {show(model)}: no such file or folder")
-    cache = hub_cache_dir()
+    cache = cache or hub_cache_dir()
     repo = cache / ("models--" + model.replace("/", "--"))
-    snapshots = repo / "snapshots"
+    snapshots, again = repo / "snapshots", f"run `hf download {model}`"
     if not snapshots.is_dir() and "/" not in model:
         raise ConfigError(f"model {show(model)}: not a folder or a .gguf file here; hub ids look like "
                           "ORG/NAME")
     if not snapshots.is_dir():
         raise ConfigError(f"model {show(model)}: no such folder here, and no such model in the hub cache "
-                          f"{cache}. penstock does not download from the hub: run `hf download {model}` "
-                          "first (set HF_HUB_CACHE if the cache is elsewhere)")
-    main = repo / "refs" / "main"
-    if main.is_file():
-        revision = read_text(main, 1024).strip()
-        if not re.fullmatch(r"[\w-]{1,64}", revision, re.ASCII):
-            raise ConfigError(f"{main}: {show(revision)} is not a revision")
-    else:
+                          f"{cache}: `penstock serve {model}` downloads it where a hub can be reached, and "
+                          f"so does `hf download {model}` (set HF_HUB_CACHE if the cache is elsewhere)")
+    name = revision or "main"
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)*", name, re.ASCII) or ".." in name:
+        raise ConfigError(f"--revision {show(name)}: a branch, a tag or a commit is needed")
+    ref, found = repo / "refs" / name, name
+    if ref.is_file():
+        found = read_text(ref, 1024).strip()
+        if not re.fullmatch(r"[\w-]{1,64}", found, re.ASCII):
+            raise ConfigError(f"{ref}: {show(found)} is not a revision")
+    elif revision is None:
         revisions = sorted(p.name for p in snapshots.iterdir() if p.is_dir())
         if len(revisions) != 1:
-            raise ConfigError(f"{repo}: {len(revisions)} revisions and no refs/main; run `hf download "
-                              f"{model}`, or give the snapshot's folder")
-        revision = revisions[0]
-    if not (snapshots / revision).is_dir():
-        raise ConfigError(f"{snapshots}: revision {revision} is incomplete; run `hf download {model}`")
-    return snapshots / revision
+            raise ConfigError(f"{repo}: {len(revisions)} revisions and no refs/main; {again}, or give the "
+                              "snapshot's folder")
+        found = revisions[0]
+    elif not (snapshots / name).is_dir():
+        raise ConfigError(f"model {show(model)}: its revision {name} is not in the hub cache {cache}; {again}"
+                          f" --revision {name}")
+    if not (snapshots / found).is_dir():
+        raise ConfigError(f"{snapshots}: revision {found} is incomplete; {again}")
+    return snapshots / found
 
 
 def some(names: list[str]) -> str:

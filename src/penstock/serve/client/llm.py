@@ -24,6 +24,7 @@ from penstock.config.request.params import SamplingParams
 from penstock.config.settings.cli import from_options
 from penstock.config.settings.resolve import resolve
 from penstock.config.settings.tree import SERVE_ONLY, Config
+from penstock.model.source.hub import pull
 from penstock.model.weights.locate import files_of
 from penstock.serve.client.client import EngineClient, checked_limits
 from penstock.serve.client.generate import Ended, Generation, Piece
@@ -70,6 +71,7 @@ class AsyncLLM:
         model = self.config.model
         # On threads: the demo may be fetched, a large tokenizer takes a second to read, and the
         # loop has other users.
+        await asyncio.to_thread(pull, self.config, _log.warning)
         files = await asyncio.to_thread(files_of, model)
         starting = asyncio.create_task(self._client.start())
         try:

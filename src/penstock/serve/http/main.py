@@ -29,6 +29,7 @@ from penstock.config.request.defaults import shown
 from penstock.config.settings.pairkey import read_secret
 from penstock.config.settings.tree import Config, KVConfig, ServerConfig
 from penstock.memory.stores.secret import secret_of
+from penstock.model.source.hub import pull
 from penstock.model.weights.locate import ModelFiles, files_of
 from penstock.serve import collector
 from penstock.serve.client.client import EngineDied
@@ -61,6 +62,7 @@ def run(config: Config | None, args: argparse.Namespace) -> int:
     if config.server.log_level != "debug":
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    pull(config, _print_error)
     if config.nodes.rank:
         from penstock.exec.pipeline.agent import run_agent  # imports torch, which this process does not
         run_agent(config)

@@ -10,6 +10,8 @@ const PHASES = ["queued", "fetching", "receiving", "loading", "prefill", "sendin
   "hosted", "promoting", "paused", "dropped"];
 const ASIDE = new Set(["fetching", "receiving", "sending", "staging", "paused", "dropped"]);
 
+const counted = (n, noun) => `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
+
 function make(tag, text, name) {
   const element = document.createElement(tag);
   if (text !== undefined) element.textContent = text;
@@ -125,7 +127,7 @@ function drawPhases(values, rows) {
     const r = known(engine, rid), lane = laneOf(phase);
     alive.add(`${engine}:${rid}`);
     if (r.trail.at(-1) !== phase) r.trail.push(phase);
-    r.told = `prompt of ${count(prompt)} tokens, ${count(Math.min(computed, prompt))} of them there, ` +
+    r.told = `prompt of ${counted(prompt, "token")}, ${count(Math.min(computed, prompt))} of them there, ` +
       `answer of ${count(output)}`;
     r.dot.title = `request ${rid}: ${phase}, ${r.told}`;
     r.dot.setAttribute("aria-label", r.dot.title);
@@ -155,7 +157,7 @@ function drawTurns(turns) {
         if (trail.at(-1) !== to) trail.push(to);
       }
     }
-    const what = step ? `step ${step}: ${rows} rows, ${tokens} tokens` + (moves ? `, ${moves} moves` : "") : "no step";
+    const what = step ? `step ${step}: ${counted(rows, "row")}, ${counted(tokens, "token")}` + (moves ? `, ${counted(moves, "move")}` : "") : "no step";
     lines.unshift(`${what}${edges.map(([rid, from, to]) => `; ${rid} ${from} → ${to}`).join("")}`);
   }
   at("turns").replaceChildren(...lines.slice(0, 12).map(line => make("li", line)));
