@@ -14,7 +14,8 @@ USER = [{"role": "user", "content": "Weather?"}]
 
 @pytest.fixture(scope="module")
 def server():
-    made = Scripted("{% for m in messages %}{{ m.content }}{% endfor %}", also=("gpt-4o", "org/model"))
+    made = Scripted("{% for m in messages %}{{ m.content }}{% endfor %}", also=("gpt-4o", "org/model"),
+                    unlisted=("/a/folder",))
     made.says = "Rain."
     yield made
     made.close()
@@ -31,7 +32,9 @@ def test_every_name_is_listed_and_answers_have_the_one_asked_for(server):
     listed = sent(server, "GET", "/v1/models").json()["data"]
     assert [m["id"] for m in listed] == ["m", "gpt-4o", "org/model"]
     assert sent(server, "GET", "/v1/models/org/model").json()["id"] == "org/model"
-    for asked, shown in (("gpt-4o", "gpt-4o"), ("org/model", "org/model"), ("unknown", "m"), (None, "m")):
+    assert sent(server, "GET", "/v1/models//a/folder").json()["id"] == "/a/folder"
+    for asked, shown in (("/a/folder", "/a/folder"), ("gpt-4o", "gpt-4o"), ("org/model", "org/model"),
+                         ("unknown", "m"), (None, "m")):
         for path, body in (("/v1/chat/completions", {"messages": USER}), ("/v1/completions", {"prompt": "x"}),
                            ("/v1/responses", {"input": "x"}),
                            ("/v1/messages", {"messages": USER, "max_tokens": 5})):

@@ -323,7 +323,7 @@ class _Views:
         return await asyncio.gather(*(n.of(m.engine) for n, m in zip(self._numbers, members, strict=True)))
 
     async def models(self, _: Request) -> Response:
-        return _json({"object": "list", "data": list(map(self._model, self._api.own_names))})
+        return _json({"object": "list", "data": list(map(self._model, self._api.listed))})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]

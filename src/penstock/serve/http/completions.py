@@ -112,11 +112,12 @@ class OpenAI:
 
     def __init__(self, engine: Engines, text: Text, metrics: Metrics, *, model: str,
                  choices_max: int, encoder: Encoder | None = None, also: Sequence[str] = (),
-                 secret: bytes | None = None, routed: Routed = ALONE, clips: bool = False) -> None:
+                 secret: bytes | None = None, routed: Routed = ALONE, clips: bool = False,
+                 unlisted: Sequence[str] = ()) -> None:
         """secret: what tenants' namespaces are made with, None: drawn. routed: which part of a pair.
 
-        also: more names of the model. clips: a maximum that does not fit the context is clipped, where it
-        would be refused."""
+        also: more names of the model. unlisted: names that are taken and not shown in the list of models.
+        clips: a maximum that does not fit the context is clipped, where it would be refused."""
         self.clips = clips
         self.routed = routed
         self.engine = engine
@@ -127,7 +128,8 @@ class OpenAI:
         self.eos_ids = text.eos_ids
         self.metrics = metrics
         self.model = model
-        self.own_names = tuple(dict.fromkeys((model, *also)))
+        self.listed = tuple(dict.fromkeys((model, *also)))
+        self.own_names = (*self.listed, *unlisted)
         # Routers fill in "unknown" where their client named none.
         self.names = frozenset({*self.own_names, "unknown"})
         self.choices_max = choices_max

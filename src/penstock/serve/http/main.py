@@ -229,7 +229,8 @@ class _Server:
         api = OpenAI(self._engine, text, Metrics(),
                      model=[*config.model.served_model_name, self._files.name][0],
                      encoder=self._encoder,
-                     also=config.model.served_model_name or (config.model.model,),
+                     also=config.model.served_model_name,
+                     unlisted=() if config.model.served_model_name else (config.model.model,),
                      choices_max=len(self._engine.members) * (schedule.max_num_seqs + schedule.max_waiting),
                      secret=self._secret, routed=routed_of(config, self._engine.ready),
                      clips=config.server.clip_max_tokens)
