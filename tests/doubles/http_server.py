@@ -8,6 +8,7 @@ import ssl
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -22,12 +23,13 @@ class Server:
     """One `penstock serve` and what it printed."""
 
     def __init__(self, folder: Path, *flags: str, model: str = "fake",
-                 verify: ssl.SSLContext | bool = True) -> None:
+                 verify: ssl.SSLContext | bool = True, under: Callable[[], object] | None = None) -> None:
+        """under: called in its process before it runs."""
         self.events = folder / "events"
         self.log = folder / "log"
         self.process = subprocess.Popen(
             [sys.executable, SCRIPT, model, "--port", "0", "--event-log", str(self.events), *flags],
-            stdout=subprocess.PIPE, stderr=self.log.open("w"), text=True)
+            stdout=subprocess.PIPE, stderr=self.log.open("w"), text=True, preexec_fn=under)
         self.line = self.process.stdout.readline()
         found = re.search(r"ready on (https?://\S+) ", self.line)
         assert found, self.line + self.log.read_text()

@@ -4,12 +4,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from clients import children
 from http_server import LONG, SCRIPT, WAIT_S, Server, error, events
 
 FAULT = 16                  # a prompt that begins with it makes the model fail there
@@ -282,6 +284,115 @@ def test_a_signal_finishes_open_requests_and_takes_no_others(start, number):
         seen = b"".join(iter(lambda: link.recv(65536), b""))
     assert b"[DONE]" in seen and seen.count(b'"finish_reason":"length"') == 1
     assert server.process.wait(WAIT_S) == 0
+
+
+def limited(name: int, soft: int, hard: int):
+    """What a child does before it runs: its own limits."""
+    return lambda: resource.setrlimit(name, (soft, hard))
+
+
+@pytest.mark.parametrize(("name", "most", "code", "says"), [
+    (resource.RLIMIT_NOFILE, 24, 2, r"error: 24 files may be open at once \(ulimit -n\): a server needs 64"),
+    (resource.RLIMIT_AS, 3_000_000 << 10, None, "")], ids=["descriptors", "memory"])
+def test_hard_limits_of_the_shell_are_respected(tmp_path, name, most, code, says):
+    """`ulimit -n 24` is a line and no traceback; `ulimit -v 3000000` starts the helpers all the same."""
+    log = tmp_path / "log"
+    server = subprocess.Popen([sys.executable, SCRIPT, "fake", "--port", "0"], stdout=subprocess.PIPE,
+                              stderr=log.open("w"), text=True, preexec_fn=limited(name, most, most))
+    try:
+        if code is None:
+            assert "ready on" in server.stdout.readline(), log.read_text()
+        else:
+            assert server.wait(WAIT_S) == code
+            assert re.search(says, log.read_text()) and "Traceback" not in log.read_text()
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_connections_that_no_descriptor_is_left_for_are_told_so(tmp_path):
+    """The soft limit is raised to the hard one."""
+    server = Server(tmp_path, under=limited(resource.RLIMIT_NOFILE, 64, 100))
+    try:
+        links = [server.socket() for _ in range(120)]
+        told = []
+        for link in links:
+            link.settimeout(0.2)
+            try:
+                told.append(link.recv(4096))
+            except (TimeoutError, ConnectionError):
+                told.append(b"")
+        refused = [one for one in told if one.startswith(b"HTTP/1.1 503 ")]
+        assert refused and b"too many connections" in refused[0]
+        for link in links:
+            link.close()
+        server.until(lambda: server.metric("connections_refused_total") >= len(refused))
+        assert server.log.read_text().count("connections: ") == 1
+        assert server.post(prompt="abc", max_tokens=1).status_code == 200
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+def test_a_tenant_may_not_go_before_others_and_an_admin_may(start, tmp_path):
+    for name, text in (("keys", "one\ntwo\n"), ("admins", "boss\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o600)
+    server = start("--api-key-file", str(tmp_path / "keys"), "--admin-key-file", str(tmp_path / "admins"))
+    for key, priority, status in (("one", -1, 400), ("one", -(2**31), 400), ("one", 0, 200), ("one", 5, 200),
+                                  ("boss", -5, 200)):
+        for path, body in (("/v1/completions", {"prompt": "hi", "max_tokens": 1}),
+                           ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}],
+                                                     "max_tokens": 1}),
+                           ("/generate", {"text": "hi", "sampling_params": {"max_new_tokens": 1}})):
+            answer = server.http.post(path, json={**body, "priority": priority},
+                                      headers={"authorization": f"Bearer {key}"})
+            assert answer.status_code == status, answer.text
+
+
+def test_trailers_are_no_headers(start):
+    """RFC 9110, 6.5.1: a proxy that checks or removes headers passes trailers on."""
+    def asked(server: Server, *trailers: str, head: str = "") -> bytes:
+        data = b'{"prompt": "abc", "max_tokens": 1}'
+        return server.raw(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+                          + head.encode() + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n"
+                          % (len(data), data) + "".join(f"{t}\r\n" for t in trailers).encode() + b"\r\n")
+
+    server = start("--api-key", "secret")
+    key = "Authorization: Bearer secret"
+    assert asked(server, key).startswith(b"HTTP/1.1 401 ")
+    assert asked(server, head=f"{key}\r\n").startswith(b"HTTP/1.1 200 ")
+    assert asked(server, "X-Checksum: 1", "Host: evil.com", head=f"{key}\r\n").startswith(b"HTTP/1.1 200 ")
+    assert asked(server, *["X: " + "y" * 1000] * 20, head=f"{key}\r\n").startswith(b"HTTP/1.1 431 ")
+    assert "the only one is an admin's" in server.log.read_text()
+
+
+def test_a_busy_server_says_so_and_an_access_log_is_written_when_asked_for(start):
+    server = start("--log-stats-interval", "0.05", "--access-log", "--log-format", "json")
+    with server.started(max_tokens=2000):
+        server.until(lambda: "status: " in server.log.read_text())
+    server.http.get("/health")
+    assert server.end(signal.SIGTERM) == 0
+    told = [json.loads(line) for line in server.log.read_text().splitlines()]
+    assert any("GET /health" in one["message"] for one in told if one["logger"] == "uvicorn.access")
+    assert next(one for one in told if one["logger"] == "penstock.status")["running"] == 1
+
+
+def test_a_signal_that_was_ignored_at_the_start_stays_ignored(start):
+    """As under `nohup penstock serve &`; the engine process gets the terminal's signal too."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGHUP, signal.SIGINT)}
+    try:
+        server = start()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for number in before:
+        for pid in (server.process.pid, *children(server.process.pid)):
+            os.kill(pid, number)
+    assert server.post(prompt="abc", max_tokens=2).status_code == 200
+    assert server.http.get("/ready").status_code == 200
+    assert server.end(signal.SIGTERM) == 0
+    assert "stopping" in server.log.read_text()
 
 
 def test_what_does_not_finish_in_time_is_told_so(start):

@@ -105,7 +105,7 @@ def test_ends_of_any_layout_say_what_one_engine_says_and_outlive_a_kill(
     model: str, want: list[list[int]], tmp_path: Path, layout: str, transport: str
 ) -> None:
     if transport != "stream" and importlib.util.find_spec(transport) is None:
-        pytest.skip(f"pip install 'penstock[{transport}]'")
+        pytest.skip(f"pip install '.[{transport}]'")
     pair = Pair(model, tmp_path, layout, transport)
     try:
         assert pair.says("at first") == want

@@ -25,7 +25,7 @@ def test_kv_that_is_read_is_the_kv_and_a_killed_prefill_end_is_met_again(
     model: str, tmp_path: Path, transport: str, place: str
 ) -> None:
     if importlib.util.find_spec(transport) is None:
-        pytest.skip(f"pip install 'penstock[{transport}]'")
+        pytest.skip(f"pip install '.[{transport}]'")
     with serving(model, tmp_path, *SERVED[place]) as one:
         want = [said(one.ask(prompt))[0] for prompt in prompts()]
     with serving(model, tmp_path, *SERVED[place], "--prefill", "1", "--decode", "1", FLAG, transport) as pair:

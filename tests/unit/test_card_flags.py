@@ -53,10 +53,15 @@ SET: dict[str, tuple[str, Any]] = {
     "--served-model-name a b": ("model.served_model_name", ("a", "b")),
     f'--hf-overrides {{"rope_scaling":{YARN}}}': ("model.hf_overrides", f'{{"rope_scaling":{YARN}}}'),
     f"--rope-scaling {YARN}": ("model.rope_scaling", YARN),
+    "--admin-api-key x": ("server.admin_api_key", "x"),
+    "--disable-log-stats": ("server.log_stats_interval", 0.0),
+    "--decode-log-interval 40": ("server.log_stats_interval", 40.0),
+    "--uvicorn-log-level warning": ("server.log_level_http", "warning"),
+    "--log-level-http warning": ("server.log_level_http", "warning"),
+    "--disable-uvicorn-access-log": ("server.access_log", False),
 }
 # Flags that other parts of the command line own.
-ELSEWHERE = ("--uvicorn-log-level", "--disable-log-stats", "--disable-uvicorn-access-log",
-             "--decode-log-interval", "--log-level-http", "--admin-api-key")
+ELSEWHERE: tuple[str, ...] = ()
 
 
 def parse(words: list[str], model: str = "demo") -> Config:

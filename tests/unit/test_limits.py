@@ -4,6 +4,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 import socket
 
 import pytest
@@ -15,6 +16,7 @@ from penstock.config.base.errors import ConfigError
 from penstock.config.settings.pairkey import pair_key
 from penstock.config.settings.refuse import is_local, is_local_origin
 from penstock.config.settings.tree import PairConfig, ServerConfig
+from penstock.serve import descriptors
 from penstock.serve.client.gate import Gate
 from penstock.serve.http import limits
 from penstock.serve.http.limits import (
@@ -116,6 +118,50 @@ def test_an_admins_key_is_a_key_and_a_tenants_is_no_admins(tmp_path):
     assert one and boss and one != boss
     assert keys.is_admin(boss) and not keys.is_admin(one)
     assert not Keys(["one"]).is_admin(one) and Keys([]).is_admin(b"")
+
+
+@pytest.mark.parametrize(("given", "admins", "says"), [
+    ({"api_key": "one"}, {"one"}, "the only one is an admin's"),
+    ({"api_key": "one", "admin_api_key": "boss"}, {"boss"}, ""),
+    ({"file": "one\n"}, {"one"}, "the only one is an admin's"),
+    ({"file": "one\ntwo\n"}, set(), "closed to all of them"),
+    ({"file": "one\ntwo\n", "admin_api_key": "two"}, {"two"}, "")])
+def test_one_key_alone_is_an_admins_unless_a_flag_names_one(tmp_path, given, admins, says):
+    path = tmp_path / "keys"
+    path.write_text(given.pop("file", ""))
+    path.chmod(0o600)
+    keys = load_keys(ServerConfig(**given, **({} if "api_key" in given else {"api_key_file": str(path)})))
+    all_of_them = {k: keys.tenant(f"Bearer {k}".encode()) for k in ("one", "two", "boss")}
+    assert {k for k, tenant in all_of_them.items() if tenant and keys.is_admin(tenant)} == admins
+    assert says in keys.says and bool(says) == bool(keys.says)
+    assert not Keys([]).says
+
+
+def test_connections_beyond_the_descriptors_are_refused_counted_and_logged_now_and_then(caplog):
+    refused = []
+    connections = descriptors.Connections(len(os.listdir("/proc/self/fd")) + descriptors.SPARE + 2,
+                                          lambda: refused.append(1))
+    with caplog.at_level("ERROR", "penstock"):
+        admitted = [connections.admit() for _ in range(100)]
+    assert sum(admitted) in (1, 2, 3) and sum(admitted) + len(refused) == 100
+    assert len(caplog.records) == 1 and "raise it with ulimit -n" in caplog.text
+    connections.left()
+    assert connections.admit()
+
+
+@pytest.mark.parametrize("name", ["on_url", "on_headers_complete"])
+def test_another_uvicorn_is_refused_at_the_start(monkeypatch, name):
+    limits.check_uvicorn()
+    monkeypatch.delattr(limits.HttpToolsProtocol, name)
+    monkeypatch.delattr(limits.LimitedProtocol, name)
+    with pytest.raises(ConfigError, match=rf"uvicorn {uvicorn.__version__} has no {name},"):
+        limits.check_uvicorn()
+
+
+def test_an_attribute_that_uvicorn_no_longer_has_is_refused_at_the_start(monkeypatch):
+    monkeypatch.setitem(limits._SET, limits.RequestResponseCycle, ("disconnected", "gone"))
+    with pytest.raises(ConfigError, match=r"has no RequestResponseCycle\.gone,"):
+        limits.check_uvicorn()
 
 
 pairs = st.tuples(st.binary(max_size=3), st.none() | st.text(max_size=3))

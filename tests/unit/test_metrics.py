@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from types import SimpleNamespace
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -10,6 +11,7 @@ from penstock.config.request.params import SamplingParams
 from penstock.config.request.selection import Selection, selection_of
 from penstock.config.settings.tree import KVConfig
 from penstock.serve.client.generate import Ended, Generation
+from penstock.serve.metric_help import HELP
 from penstock.serve.metrics import PREFIX, Metrics, parse_name, published
 from penstock.serve.wire import Chunk, Ready
 
@@ -32,6 +34,26 @@ def test_engine_numbers_have_the_names_that_dashboards_know():
     assert got["kv_cache_usage_perc", "hbm"] == 0.25 and got["kv_cache_usage_perc", "dram"] == 0.75
     assert got["moved_bytes_total", "dram", "hbm"] == 99
     assert got["generation_tokens_total",] == 0          # what was sent, counted on this side
+
+
+def names_in_the_code() -> set[str]:
+    """Metrics that engines tell, as they are written there; what is left out is no metric."""
+    from penstock.core.core import Core
+    from penstock.core.settings import CoreConfig
+    return {name.partition("{")[0] for name in Core(CoreConfig(page_size=16, rows=4, hbm_pages=8)).stats()}
+
+
+def test_each_help_is_a_sentence():
+    """Of both sides; what the core tells has its own, not the sentence for those without."""
+    stats = {"hbm_pages": 8.0, "hbm_pages_in_use": 1.0, 'moved_bytes_total{src="hbm",dst="dram"}': 1.0,
+             **dict.fromkeys(names_in_the_code(), 1.0),
+             **{f"{name}_total": 1.0 for name in HELP if name.startswith(("executor_", "pair_", "storage_"))}}
+    text = Metrics().text([stats], [stats]).decode()
+    told = dict(line.split(" ", 1) for line in re.findall(r"^# HELP (.*)$", text, re.MULTILINE))
+    assert len(told) > 80
+    for name, sentence in told.items():
+        assert len(sentence.split()) >= 4 and sentence.endswith("."), (name, sentence)
+        assert "no description yet" not in sentence, name
 
 
 def test_a_tier_that_is_off_has_no_usage():

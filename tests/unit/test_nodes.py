@@ -19,7 +19,7 @@ from penstock.config.settings.resolve import TORCHRUN, of_torchrun
 from penstock.config.settings.tree import Config
 from penstock.core.plan import Group, StepId, StepPlan, Tier
 from penstock.exec.pipeline import agent as agent_module
-from penstock.exec.pipeline import nodes
+from penstock.exec.pipeline import far, nodes
 from penstock.exec.pipeline.agent import Agent
 from penstock.exec.pipeline.crew import Crew
 from penstock.exec.pipeline.far import NodePages, Nodes
@@ -134,12 +134,15 @@ def config(**options: object) -> Config:
                                  "rank_timeout_s": 60, **options})
 
 
-def meet(ours: Config, *joins: nodes.Join) -> tuple[object, list[object]]:
-    """What node 0 says, and what the others hear."""
+def meet(ours: Config, *joins: nodes.Join,
+         after: threading.Event | None = None) -> tuple[object, list[object]]:
+    """What node 0 says, and what the others hear. after: until which they do not come."""
     heard: list[object] = []
 
     def come(join: nodes.Join) -> None:
         own = nodes.settings_of(replace(ours, nodes=replace(ours.nodes, node_rank=1)))
+        if after is not None:
+            assert after.wait(LIMIT_S)
         while True:
             try:
                 link = NodeLink(dial(own), own)
@@ -184,6 +187,64 @@ def test_all_that_come_are_known_by_their_number():
     ours = config()
     found, _ = meet(ours, join(ours))
     assert [node.join.node for node in found.all] == [1] and found.of(1).mine == range(1, 2)
+
+
+def test_silent_and_slow_strangers_keep_no_node_out(monkeypatch):
+    """Three say nothing, three a byte now and then, each for longer than node 0 waits for any of them."""
+    monkeypatch.setattr(far, "CALLERS_MAX", 7)
+    ours, connected, ended = config(), threading.Event(), threading.Event()
+    links: list[socket.socket] = []
+
+    def slow(link: socket.socket) -> None:
+        while not ended.wait(0.3):
+            try:
+                link.sendall(b"P")
+            except OSError:
+                return
+
+    def strangers() -> None:
+        while len(links) < 6:
+            try:
+                links.append(dial(nodes.settings_of(ours)))
+            except OSError:
+                continue
+            if len(links) % 2:
+                threading.Thread(target=slow, args=(links[-1],), daemon=True).start()
+        connected.set()
+
+    threading.Thread(target=strangers, daemon=True).start()
+    found, _ = meet(ours, join(ours), after=connected)
+    try:
+        assert [node.join.node for node in found.all] == [1]
+        for link in links:                      # whoever still shakes hands then is let go
+            link.settimeout(LIMIT_S)
+            while link.recv(4096):
+                pass
+    finally:
+        ended.set()
+
+
+def test_a_handshake_has_one_deadline_however_often_it_sends(monkeypatch):
+    monkeypatch.setattr(far, "HANDSHAKE_S", 0.5)
+    logged: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        callers = far.Callers(server, settings(True), logged.append)
+        with socket.create_connection(server.getsockname()) as link:
+            link.settimeout(0.05)
+            opening = nodes._OPENING.pack(nodes._MAGIC, nodes.VERSION, bytes(32))
+            for at in range(len(opening) - 1):              # whole after seconds
+                try:
+                    link.sendall(opening[at:at + 1])
+                    if not link.recv(4096):
+                        break
+                except TimeoutError:
+                    continue
+                except OSError:
+                    break
+            else:
+                raise AssertionError("it was never let go")
+        callers.close()
+    assert callers.joined.empty()
 
 
 @pytest.mark.parametrize("change, words", [

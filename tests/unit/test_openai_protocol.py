@@ -322,6 +322,12 @@ def test_infinite_logprobs_are_finite_json():
         assert b"-9999.0" in encode(out.whole([whole], Usage()))
 
 
+def test_a_grammar_that_became_too_complex_is_the_clients_fault():
+    error = as_api_error(Ended("abort", "at output token 8: its grammar became too complex"))
+    assert (error.status, error.body["error"]["code"]) == (400, "grammar_too_complex")
+    assert error.body["error"]["type"] == "invalid_request_error" and "retry-after" not in error.headers
+
+
 def test_a_model_fault_is_a_500_with_its_reason_and_no_advice_to_retry():
     reason = "the model's logits for output token 3 are not finite: its weights are damaged"
     told = as_api_error(Ended("abort", reason))

@@ -76,7 +76,7 @@ def open_carrier(request) -> Iterator[carriers.Open]:
     if request.param == "here":
         yield Copies().open
     elif importlib.util.find_spec(request.param) is None:
-        pytest.skip(f"pip install 'penstock[{request.param}]'")
+        pytest.skip(f"pip install '.[{request.param}]'")
     else:
         made = opener(request.param)
         assert made is not None
@@ -167,7 +167,7 @@ def test_what_no_end_says_ends_the_connection(message, reads, ends) -> None:
 def test_a_backend_that_is_not_installed_is_named(monkeypatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert opener("stream") is None
-    with pytest.raises(ConfigError, match=r"pip install 'penstock\[nixl\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[nixl\]'"):
         opener("nixl")
 
 

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from penstock.config.base.errors import ConfigError
+from penstock.config.base.errors import ConfigError, install_hint
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,7 @@ def optional(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError:
-        raise ConfigError(f"penstock needs {name.split('.')[0]} here: "
-                          "pip install 'penstock[bench]'") from None
+        raise ConfigError(f"penstock needs {name.split('.')[0]} here: {install_hint('bench')}") from None
 
 
 def plot_percentiles(path: str, title: str, series: Mapping[str, Sequence[float]]) -> None:

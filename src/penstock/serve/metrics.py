@@ -21,6 +21,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from penstock.serve.metric_help import HELP
+
 # One more line for each of ours, which nobody reads.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 PREFIX = "penstock:"
@@ -55,51 +57,6 @@ RENAMED = {
 }
 STATS_AGE = "engine_stats_age_seconds"
 USED = {"hbm": "hbm_pages_in_use", "dram": "dram_pages_held"}
-HELP = {
-    "num_requests_running": "Choices that hold a row.",
-    "num_requests_waiting": "Choices that wait for a row, paused ones included.",
-    "requests_in_phase": "Choices by what the engine does with them.",
-    "kv_cache_usage_perc": "Share of a tier's KV pages in use, 0 to 1. HBM: by requests; DRAM: "
-                           "cached copies too.",
-    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
-    "prefix_cache_hits": "Prompt tokens found in the prefix cache, by tier.",
-    "prefix_cache_cut": "Prompt tokens behind a hit, from which a group that keeps a window or states cannot "
-                        "go on.",
-    "cache_group_pages": "Pages held of each cache group, where there are several.",
-    "cache_group_bytes": "Their bytes, of all ranks.",
-    "prefix_cache_recomputed": "Prompt tokens computed again though the cache has them: as outputs of "
-                               "decode that selected its KV.",
-    "num_preemptions": "Times that a request gave up its row (pause) or its KV (drop) for others.",
-    "spec_draft_tokens": "Tokens that a drafter has proposed, and that were computed.",
-    "spec_accepted_tokens": "Of them, those that became part of an answer.",
-    "spec_dropped_tokens": "Proposed tokens that no drafter may propose.",
-    "spec_accepted_length": "Steps of a row with drafts, by how many of these became part of its answer.",
-    "moved_bytes": "KV bytes copied between tiers.",
-    "stage_seconds": "Seconds since a pipeline stage's first step.",
-    "stage_busy_seconds": "Of them, those in which it computed: the ratio is its utilisation.",
-    "stage_overlap_seconds": "Of them, those in which the stage before computed as well.",
-    STATS_AGE: "Seconds since the engine told its numbers: large while one step takes long.",
-    "move_seconds": "Seconds of copies between tiers.",
-    "forgotten_pages": "Pages of storage that the planner forgot: it asks again, nothing is deleted.",
-    "storage_up": "1: storage answers; 0: it hangs, or is left alone after failures.",
-    "storage_paused_seconds": "For so long nobody asks storage, which has failed several times in a row.",
-    "storage_full_seconds": "For so long nothing is written, since storage is full.",
-    "storage_queued_pages": "Pages that are being read or written, or wait for that in its threads.",
-    "pages_to_store": "Pages in the host tier that wait for their turn to be written to storage.",
-    "storage_pages_asked": "Pages of prompts that storage was asked for.",
-    "storage_pages_found": "Of them, those that it said to have: hits, if they are read.",
-    "storage_pages_missed": "Of them, those from the first on that it has not.",
-    "storage_timed_out": "Of the failures, those that took too long.",
-    "storage_bytes": "Bytes in the folder of --kv-storage, as last counted.",
-    "storage_bytes_max": "Its quota.",
-    "storage_gone": "Stored pages that were listed, and were not there when they were read.",
-    "storage_bad": "Stored pages that were not what their names say: a miss, and deleted.",
-    "storage_failed": "Reads, writes and look-ups that storage has failed.",
-    "storage_denied": "Keys of pages that were found to be damaged.",
-    "storage_known_objects": "Pages that were not written, since storage had them.",
-    "storage_refused_full": "Pages that were not written, for the quota or a full disk.",
-    "storage_lookups_late": "Look-ups that storage did not answer in time: nobody waits then.",
-}
 
 
 class Metrics:
@@ -128,7 +85,8 @@ class Metrics:
                                  "From then to its first token.", _TTFT_S)
         self.decode = histogram("request_decode_time_seconds",
                                 "From its first token to its last.", _E2E_S)
-        self.prompt_lengths = histogram("request_prompt_tokens", "Tokens of prompts.", _TOKENS)
+        self.prompt_lengths = histogram("request_prompt_tokens", "Tokens of the prompt of a request.",
+                                        _TOKENS)
         self.output_lengths = histogram("request_generation_tokens", "Tokens of answers that have ended.",
                                         _TOKENS)
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.")
@@ -136,7 +94,9 @@ class Metrics:
                                      "Prompt tokens of finished requests that were not computed.")
         self.finished = counter("request_success", "Choices by the way they ended.",
                                 ("finished_reason",))
-        self.answers = counter("http_responses", "Answers by HTTP status.", ("status",))
+        self.refused = counter("connections_refused",
+                               "Connections refused because no file descriptor was left for them.")
+        self.answers = counter("http_responses", "Answers of the server by HTTP status.", ("status",))
 
     def text(self, engines: Sequence[Mapping[str, float]],
              prefill: Sequence[Mapping[str, float]] = ()) -> bytes:
@@ -186,9 +146,16 @@ class _Engine(Collector):
             family = families.get(name)
             if family is None:
                 kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-                family = families[name] = kind(PREFIX + base, HELP.get(base, base))
+                family = families[name] = kind(PREFIX + base, help_of(base))
             family.add_sample(PREFIX + name, labels, value)
         yield from families.values()
+
+
+def help_of(name: str) -> str:
+    """A sentence for a metric of an engine, `prefill_` being those of prefill engines beside it."""
+    own = name.removeprefix("prefill_")
+    told = HELP.get(own) or f"A number of the engine that has no description yet: {own}."
+    return told if own == name else f"Of prefill engines: {told[0].lower()}{told[1:]}"
 
 
 def published(values: Mapping[str, float]) -> dict[str, float]:

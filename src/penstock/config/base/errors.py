@@ -19,8 +19,17 @@ def cut(text: str, most: int = 80) -> str:
     return text if len(text) <= most else text[:most - 3] + "..."
 
 
+def install_hint(extra: str) -> str:
+    """What to type to get the packages of one extra; the name on an index is not needed."""
+    return f"pip install '.[{extra}]' in the folder that you installed penstock from"
+
+
 class ConfigError(ValueError):
     """A setting or an input file is wrong: says what was given, what is allowed, what to do."""
+
+
+class RankDied(RuntimeError):
+    """A rank's process or its machine is gone, or hangs: the engine cannot start or go on."""
 
 
 class RequestError(ValueError):

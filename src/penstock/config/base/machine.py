@@ -17,8 +17,9 @@ from pathlib import Path
 FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16",
             "amx_tile", "amx_bf16", "asimd", "bf16", "i8mm", "sve")
 ONEDNN_CACHED = 64        # a step of a dense model needs five at most, one for each shape of a weight
-
-
+# Of a thread at a barrier before it sleeps, in turns of libgomp's loop, and in libiomp's unit.
+SPINS = 3_000
+BLOCK_MS = 0
 LOOPBACK = "127.0.0.1"
 
 
@@ -82,11 +83,24 @@ def probe(root: Path = Path("/")) -> Machine:
 def limit_libraries(isa: str) -> None:
     """What torch, oneDNN and MKL (on an Intel CPU) may use of the CPU, in this process, if they are not
     loaded, and its children: so in a process that ends with its engine. `isa` is --cpu-isa; 'native' leaves
-    them as they are."""
+    them as they are. Waits of OpenMP's threads are bounded."""
+    bound_waits()
     if isa != "native":
         os.environ["ATEN_CPU_CAPABILITY"] = {"avx2": "avx2", "plain": "default"}[isa]
         os.environ["ONEDNN_MAX_CPU_ISA"] = {"avx2": "AVX2", "plain": "SSE41"}[isa]
         os.environ["MKL_ENABLE_INSTRUCTIONS"] = {"avx2": "AVX2", "plain": "SSE4_2"}[isa]
+
+
+def bound_waits() -> None:
+    """Make OpenMP's threads sleep soon while they wait for each other; before libgomp or libiomp is loaded.
+
+    libgomp's own 300,000 turns are milliseconds at each barrier of a step. Where another process has the core
+    that the last thread needs, they burn the time which that one would have (docs/adr/0065). A wait policy
+    of the user's own stays.
+    """
+    if not any(name in os.environ for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")):
+        os.environ["GOMP_SPINCOUNT"] = str(SPINS)
+        os.environ["KMP_BLOCKTIME"] = str(BLOCK_MS)
 
 
 def nccl_on_loopback() -> None:

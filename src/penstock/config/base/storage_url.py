@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import unquote, urlsplit
 
-from penstock.config.base.errors import ConfigError
+from penstock.config.base.errors import ConfigError, install_hint
 
 FORMS = ("file:///DIR, s3://BUCKET/PREFIX, valkey://HOST:PORT, valkey:///SOCKET, or redis: as valkey:, "
          "mooncake://MASTER:PORT")
@@ -82,7 +82,7 @@ def check_installed(url: StorageUrl) -> None:
     """Raises ConfigError that names the extra which speaks to it, if that is missing."""
     module = MODULES.get(url.kind)
     if module and importlib.util.find_spec(module) is None:
-        raise ConfigError(f"{url.shown}: {module} is not installed: pip install 'penstock[{url.kind}]'")
+        raise ConfigError(f"{url.shown}: {module} is not installed: {install_hint(url.kind)}")
 
 
 def bound_mooncake() -> None:

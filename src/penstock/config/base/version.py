@@ -3,10 +3,12 @@ from __future__ import annotations
 
 from importlib import metadata
 
+DISTRIBUTION = "penstock-llm"       # as pyproject.toml names it: `penstock` on the public index is not ours
+
 
 def version() -> str:
     """As installed; run from a source tree it says so."""
     try:
-        return metadata.version("penstock")
+        return metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:
         return "0+source"

@@ -9,6 +9,9 @@ from penstock.config.base.errors import RequestError
 
 TEXT_BYTES_MAX = 64 << 10
 
+# Why a request ends whose grammar the library can no longer follow: the client's fault, not the model's.
+TOO_COMPLEX = "its grammar became too complex"
+
 Kind = Literal["json_schema", "regex", "grammar", "choice", "lark"]
 
 

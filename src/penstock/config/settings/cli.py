@@ -140,7 +140,7 @@ class Parser(argparse.ArgumentParser):
         for text in unknown:
             if not text.startswith("-"):
                 raise ConfigError(f"{text!r} is one argument too many (see {self.prog} --help)")
-            name, known = spelled(text), [*self._option_string_actions, *_valued(), *ALWAYS, sglang.ENABLE]
+            name, known = spelled(text), [*self._option_string_actions, *_valued(), *ALWAYS, *SWITCHES]
             raise ConfigError(f"{text.split('=')[0]} is not a flag of {self.prog}: "
                               + _hint(name, known, f"see {self.prog} --help"))
         return args
@@ -213,6 +213,7 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
 
 MODEL_SPELLINGS = ("--model", "--model-path", "-m", "--hf-repo", "-hf", "-hfr")
 NAMES = "--served-model-name"
+SWITCHES = {sglang.ENABLE: "--sparse-kv=auto", "--disable-log-stats": "--log-stats-interval=0"}
 COLLECTED = (sglang.BACKEND, sglang.EXTRA, peers.ROPE, peers.SCALE, peers.ORIGINAL)     # several make one
 
 
@@ -236,8 +237,8 @@ def prepare(argv: Sequence[str]) -> list[str]:
             break
         _, eq, value = word.partition("=")
         name, entry = spelled(word), find_unbuilt(spelled(word))
-        if name == sglang.ENABLE and not eq:
-            out.append("--sparse-kv=auto")
+        if name in SWITCHES and not eq:
+            out.append(SWITCHES[name])
         elif name == NAMES and not eq and model_first and rest and rest[0][:1] != "-":
             while rest and not rest[0].startswith("-"):             # as vLLM takes several
                 out.append(f"{NAMES}={rest.pop(0)}")

@@ -419,9 +419,12 @@ REFUSED: tuple[Refusal[Machine], ...] = (
             ("server.api_key", "server.api_key_file"), "give the keys in one place"),
     Refusal(lambda c, _: c.server.api_key is not None and not c.server.api_key.strip(),
             ("server.api_key",), "is empty: leave the flag out to serve without a key"),
-    Refusal(lambda c, _: c.server.admin_key_file is not None and c.server.api_key is None
+    Refusal(lambda c, _: (c.server.admin_key_file or c.server.admin_api_key) is not None
+            and c.server.api_key is None
             and c.server.api_key_file is None, ("server.admin_key_file",),
             "without API keys every program of this machine is an admin: add --api-key-file"),
+    Refusal(lambda c, _: not 0 <= c.server.log_stats_interval <= 86_400, ("server.log_stats_interval",),
+            "0 to 86400 seconds; 0 logs no status"),
     Refusal(lambda c, _: c.server.ssl_keyfile is not None and c.server.ssl_certfile is None,
             ("server.ssl_keyfile", "server.ssl_certfile"), "a key is of a certificate: give both"),
     Refusal(lambda c, _: not all(map(_is_origin, c.server.cors_origins)), ("server.cors_origins",),

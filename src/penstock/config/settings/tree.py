@@ -50,6 +50,8 @@ ReasoningParser = Literal["auto", "none", "think", "gemma4", "kimi_vl", "minimax
 GrammarBackend = Literal["auto", "llguidance", "none"]
 DECODE_ENDS_MAX = 8             # of one prefill end
 PREFILL_ENDS_MAX = 8            # that a router names to one decode end
+LogFormat = Literal["text", "json"]
+HttpLogLevel = Literal["debug", "info", "warning", "error", "critical"]
 PairMode = Literal["prefill", "decode"]
 TransferBackend = Literal["stream", "nixl", "mooncake"]
 PairFallback = Literal["compute", "refuse"]
@@ -247,6 +249,9 @@ class ServerConfig:
     api_key_file: Annotated[str | None, "file with one key a line"] = None
     admin_key_file: Annotated[str | None, "beside API keys: file of those that may also read metrics and "
                               "server_info, and flush; one a line"] = None
+    admin_api_key: Annotated[str | None, "the same as one key; others on this machine see it in the process "
+                             "list (default: one API key alone may do all that too)", Secret()] = field(
+                                 default=None, repr=False)
     ssl_certfile: Annotated[str | None, "PEM file with the server's certificate: serve HTTPS; read again on "
                             "SIGHUP"] = None
     ssl_keyfile: Annotated[str | None, "PEM file with its key (default: in --ssl-certfile)"] = None
@@ -260,6 +265,15 @@ class ServerConfig:
                               "to both ends of a pair; sglang: without GET /version, by whose answer smg "
                               "takes a worker for vLLM's"] = "off"
     log_level: Annotated[Literal["debug", "info", "warning", "error"], "what is logged"] = "info"
+    log_format: Annotated[LogFormat, "of the log on stderr; text has times and levels where that is no "
+                          "terminal, json is an object a line"] = "text"
+    log_stats_interval: Annotated[float, "seconds between two status lines while requests run: running, "
+                                  "waiting, KV in use, tokens a second, prefix hits; 0: none",
+                                  Alias("--decode-log-interval")] = 10.0
+    access_log: Annotated[bool | None, "a log line for each HTTP request; also on with --log-level debug",
+                          Inverse("--disable-uvicorn-access-log")] = None
+    log_level_http: Annotated[HttpLogLevel | None, "of the HTTP server's own messages (default: warning)",
+                              Alias("--uvicorn-log-level")] = None
     drain_s: Annotated[float, "seconds that SIGTERM gives running requests"] = 30.0
 
 

@@ -195,6 +195,8 @@ def run_agent(config: Config) -> NoReturn:
         log("node 0 says when this one ends; interrupt again to exit at once")
 
     for number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(number) is signal.SIG_IGN:      # as `nohup` and scripts ask for
+            continue
         signal.signal(number, on_signal)
     code = Agent(config, log, lambda: True).run() if config.num_engines == 1 else _Several(config, log).run()
     os._exit(code)          # a thread of ours that wakes while the interpreter ends would end it with SIGABRT

@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import NoReturn
 
 from penstock.config.base import machine
-from penstock.config.base.errors import ConfigError
+from penstock.config.base.errors import ConfigError, RankDied
 from penstock.config.request.grammar import Grammar
 from penstock.config.request.params import SamplingParams
 from penstock.config.settings.plain import to_plain
@@ -41,10 +41,6 @@ from penstock.transfer.pages import PageBytes, PoolPages
 LOADING_S = 60.0            # a rank that loads may be silent for so long at least: files may be slow
 STACK_S = 1.0               # what a rank that hangs has to print its stack
 OVERLAPS = 8                # steps of the stage before that a step may overlap with
-
-
-class RankDied(RuntimeError):
-    """A rank's process is gone, or hangs: the engine cannot go on."""
 
 
 class RankProcess:

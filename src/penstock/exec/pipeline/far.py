@@ -13,12 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from penstock.config.base.errors import ConfigError
+from penstock.config.base.errors import ConfigError, RankDied
 from penstock.config.base.version import version
 from penstock.config.settings.plain import from_plain, to_plain
 from penstock.config.settings.tree import Config
@@ -30,7 +31,10 @@ from penstock.exec.pipeline.nodes import FRONT, NodeLink, Stranger
 from penstock.memory.pool import PageLayout
 from penstock.transfer.layout import Piece
 from penstock.transfer.pages import PageBytes, PoolPages
-from penstock.transfer.streams import listen, shut
+from penstock.transfer.streams import CONNECT_S, LinkSettings, listen, shut
+
+HANDSHAKE_S = 2 * CONNECT_S     # of one caller, from the connection to its Join
+CALLERS_MAX = 64                # that shake hands at once
 
 
 class FarProcess:
@@ -88,7 +92,7 @@ class Node:
 
     def start(self, start: nodes.Start, carry: Callable[[int, bytes], None], timeout_s: float) -> None:
         """Its ranks are being started when this returns. carry: bytes that came off the end of a link between
-        ranks. Raises ConfigError."""
+        ranks. Raises RankDied: the node is gone, or starts none."""
         for i in self.mine:
             here, back = socket.socketpair()
             self.channels.append(FarChannel(self, i, here))
@@ -97,11 +101,11 @@ class Node:
         try:
             self.link.say(start)
         except ConnectionError as e:
-            raise ConfigError(f"node {self.join.node} ({self.link.peer}) is gone: {e}") from None
+            raise RankDied(f"node {self.join.node} ({self.link.peer}) is gone: {e}") from None
         self.link.live()
         threading.Thread(target=self._run, daemon=True, name=f"penstock-node-{self.join.node}").start()
         if not self._started.wait(timeout_s) or self.lost:
-            raise ConfigError(f"node {self.join.node} ({self.link.peer}) does not start its ranks: "
+            raise RankDied(f"node {self.join.node} ({self.link.peer}) does not start its ranks: "
                               f"{self.lost or f'nothing in {timeout_s:g} s'}; see what it has printed")
 
     def _run(self) -> None:
@@ -156,6 +160,71 @@ class _Answer:
         self.came, self.body = threading.Event(), None  # type: threading.Event, bytes | None
 
 
+class Callers:
+    """Connections to node 0's listening socket while it waits: each has a thread, and one deadline for its
+    whole handshake, so a silent or slow one delays no other. joined: links that have sent their Join."""
+
+    def __init__(self, server: socket.socket, settings: LinkSettings,
+                 log: Callable[[str], object]) -> None:
+        self.joined: SimpleQueue[tuple[NodeLink, nodes.Join]] = SimpleQueue()
+        self._server, self._settings, self._log = server, settings, log
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, threading.Timer] = {}       # that shake hands, the oldest first
+        self._closed = False
+        threading.Thread(target=self._accept, daemon=True, name="penstock-nodes").start()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                sock, address = self._server.accept()
+            except OSError:
+                if self._closed:
+                    return
+                time.sleep(0.1)                         # no descriptor is left
+                continue
+            timer = threading.Timer(HANDSHAKE_S, shut, (sock,))
+            timer.daemon = True
+            with self._lock:
+                # A node takes milliseconds: of too many the oldest is none.
+                for old in list(self._open)[:max(0, len(self._open) + 1 - CALLERS_MAX)]:
+                    shut(old)
+                self._open[sock] = timer
+            timer.start()
+            threading.Thread(target=self._greet, args=(sock, address[0]), daemon=True,
+                             name="penstock-caller").start()
+
+    def _greet(self, sock: socket.socket, peer: str) -> None:
+        link = None
+        try:
+            link = NodeLink(sock, self._settings)
+            join = link.next()
+            if not isinstance(join, nodes.Join):
+                raise Stranger(f"it begins with {type(join).__name__}")
+        except (Stranger, OSError) as e:
+            if link is not None:
+                link.close()
+            if not self._closed:
+                self._log(f"nodes: {peer} is none: {e}")
+        else:
+            if self._open[sock].finished.is_set():      # the deadline has ended it just now
+                link.close()
+            else:
+                self.joined.put((link, join))
+        finally:
+            with self._lock:
+                self._open.pop(sock).cancel()
+
+    def close(self) -> None:
+        """Stop accepting, and end what still shakes hands."""
+        self._closed = True
+        shut(self._server)
+        with self._lock:
+            for sock in self._open:
+                shut(sock)
+        while not self.joined.empty():
+            self.joined.get()[0].close()
+
+
 class Nodes:
     """All machines beside this one."""
 
@@ -165,41 +234,29 @@ class Nodes:
         self._config, self._ranges, self._weights = config, ranges, nodes.weights_of(config)
         self.all: list[Node] = []
         until, missing = time.monotonic() + config.device.rank_timeout_s, set(range(1, len(ranges)))
-        with listen(settings) as server:
+        with listen(settings) as server, contextlib.closing(Callers(server, settings, log)) as callers:
             log(f"nodes: waiting at {settings.address} for {len(missing)} of {len(ranges)}")
             while missing:
-                server.settimeout(max(0.01, until - time.monotonic()))
                 try:
-                    sock, address = server.accept()
-                except TimeoutError:
+                    link, join = callers.joined.get(timeout=max(0.01, until - time.monotonic()))
+                    node = self._joined(link, join, missing)
+                except Empty:
                     self.close()
                     absent = ", ".join(map(str, sorted(missing)))
                     raise ConfigError(
                         f"--nnodes {len(ranges)}: {len(ranges) - len(missing)} have come to "
                         f"{settings.address} in {config.device.rank_timeout_s:g} s, not {absent}: start each "
                         "with its --node-rank") from None
-                link = None
-                try:
-                    link = NodeLink(sock, settings)
-                    node = self._joined(link, missing)
-                except (Stranger, OSError) as e:
-                    if link is not None:
-                        link.close()
-                    log(f"nodes: {address[0]} is none: {e}")
                 except ConfigError:
                     self.close()
                     raise
-                else:
-                    missing.discard(node.join.node)
-                    self.all.append(node)
-                    log(f"nodes: {node.join.node} has come, from {node.link.peer}")
+                missing.discard(node.join.node)
+                self.all.append(node)
+                log(f"nodes: {node.join.node} has come, from {node.link.peer}")
         self.all.sort(key=lambda node: node.join.node)
 
-    def _joined(self, link: NodeLink, missing: set[int]) -> Node:
-        """Raises ConfigError, which the other end hears as well, Stranger and OSError."""
-        join = link.next()
-        if not isinstance(join, nodes.Join):
-            raise Stranger(f"it begins with {type(join).__name__}")
+    def _joined(self, link: NodeLink, join: nodes.Join, missing: set[int]) -> Node:
+        """The node that has come. Raises ConfigError, which the node receives as well."""
         theirs = from_plain(join.settings) if join.version == version() else self._config
         if join.version != version():
             why = f"penstock {version()} on node 0 and {join.version} on node {join.node}"

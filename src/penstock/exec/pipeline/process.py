@@ -318,7 +318,7 @@ def _channel(fd: int) -> wire.Channel:
 
 def main(argv: list[str]) -> NoReturn:
     # As the engine process: who ends this one is the front, by going.
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(ignored, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR2, all_threads=True)     # the front's watchdog asks for it
     process = Process([int(a) for a in argv])

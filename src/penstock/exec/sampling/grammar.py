@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.config.request.grammar import WHITE_SPACE, Grammar
+from penstock.config.request.grammar import TOO_COMPLEX, WHITE_SPACE, Grammar
 from penstock.config.request.schemas import ascii_classes, prepared
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 COMPILED_MAX = 64
 WALKS, WALK = 4, 8          # beginnings of answers that are tried when a grammar is compiled, tokens of each
-TOO_COMPLEX = "its grammar became too complex"
 NO_TOKENIZER = "this model has no tokenizer"
 SWITCHED_OFF = "--grammar-backend none"
 NOT_INSTALLED = "the package llguidance is not installed"

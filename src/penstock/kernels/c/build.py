@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from penstock.config.base.errors import install_hint
 from penstock.kernels import platform
 from penstock.kernels.op import Unusable
 
@@ -87,7 +88,7 @@ def triton_version() -> str:
     try:
         import triton
     except ImportError as error:
-        raise Unusable(f"Triton is not installed ({error}): pip install 'penstock[cuda]'") from None
+        raise Unusable(f"Triton is not installed ({error}): {install_hint('cuda')}") from None
     return str(triton.__version__)
 
 

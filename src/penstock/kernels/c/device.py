@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.config.base.errors import install_hint
 from penstock.kernels.op import Unusable
 from penstock.kernels.platform import Platform
 from penstock.kernels.triton.compiles import noted
@@ -44,7 +45,7 @@ def version() -> str:
         from cuda.bindings import nvrtc
         error, major, minor = nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as reason:
-        raise Unusable(f"NVRTC is not installed ({reason}): pip install 'penstock[cuda]'") from None
+        raise Unusable(f"NVRTC is not installed ({reason}): {install_hint('cuda')}") from None
     if error:
         raise Unusable(f"NVRTC: {error.name}")
     return f"{major}.{minor}"

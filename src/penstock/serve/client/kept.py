@@ -46,7 +46,12 @@ class Kept:
 
     async def start(self) -> Ready:
         """Start it, and keep one running from then on. Raises ConfigError or EngineDied."""
-        ready = await self._start()
+        try:
+            ready = await self._start()
+        except EngineDied as e:
+            if self._name:
+                e.args = (f"{self._name}: {e}",)
+            raise
         if self._on_death is None:
             self._keeping = asyncio.create_task(self._keep())
         return ready

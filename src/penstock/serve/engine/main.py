@@ -1,7 +1,7 @@
 """The engine process: `python -m penstock.serve.engine.main FD`, FD being one end of a socket pair.
 
 Receives Hello, builds the engine, answers Ready or Failed, then runs the loop until Shutdown or
-until the API process is gone. Exit codes: 0 asked to or orphaned, 2 configuration, 70 our bug.
+until the API process is gone. Exit codes: 0 asked to or orphaned, 2 configuration, 70 our bug or a dead rank.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-from penstock.config.base.errors import ConfigError
+from penstock.config.base.errors import ConfigError, RankDied
 from penstock.config.base.machine import limit_libraries
 from penstock.config.settings.plain import from_plain
 from penstock.config.settings.tree import Config
@@ -199,6 +199,7 @@ def main(argv: list[str]) -> NoReturn:
     # process decides when this one ends, after running requests have drained.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)        # a closed terminal
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)       # until there is something to write
     link = Link(socket.socket(fileno=int(argv[0])))
     try:
@@ -208,6 +209,9 @@ def main(argv: list[str]) -> NoReturn:
     except ConfigError as e:
         link.send(wire.Failed(str(e)))
         sys.exit(EXIT_CONFIG)
+    except RankDied as e:
+        log(f"engine: the start failed: {e}")
+        sys.exit(EXIT_BUG)
     collector.spare(FULL)
     log(wire.LOADED)
     link.send(engine.ready)

@@ -26,6 +26,7 @@ from penstock.config.base.version import version
 from penstock.config.request.params import SamplingParams
 from penstock.config.settings.refuse import is_local, is_local_origin
 from penstock.config.settings.tree import ServerConfig
+from penstock.serve import collector
 from penstock.serve.client.client import EngineClient, EngineDied
 from penstock.serve.client.engines import Engines, Member, together
 from penstock.serve.client.kept import Kept
@@ -139,6 +140,8 @@ class Generating:
         api.idle.clear()
         try:
             body = await self._body(scope, receive)
+            if len(body) > collector.LARGE_BYTES:
+                collector.trim_later()
             await _while_connected(self._handler(self._api, body, scope["tenant"], reply), receive)
         except Disconnected:
             pass
@@ -222,8 +225,8 @@ class Guard:
         if self._keys:
             if scope["path"] not in ADMIN_PATHS or self._keys.is_admin(tenant):
                 return None
-            return ApiError(403, "this path is for a key of --admin-key-file: it shows or changes what "
-                            "belongs to all keys", code="admin_key_required")
+            return ApiError(403, "this path is for a key of --admin-key-file or --admin-api-key: it shows or "
+                            "changes what belongs to all keys", code="admin_key_required")
         hosts = _values(scope, b"host")
         if len(hosts) != 1 or not is_local(hosts[0]):
             name = "Host"

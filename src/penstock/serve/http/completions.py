@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from penstock.config.base.errors import RequestError, answer_exceeds, context_exceeded, show
+from penstock.config.request.grammar import TOO_COMPLEX
 from penstock.config.request.params import SamplingParams
 from penstock.serve.client.client import EngineClosed, EngineDied, checked_limits
 from penstock.serve.client.engines import Engines
@@ -113,12 +114,14 @@ class OpenAI:
     def __init__(self, engine: Engines, text: Text, metrics: Metrics, *, model: str,
                  choices_max: int, encoder: Encoder | None = None, also: Sequence[str] = (),
                  secret: bytes | None = None, routed: Routed = ALONE, clips: bool = False,
-                 unlisted: Sequence[str] = ()) -> None:
+                 unlisted: Sequence[str] = (),
+                 is_admin: Callable[[bytes], bool] = lambda tenant: True) -> None:
         """secret: what tenants' namespaces are made with, None: drawn. routed: which part of a pair.
 
         also: more names of the model. unlisted: names that are taken and not shown in the list of models.
-        clips: a maximum that does not fit the context is clipped, where it would be refused."""
-        self.clips = clips
+        clips: a maximum that does not fit the context is clipped, where it would be refused.
+        is_admin: whether a tenant may go before others."""
+        self.clips, self._is_admin = clips, is_admin
         self.routed = routed
         self.engine = engine
         self.text = text
@@ -300,6 +303,10 @@ class OpenAI:
                    began: float, *, blamed: str, shown: frozenset[int] = frozenset()) -> None:
         """blamed: the field that asks for the grammar. shown: special tokens that the form must see."""
         clipped = self._check_room(prompts, request)
+        if params.priority < 0 and not self._is_admin(tenant):
+            raise RequestError(f"priority is {params.priority}: of a key that is no admin's 0 or more, which "
+                               "lets others go first; below 0 it would go before other keys' requests",
+                               "priority")
         if params.stop and self.tokenizer is None:
             raise RequestError("this model has no tokenizer: use stop_token_ids", "stop")
         _check_scores(prompts, params)
@@ -438,6 +445,9 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(504, str(error), kind="server_error", code=error.outcome)
         case Ended(outcome="unavailable"):
             return overloaded(str(error), "prefill_unavailable")
+        case Ended() if TOO_COMPLEX in error.reason:
+            return ApiError(400, f"{error.reason}: make it simpler", param="grammar",
+                            code="grammar_too_complex")
         case Ended(reason=""):
             return overloaded("the server ended this request", "aborted")
         case Ended():

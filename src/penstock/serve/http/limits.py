@@ -14,12 +14,14 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 import msgspec
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from penstock.config.base.errors import ConfigError
 from penstock.config.settings.pairkey import read_secret
 from penstock.config.settings.tree import ServerConfig
 from penstock.serve.client.gate import Gate
+from penstock.serve.descriptors import Connections
 from penstock.serve.http.types import ApiError
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -89,17 +91,34 @@ class Keys:
         """Whether this tenant may see and change what belongs to all of them."""
         return not self._hashes or tenant in self._admins
 
+    @property
+    def says(self) -> str:
+        """A line for the start: who may read metrics; "" where it needs no word."""
+        if not self._hashes:
+            return ""
+        if not self._admins:
+            return ("keys: /metrics, /server_info and /flush_cache are closed to all of them: give an "
+                    "admin's key with --admin-key-file or --admin-api-key")
+        if len(self._hashes) == 1:
+            return ("keys: the only one is an admin's: it may read /metrics and /server_info and flush the "
+                    "cache; --admin-key-file names another")
+        return ""
+
     def _hash(self, key: bytes) -> bytes:
         return hashlib.blake2b(key, key=self._secret, digest_size=32).digest()
 
 
 def load_keys(config: ServerConfig, secret: bytes | None = None) -> Keys:
-    """The keys of the command line and of the key files. Raises ConfigError."""
+    """The keys of the command line and of the key files. One key alone is an admin's, where no flag names
+    one. Raises ConfigError."""
     keys = [config.api_key] if config.api_key else []
     if config.api_key_file is not None:
         keys += _read_keys("--api-key-file", config.api_key_file)
     admins = [] if config.admin_key_file is None else _read_keys("--admin-key-file", config.admin_key_file)
-    return Keys(keys, admins, secret)
+    if config.admin_api_key:
+        admins.append(config.admin_api_key)
+    alone = len(keys) == 1 and not admins
+    return Keys([] if alone else keys, keys if alone else admins, secret)
 
 
 def _read_keys(flag: str, path: str) -> list[str]:
@@ -115,6 +134,24 @@ def _read_keys(flag: str, path: str) -> list[str]:
 
 class _HeadTooLarge(Exception):
     pass
+
+
+# What `LimitedProtocol` overrides, calls or sets of uvicorn's own classes, which are not part of its API.
+_OVERRIDDEN = ("connection_made", "connection_lost", "data_received", "on_message_begin", "on_url",
+               "on_header", "on_headers_complete", "send_400_response")
+_SET = {HttpToolsProtocol: ("flow", "headers", "pipeline", "scope", "transport", "cycle", "loop"),
+        RequestResponseCycle: ("chunked_encoding", "disconnected", "expected_content_length", "message_event",
+                               "response_complete")}
+
+
+def check_uvicorn() -> None:
+    """Raises ConfigError where the installed uvicorn is another than this module builds on."""
+    lacks = [name for name in _OVERRIDDEN if not hasattr(HttpToolsProtocol, name)]
+    lacks += [f"{kind.__name__}.{name}" for kind, names in _SET.items() for name in names
+              if name not in vars(kind)["__init__"].__code__.co_names and not hasattr(kind, name)]
+    if lacks:
+        raise ConfigError(f"uvicorn {uvicorn.__version__} has no {', '.join(lacks)}, on which the limits of "
+                          "connections are built: pip install 'uvicorn>=0.34,<=0.54'")
 
 
 def _unframe(cycle: RequestResponseCycle) -> None:
@@ -135,22 +172,31 @@ class LimitedProtocol(HttpToolsProtocol):
     errors in OpenAI's shape also for what is not HTTP, and a disconnect that reaches every request
     of a pipelined connection. What arrives waits at a gate for its turn."""
 
-    def __init__(self, *args: Any, gate: Gate, **kwargs: Any) -> None:
-        """gate: of all connections together. The others: as uvicorn has them."""
+    def __init__(self, *args: Any, gate: Gate, connections: Connections | None = None,
+                 **kwargs: Any) -> None:
+        """gate, connections: of all together, None: as many as come. The others: as uvicorn has them."""
         super().__init__(*args, **kwargs)
-        self._gate = gate
+        self._gate, self._connections = gate, connections
+        self._admitted = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._head = 0                       # which request of the connection
+        self._in_head = False                # headers that come now are its own
         self._head_bytes = 0                 # of its head so far; complete lines only
         self._head_parts = 0                 # as they arrived, of a head that arrives in several
         self._head_too_large = False
         self._open_cycles: list[RequestResponseCycle] = []
         self._head_timer: asyncio.TimerHandle | None = None
+        self._admitted = self._connections is None or self._connections.admit()
+        if not self._admitted:
+            self._refuse(503, "Service Unavailable", "too many connections are open: come back later")
+            return
         self._await_head()
 
     def data_received(self, data: bytes) -> None:
+        if not self._admitted:
+            return
         self.transport.pause_reading()       # no more of one connection than this waits
         self._gate.later(functools.partial(self._take, data))
 
@@ -169,6 +215,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._in_head = True
         self._head += 1
         self._head_bytes = self._head_parts = 0
         if self._head_timer is None:         # the second and later requests of a connection
@@ -179,6 +226,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._count_head(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_head:                # a trailer, which is none (RFC 9110, 6.5.1): counted, not kept
+            self._count_head(len(name) + len(value) + 4)
+            return
         super().on_header(name, value)
         self._count_head(len(name) + len(value) + 4)
 
@@ -190,6 +240,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._stop_timer()
+        self._in_head = False
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
             _unframe(self.cycle)
@@ -198,6 +249,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        if self._admitted and self._connections is not None:
+            self._connections.left()
         for cycle in self._open_cycles:
             if not cycle.response_complete:
                 cycle.disconnected = True

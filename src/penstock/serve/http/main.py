@@ -15,7 +15,6 @@ import os
 import signal
 import socket
 import ssl
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -31,17 +30,18 @@ from penstock.config.settings.tree import Config, KVConfig, ServerConfig
 from penstock.memory.stores.secret import secret_of
 from penstock.model.source.hub import pull
 from penstock.model.weights.locate import ModelFiles, files_of
-from penstock.serve import collector
+from penstock.serve import collector, descriptors, logs, status
 from penstock.serve.client.client import EngineDied
-from penstock.serve.client.engines import Engines
+from penstock.serve.client.engines import Engines, together
 from penstock.serve.client.gate import Gate
 from penstock.serve.http.app import Health, PeerView, build_app
 from penstock.serve.http.completions import OpenAI
-from penstock.serve.http.limits import KEEP_ALIVE_S, Keys, LimitedProtocol, load_keys
+from penstock.serve.http.limits import KEEP_ALIVE_S, Keys, LimitedProtocol, check_uvicorn, load_keys
 from penstock.serve.http.local_pair import PairHere
 from penstock.serve.http.routed import routed_of
 from penstock.serve.metrics import Metrics
 from penstock.serve.text.encoder import Encoder
+from penstock.serve.text.helper import HelperDied
 from penstock.serve.text.model_text import Text, open_text
 
 log = logging.getLogger("penstock.http")
@@ -57,18 +57,18 @@ CLOSING_S = 5          # for connections to close after the last answer
 def run(config: Config | None, args: argparse.Namespace) -> int:
     """Serve until a signal or the engine's death; the exit code. Raises ConfigError."""
     assert config is not None, "the command line takes a MODEL"
-    logging.basicConfig(level=config.server.log_level.upper(), stream=sys.stderr,
-                        format="penstock: %(levelname)s: %(message)s")
-    if config.server.log_level != "debug":
-        logging.getLogger("uvicorn").setLevel(logging.WARNING)
-        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-    pull(config, _print_error)
+    logs.set_up(config.server)
+    pull(config, logs.info)
     if config.nodes.rank:
         from penstock.exec.pipeline.agent import run_agent  # imports torch, which this process does not
         run_agent(config)
+    check_uvicorn()
+    descriptors.raise_limit()
     tls = tls_of(config.server)
     secret = _secret(config.kv)
     keys = load_keys(config.server, secret)
+    if keys.says:
+        logs.info(keys.says)
     with bind(config.server) as listener:
         files = files_of(config.model)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -129,6 +129,13 @@ def _secret(kv: KVConfig) -> bytes | None:
     return None if url is None else secret_of(url, kv.kv_storage_key, readonly=kv.kv_storage_readonly)
 
 
+def handled(*, reloads: bool) -> list[signal.Signals]:
+    """The signals that a server acts on; SIGHUP is a closed terminal's. One that is ignored when this process
+    starts stays so: `nohup` and shells without job control ask for that. reloads: SIGHUP ends nothing."""
+    return [number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+            if signal.getsignal(number) is not signal.SIG_IGN or (reloads and number == signal.SIGHUP)]
+
+
 class _Uvicorn(uvicorn.Server):
     """uvicorn without its signal handlers: draining comes before its own shutdown."""
 
@@ -148,16 +155,17 @@ class _Server:
         self._listener = listener
         self._health = Health()
         self._encoder: Encoder | None = None
+        self._death: EngineDied | None = None
         self._stop = asyncio.Event()          # a signal, or the engine's death
-        self._pair = PairHere(config, _print_error) if config.pair.prefill else None
+        self._pair = PairHere(config, logs.info) if config.pair.prefill else None
         decode = config if self._pair is None else self._pair.decode
-        self._engine = Engines(decode, _print_error, self._on_death,
+        self._engine = Engines(decode, logs.info, self._on_death,
                                fds=() if self._pair is None else self._pair.fds)
         self._began = time.monotonic()
 
     async def serve(self) -> int:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):     # the last: a closed terminal
+        for number in handled(reloads=self._tls is not None):
             loop.add_signal_handler(number, self._on_signal, number)
         text: Text | None = None
         try:
@@ -171,7 +179,11 @@ class _Server:
                 await asyncio.wait([starting])
             return await self._serve(text)
         except EngineDied as e:
-            _print_death(e)
+            if e is not self._death:              # which `_on_death` has printed
+                _print_death(e)
+            return EXIT_ENGINE_DIED
+        except HelperDied as e:
+            logs.error(str(e))
             return EXIT_ENGINE_DIED
         finally:
             if text is not None:
@@ -193,16 +205,17 @@ class _Server:
             await self._pair.joined(self._engine)
 
     async def _started(self, starting: asyncio.Task[Any]) -> bool:
-        """Whether the engine is ready; False when a signal came first."""
+        """Whether the engine is ready; False when a signal came first. Raises EngineDied or ConfigError."""
         stop = asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait((starting, stop), return_when=asyncio.FIRST_COMPLETED)
         finally:
             stop.cancel()
-        if not starting.done():
-            return False
-        starting.result()
-        return not self._stop.is_set()
+        if starting.done():
+            starting.result()
+        if self._death is not None:               # which ends the wait before `starting` has failed by it
+            raise self._death
+        return starting.done() and not self._stop.is_set()
 
     def _open_text(self) -> Text:
         text = open_text(self._config, self._files)
@@ -218,6 +231,8 @@ class _Server:
         try:
             if text.template is not None:
                 text.template.check()        # starts its process: not at the first chat's cost
+        except HelperDied:
+            raise
         except ConfigError as e:
             log.warning("%s; until then chats answer 400", e)
         return text
@@ -233,15 +248,16 @@ class _Server:
                      unlisted=() if config.model.served_model_name else (config.model.model,),
                      choices_max=len(self._engine.members) * (schedule.max_num_seqs + schedule.max_waiting),
                      secret=self._secret, routed=routed_of(config, self._engine.ready),
-                     clips=config.server.clip_max_tokens)
+                     clips=config.server.clip_max_tokens, is_admin=self._keys.is_admin)
         app = build_app(api, self._health, self._keys, config.server,
                         {"model": api.model, "sampling_defaults": text.sampling,
                          "pid": self._engine.ready.pid, **self._engine.ready.info},
                         [await m.engine.stats() for m in self._engine.members], self._peer_view())
         settings = uvicorn.Config(
-            app, http=functools.partial(LimitedProtocol, gate=Gate()),  # type: ignore[arg-type]
+            app, http=functools.partial(LimitedProtocol, gate=Gate(), connections=descriptors.Connections(
+                descriptors.raise_limit(), api.metrics.refused.inc)),  # type: ignore[arg-type]
             ws="none", lifespan="off", log_config=None,
-            access_log=config.server.log_level == "debug", server_header=False,
+            access_log=logs.logs_access(config.server), server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=CLOSING_S)
         server = _Uvicorn(settings)
         settings.load()
@@ -253,12 +269,26 @@ class _Server:
         collector.spare(FULL)
         print(self._ready_line(api.model), flush=True)
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+        reporting = asyncio.create_task(self._report(config.server.log_stats_interval))
         stop = asyncio.create_task(self._stop.wait())
         await asyncio.wait((serving, stop), return_when=asyncio.FIRST_COMPLETED)
         await self._drain(api)
+        reporting.cancel()
         server.should_exit = True
         await serving
         return EXIT_ENGINE_DIED if self._health.died else 0
+
+    async def _report(self, interval_s: float) -> None:
+        """Status lines, of prefill engines on this machine too."""
+        here = () if self._pair is None else self._pair.prefill
+
+        async def stats() -> dict[str, float]:
+            found = together([await self._engine.stats(), *[await m.engine.stats() for m in here]])
+            return found | {"requests_running": self._engine.num_running,
+                            "requests_waiting": self._engine.num_waiting}
+
+        if interval_s:
+            await status.report(stats, interval_s)
 
     def _peer_view(self) -> PeerView | None:
         """What is told of the other engine of a pair."""
@@ -291,7 +321,7 @@ class _Server:
             await asyncio.sleep(0.05)
 
     def _on_death(self, error: EngineDied) -> None:
-        self._health.died = True
+        self._health.died, self._death = True, error
         _print_death(error)
         self._stop.set()
 
@@ -299,16 +329,16 @@ class _Server:
         if number == signal.SIGHUP and self._tls is not None:
             try:
                 tls_of(self._config.server, self._tls)
-                _print_error("certificate read again")
+                logs.info("certificate read again")
             except ConfigError as e:
-                _print_error(f"the certificate stays as it was: {e}")
+                logs.info(f"the certificate stays as it was: {e}")
             return
         if self._stop.is_set() and number == signal.SIGINT:
             # The engine and the processes aside see their sockets close, and exit.
             os._exit(EXIT_INTERRUPTED)
         if not self._stop.is_set():
             self._stop.set()
-            _print_error("stopping: open requests finish first; interrupt again to exit at once")
+            logs.info("stopping: open requests finish first; interrupt again to exit at once")
 
     def _ready_line(self, model: str) -> str:
         host, port = self._listener.getsockname()[:2]
@@ -336,9 +366,4 @@ class _Server:
 
 def _print_death(error: EngineDied) -> None:
     # Its first line: the others are the engine's last ones, which were printed as they came.
-    _print_error(str(error).splitlines()[0])
-
-
-def _print_error(line: str) -> None:
-    with contextlib.suppress(OSError):          # the terminal was closed
-        print(f"penstock: {line}" if not line.startswith("penstock") else line, file=sys.stderr, flush=True)
+    logs.error(str(error).splitlines()[0])

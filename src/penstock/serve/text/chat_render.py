@@ -19,7 +19,7 @@ import jinja2.sandbox
 from jinja2 import nodes
 from jinja2.parser import Parser
 
-from penstock.serve.text.frames import receive, send, serve
+from penstock.serve.text.frames import receive, send, serve, within_hard
 
 OUTPUT_CHARS_MAX = 8 << 20
 MEMORY_BYTES_MAX = 1 << 30
@@ -88,7 +88,8 @@ def _limit_next() -> None:
     which would have killed it sooner, is gone."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     soft = int(used.ru_utime + used.ru_stime) + CPU_S_MAX
-    resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_CPU, (within_hard(resource.RLIMIT_CPU, soft),
+                                             resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
 def answers(link: socket.socket) -> None:

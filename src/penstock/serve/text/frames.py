@@ -35,10 +35,17 @@ def _exactly(link: socket.socket, count: int) -> bytes:
     return bytes(data)
 
 
+def within_hard(limit: int, most: int) -> int:
+    """`most`, or the hard limit of this process if that is lower: raising it is not allowed."""
+    hard = resource.getrlimit(limit)[1]
+    return most if hard == resource.RLIM_INFINITY else min(most, hard)
+
+
 def serve(answers: Callable[[socket.socket], object], memory_bytes: int) -> None:
     """The main of a process aside, whose command line is the descriptor of its socket: `answers` until the
     other side has closed, with so much memory at most."""
     for limit, most in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CORE, 0)):
+        most = within_hard(limit, most)
         resource.setrlimit(limit, (most, most))
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
         answers(socket.socket(fileno=int(sys.argv[1])))

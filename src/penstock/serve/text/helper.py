@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +20,12 @@ from penstock.config.settings.pairkey import SECRET_VARIABLES
 from penstock.serve.text.frames import receive, send
 
 START_S_MAX = 60.0
+# Signals that come from outside: an operator, the kernel when memory is short, a service manager.
+FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGINT)
+
+
+class HelperDied(ConfigError):
+    """A helper process was killed while it started: no setting is wrong."""
 
 
 class Aside:
@@ -40,7 +47,7 @@ class Aside:
         self._process: subprocess.Popen[bytes] | None = None
 
     def check(self) -> None:
-        """Start it now. Raises ConfigError."""
+        """Start it now. Raises ConfigError; HelperDied: it was killed meanwhile."""
         with self._lock:
             self._start()
 
@@ -49,7 +56,7 @@ class Aside:
         with self._lock:
             try:
                 return self._ask(question, seconds_max)
-            except EOFError:
+            except (EOFError, HelperDied):
                 # Whoever ended it may not have meant this question: memory of another, an operator.
                 return self._ask(question, seconds_max)
 
@@ -90,12 +97,23 @@ class Aside:
             send(ours, self._hello)
             answer = receive(ours)
         except (EOFError, OSError) as e:
+            code = self._ended()
             self._kill()
+            if code in FROM_OUTSIDE:
+                raise HelperDied(f"the helper process {self._module} was killed by signal {-code} while it "
+                                 "started: start again; if memory is short, give it more") from e
             raise ConfigError(f"{self._wrong}: its process did not start ({e}): {self._advice}") from e
         if "error" in answer:
             self._kill()
             raise ConfigError(f"{self._wrong}: {answer['error']}: {self._advice}")
         return ours
+
+    def _ended(self) -> int:
+        """The exit code of a process whose socket has closed; 0 if it still runs."""
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(1.0)
+        return 0
 
     def _kill(self) -> None:
         if self._link is not None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from penstock.config.base.errors import ConfigError
+from penstock.config.base.errors import ConfigError, install_hint
 from penstock.config.base.storage_url import bound_mooncake
 from penstock.transfer.remote.carrier import Open
 
@@ -14,8 +14,8 @@ def opener(backend: str) -> Open | None:
     if backend == "stream":
         return None
     if importlib.util.find_spec(backend) is None:
-        raise ConfigError(f"--disaggregation-transfer-backend {backend} is not installed: pip install "
-                          f"'penstock[{backend}]', or leave the flag out")
+        raise ConfigError(f"--disaggregation-transfer-backend {backend} is not installed: "
+                          f"{install_hint(backend)}, or leave the flag out")
     try:
         if backend == "nixl":
             from penstock.transfer.remote.nixl import Nixl

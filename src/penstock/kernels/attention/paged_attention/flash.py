@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from penstock.config.base.errors import install_hint
 from penstock.kernels.op import Unusable, WrongResult
 from penstock.kernels.platform import Platform
 
@@ -38,9 +39,9 @@ def check(platform: Platform) -> str:
     try:
         found = metadata.version(NAME)
     except metadata.PackageNotFoundError:
-        raise Unusable(f"{NAME} is not installed: pip install 'penstock[cuda]'") from None
+        raise Unusable(f"{NAME} is not installed: {install_hint('cuda')}") from None
     if found != VERSION:
-        raise Unusable(f"{NAME} {found} is installed and {VERSION} was tried: pip install 'penstock[cuda]'")
+        raise Unusable(f"{NAME} {found} is installed and {VERSION} was tried: {install_hint('cuda')}")
     _flash.begin()
     return f"{NAME} {VERSION}"
 

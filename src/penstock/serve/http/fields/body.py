@@ -21,15 +21,38 @@ class Neutral:
 Unbuilt: TypeAlias = Annotated[Any, Neutral()]
 
 
+# Entries of fields at most, wherever they are: looked at before anything is made of them. As OpenAI's API has
+# them, where it has a bound.
+ENTRIES_MAX = {"logit_bias": 300, "metadata": 16, "stop": 16, "stop_sequences": 16, "stop_token_ids": 64,
+               "include": 64}
+METADATA_CHARS_MAX = (64, 512)          # of a key, of a value
+
+
 class Body(OfBody, kw_only=True, forbid_unknown_fields=True):
     """A request's body."""
 
     def checked(self) -> None:
-        """Raises RequestError for a field that is not supported at its value."""
+        """Raises RequestError for a field that is too long, or not supported at its value."""
+        self.bounded()
         for name, allowed in unbuilt(type(self)).items():
             value = getattr(self, name)
             if not any(type(value) is type(ok) and value == ok for ok in allowed):      # 0 is not False here
                 raise RequestError(f"{name} is not supported at this value: it is not built", name)
+
+
+    def bounded(self) -> None:
+        """Raises RequestError for a field with too many entries, of a part that is a Body too."""
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if isinstance(value, Body):
+                value.bounded()
+            elif (most := ENTRIES_MAX.get(name)) and isinstance(value, (list, dict)) and len(value) > most:
+                raise RequestError(f"{name} has {len(value)} entries: at most {most}", name)
+        longest = METADATA_CHARS_MAX
+        given: dict[str, Any] | None = getattr(self, "metadata", None)
+        if given and any(len(k) > longest[0] or len(str(v)) > longest[1] for k, v in given.items()):
+            raise RequestError(f"metadata has keys of at most {longest[0]} characters and values of at "
+                               f"most {longest[1]}", "metadata")
 
 
 @cache
