@@ -209,7 +209,7 @@ def test_a_response_that_is_cut_off_or_must_match(server):
     ({"previous_response_id": "resp_1"}, "previous_response_id"), ({"background": True}, "background"),
     ({"truncation": "auto"}, "truncation"), ({"include": ["x"]}, "include[0]"), ({"nonsense": 1}, "nonsense"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"), ({"input": [1]}, "input[0]"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"), ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "text.format")])
 def test_what_responses_do_not_take_is_named(server, fields, param):
@@ -305,3 +305,23 @@ def test_logprobs_of_a_response_are_those_of_its_texts_tokens(server, size):
     assert server.params.logprobs is None
     said(server, "/v1/responses", input=USER, top_logprobs=5)
     assert server.params.logprobs == 5
+
+
+# ---------------------------------------------------------------- media
+@pytest.mark.parametrize("path, body, param", [
+    ("/v1/messages", {"max_tokens": 5, "messages": [{"role": "user", "content": [
+        {"type": "image", "source": {"type": "url", "url": "x"}}]}]}, "messages[0].content[0].type"),
+    ("/v1/messages", {"max_tokens": 5, "messages": [{"role": "user", "content": [
+        {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image"}]}]}]},
+     "messages[0].content[0].content[0].type"),
+    ("/v1/responses", {"input": [{"role": "user", "content": [
+        {"type": "input_text", "text": "What is it?"}, {"type": "input_image", "image_url": "x"}]}]},
+     "input[0].content[1].type"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [
+        {"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages[0].content[0].type")])
+def test_an_image_is_refused_with_the_name_of_the_text_model_by_each_api(server, path, body, param):
+    server.text.template.only = "this server runs the text of vl: only text parts are supported"
+    answer = server.post(path, model="m", **body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert param in (error.get("param") or error["message"]) and "runs the text of vl" in error["message"]

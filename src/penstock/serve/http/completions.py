@@ -47,7 +47,7 @@ from penstock.serve.http.types import (
 from penstock.serve.metrics import Metrics
 from penstock.serve.namespaces import namespace
 from penstock.serve.parsers.asked import Asked, Offer
-from penstock.serve.text.chat import ChatTemplate, too_many_messages
+from penstock.serve.text.chat import ONLY_TEXT, ChatTemplate, too_many_messages
 from penstock.serve.text.detokenize import Detokenizer
 from penstock.serve.text.encoder import Encoder
 from penstock.serve.text.model_text import Text
@@ -211,6 +211,11 @@ class OpenAI:
     def takes_effort(self) -> bool:
         """Whether the template can be told how much to reason."""
         return self.template is not None and any(map(self.template.reads, ("reasoning_effort", *_SWITCHES)))
+
+    @property
+    def only_text(self) -> str:
+        """What to say to a part of a message that is not text."""
+        return ONLY_TEXT if self.template is None else self.template.only
 
     async def chat_prompt(self, request: ChatRequest, tenant: bytes, offer: Offer) -> tuple[str, list[int]]:
         """Text and tokens of a conversation. Raises RequestError, ApiError."""

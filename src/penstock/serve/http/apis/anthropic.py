@@ -76,7 +76,7 @@ class _Conversation(Body, kw_only=True, forbid_unknown_fields=True):
 
         Thinking and effort reach models whose template reads them; clients ask for both of any model."""
         choice, config = self.tool_choice, self.output_config
-        messages = [m for i, given in enumerate(self.messages) for m in _messages(given, i)]
+        messages = [m for i, given in enumerate(self.messages) for m in _messages(given, i, api.only_text)]
         if self.system:
             text = self.system if isinstance(self.system, str) else "\n".join(b.text for b in self.system)
             messages.insert(0, {"role": "system", "content": text})
@@ -126,8 +126,9 @@ def _choice(given: Choice | None) -> ToolChoice | None:
 Message: TypeAlias = "dict[str, Any]"
 
 
-def _messages(given: Mapping[str, Any], index: int) -> list[Message]:
-    """One message as those of a chat: results of tools are messages of their own."""
+def _messages(given: Mapping[str, Any], index: int, only: str) -> list[Message]:
+    """One message as those of a chat: results of tools are messages of their own. only: as for
+    `joined_text`."""
     where = f"messages[{index}]"
     role, content = given.get("role"), given.get("content")
     if role not in ("user", "assistant", "system"):
@@ -148,7 +149,7 @@ def _messages(given: Mapping[str, Any], index: int) -> list[Message]:
             case {"type": "text", "text": str(text)}:
                 texts.append(text)
             case {"type": "tool_result", "tool_use_id": str(call)} if role == "user":
-                said = joined_text(block.get("content") or "", f"{at}.content", ["text"])
+                said = joined_text(block.get("content") or "", f"{at}.content", ["text"], only)
                 results.append({"role": "tool", "tool_call_id": call, "content": said})
             case {"type": "tool_use", "id": str(call), "name": str(name), "input": dict(args)} if (
                     role == "assistant"):
@@ -158,6 +159,8 @@ def _messages(given: Mapping[str, Any], index: int) -> list[Message]:
                 reasons.append(text)
             case {"type": "redacted_thinking"} if role == "assistant":
                 pass                        # of another model: nobody here can read it
+            case {"type": "image" | "document" as kind}:
+                raise RequestError(f"{at}.type is {show(kind)}: {only}", f"{at}.type")
             case {"type": str(kind)}:
                 raise RequestError(f"{at}.type is {show(kind)}: not supported in a message of the {role}",
                                    f"{at}.type")

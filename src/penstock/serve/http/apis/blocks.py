@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from penstock.config.base.errors import RequestError
+from penstock.config.base.errors import RequestError, show
 from penstock.serve.client.generate import Piece, Usage
 from penstock.serve.http.format import Whole
 from penstock.serve.parsers.asked import Asked
@@ -160,8 +160,9 @@ class BlockFormat(ABC):
         return self.ended(self.blocks[-1])
 
 
-def joined_text(content: Any, where: str, kinds: Sequence[str]) -> str:
-    """Text of a string or of parts {"type", "text"} of these kinds. Raises RequestError."""
+def joined_text(content: Any, where: str, kinds: Sequence[str], only: str) -> str:
+    """Text of a string or of parts {"type", "text"} of these kinds. only: what to say to a part of another
+    type. Raises RequestError."""
     if isinstance(content, str):
         return content
     texts = []
@@ -169,6 +170,8 @@ def joined_text(content: Any, where: str, kinds: Sequence[str]) -> str:
         match part:
             case {"type": str(kind), "text": str(text)} if kind in kinds:
                 texts.append(text)
+            case {"type": str(kind)} if kind not in kinds:
+                raise RequestError(f"{where}[{i}].type is {show(kind)}: {only}", f"{where}[{i}].type")
             case _:
                 at = f"{where}[{i}]"
                 raise RequestError(f"{at} is not text, which is all that is supported", at)

@@ -89,14 +89,14 @@ class ResponsesRequest(Body, kw_only=True, forbid_unknown_fields=True):
     def wants_logprobs(self) -> bool:
         return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
 
-    def chat(self) -> ChatRequest:
-        """The same as a chat request. Raises RequestError."""
+    def chat(self, api: OpenAI) -> ChatRequest:
+        """The same as a chat request to `api`. Raises RequestError."""
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
         text, reasoning = self.text or TextConfig(), self.reasoning or ReasoningConfig()
         form = text.format or TextFormat()
         schema = JsonSchemaFormat(form.name, form.schema, form.strict) if form.type == "json_schema" else None
         return ChatRequest(
-            messages=messages + _messages(self.input), model=self.model, stream=self.stream,
+            messages=messages + _messages(self.input, api.only_text), model=self.model, stream=self.stream,
             stream_options=self.stream_options, max_completion_tokens=self.max_output_tokens,
             temperature=self.temperature, top_p=self.top_p, verbosity=text.verbosity,
             logprobs=self.wants_logprobs, top_logprobs=self.top_logprobs,
@@ -106,8 +106,9 @@ class ResponsesRequest(Body, kw_only=True, forbid_unknown_fields=True):
                 t.name, t.description, t.parameters, t.strict)) for t in self.tools])
 
 
-def _messages(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Items as messages: reasoning and calls belong to the assistant's message that they stand beside."""
+def _messages(given: str | Sequence[Mapping[str, Any]], only: str) -> list[dict[str, Any]]:
+    """Items as messages: reasoning and calls belong to the assistant's message that they stand beside. only:
+    as for `joined_text`."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     found: list[dict[str, Any]] = []
@@ -121,20 +122,21 @@ def _messages(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                     {"id": call, "type": "function", "function": {"name": name, "arguments": text}})
             case {"type": "function_call_output", "call_id": str(call), "output": output}:
                 said = None
-                found.append({"role": "tool", "tool_call_id": call,
-                              "content": joined_text(output, f"{at}.output", ["input_text", "output_text"])})
+                found.append({"role": "tool", "tool_call_id": call, "content": joined_text(
+                    output, f"{at}.output", ["input_text", "output_text"], only)})
             case {"type": "reasoning"}:
                 said = _assistant(found, None)
                 if item.get("content"):
                     said["reasoning_content"] = joined_text(
-                        item["content"], f"{at}.content", ["reasoning_text"])
+                        item["content"], f"{at}.content", ["reasoning_text"], only)
             case {"role": "assistant", "content": content} if item.get("type", "message") == "message":
                 said = _assistant(found, None if said is None or said["content"] else said)
-                said["content"] = joined_text(content, f"{at}.content", ["output_text", "input_text", "text"])
+                said["content"] = joined_text(
+                    content, f"{at}.content", ["output_text", "input_text", "text"], only)
             case {"role": str(role), "content": content} if item.get("type", "message") == "message":
                 said = None
                 found.append({"role": role, "content": joined_text(
-                    content, f"{at}.content", ["input_text", "output_text", "text"])})
+                    content, f"{at}.content", ["input_text", "output_text", "text"], only)})
             case {"type": str(kind)}:
                 raise RequestError(f"{at}.type is {show(kind)}: not supported, or something is missing",
                                    f"{at}.type")
@@ -290,7 +292,7 @@ async def create(api: OpenAI, body: bytes, tenant: bytes, reply: Reply) -> None:
     began = time.monotonic()
     given = parse(body, ResponsesRequest)
     try:
-        await api.converse(given.chat(), tenant, reply, began,
+        await api.converse(given.chat(api), tenant, reply, began,
                            lambda asked, _: ResponseForm(
                                api.named(given.model), asked, request=given, token_bytes=api.token_bytes,
                                sampling=api.text.sampling,
