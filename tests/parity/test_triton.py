@@ -78,8 +78,9 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
               WINDOW="i32"), dict(UNIT=8, CHOSEN_PAD=256, BLOCK=16384, WHOLE=whole), 16, 3)
         for whole in (True, False)],
     ("choose.index_pair.triton_pair", "mix_pair"): [
-        (dict(q=BF16, key=BF16, matrix=BF16, mixed=BF16, codes=U8, scales=F32, key_token="i32", HEADS="i32",
-              factor="fp32"), dict(DIM=128, LINES=16, EXACT=False), 4, 3)],
+        (dict(q=BF16, weight=F32, key=BF16, matrix=BF16, mixed=U8, counts=F32, codes=U8, scales=F32,
+              weight_token="i32", key_token="i32", HEADS="i32", factor="fp32"),
+         dict(DIM=128, LINES=16, EXACT=False), 4, 3)],
     ("choose.index_select.triton_keys", "score_keys"): [
         (dict(q=q, weight=F32, key=key, scales=words, table=I32, row=I32, position=I32, score=F32,
               counted=I32, q_row="i32", weight_row="i32", key_page="i32", table_row="i32", TOKENS="i32",
@@ -88,8 +89,8 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
               CODED=key == E4M3, BINS=8192, QUERIES=queries), warps, stages)
         for q, key, words, row, block, queries, warps, stages in (
             (BF16, BF16, BF16, 128, 128, 1, 4, 2), (BF16, BF16, BF16, 128, 64, 1, 4, 3),
-            (BF16, BF16, BF16, 128, 64, 4, 4, 3), (BF16, E4M3, F32, 33, 128, 1, 4, 2),
-            (BF16, E4M3, F32, 33, 128, 4, 8, 2))],
+            (BF16, BF16, BF16, 128, 64, 4, 4, 3), (E4M3, E4M3, F32, 33, 128, 1, 4, 2),
+            (E4M3, E4M3, F32, 33, 128, 4, 8, 2))],
     ("choose.index_select.triton_keys", "clear_bins"): [(dict(counted=I32), dict(BINS=8192), 8, 3)],
     ("choose.index_select.triton_keys", "mark_keys"): [
         (dict(score=F32, position=I32, counted=I32, above=I32, near_score=F32, near_at=I32, TOKENS="i32",
@@ -314,7 +315,10 @@ def test_attention_in_gluon_compiles_for_hopper(pool: str, size: int, blocks: in
     ("choose/index_select/score_keys", dict(SIZE=64, HEADS=64, CODED=1)),
     ("choose/index_select/score_keys", dict(SIZE=16, HEADS=8, CODED=1)),
     ("choose/index_select/score_keys", dict(SIZE=64, HEADS=64, CODED=0)),
+    *(("choose/index_select/score_prompt", dict(SIZE=size, HEADS=64, CODED=coded, GROUPS=3, STAGES=stages))
+      for size, coded, stages in ((64, 1, 6), (16, 1, 6), (64, 0, 5))),
     *(("choose/choose_best", dict(BINS=8192, NEAR=2048, SHARE=share)) for share in (1, 2, 4, 8)),
+    ("choose/choose_many", dict(BINS=8192, ROOM=2048)),
     ("choose/resolve/map_units", dict(THREADS=1024, CHOSEN=2048, SLOTS=4096, PAGE_UNITS=64, TURNS=0)),
     ("choose/resolve/map_units", dict(THREADS=1024, CHOSEN=4096, SLOTS=8192, PAGE_UNITS=64, TURNS=1)),
     ("gemm/scaled_linear/scaled_rows", dict(WARPS=8, AHEAD=4, TILES=1)),

@@ -34,7 +34,7 @@ from penstock.kernels.attention.paged_attention import Prepare, Prepared, write_
 from penstock.kernels.choose.select import SelectRule
 from penstock.kernels.fused.step import Place, Queries
 from penstock.kernels.kv.write_kv import WriteAt
-from penstock.kernels.types.ragged import Ragged
+from penstock.kernels.types.ragged import Ragged, on_device
 from penstock.memory.pool import BlockPool
 from penstock.model.base import Attend, CacheShape, LocalLayer, Model
 
@@ -128,10 +128,11 @@ class Selecting(Selects):
                if dense else None)
         sparse = None
         if queries:
-            query_at = torch.tensor([t for t, _, _ in queries], device=ragged.page_T.device)
+            device = ragged.page_T.device
+            query_at = on_device([t for t, _, _ in queries], device, torch.int64)
             rows = [r for _, r, _ in queries]
             budgets = [self.rows[r].budget for r in rows]
-            budget_B = torch.tensor(budgets, dtype=torch.int32, device=query_at.device)
+            budget_B = on_device(budgets, device, torch.int32)
             sparse = self._layers.step(rows, [p for _, _, p in queries],
                                        [*map(self.rows.at_once, rows)])
 
@@ -258,8 +259,7 @@ class _DecodeStep(Decoding):
 
 def _where(chunks: Sequence[Chunk], device: torch.device) -> Tensor:
     """int64: indices into T of the chunks' tokens, in their order."""
-    return torch.tensor([t for c in chunks for t in range(c.at, c.at + c.end - c.start)],
-                        dtype=torch.int64, device=device)
+    return on_device([t for c in chunks for t in range(c.at, c.at + c.end - c.start)], device, torch.int64)
 
 
 def _part(ragged: Ragged, chunks: Sequence[Chunk], at_T: Tensor | slice) -> Ragged:

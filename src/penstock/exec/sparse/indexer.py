@@ -98,6 +98,7 @@ class Indexed(Selects):
         rows: list[int] = []
         positions: list[int] = []
         tokens: list[int] = []              # of the step, that read row by row
+        at_once: list[int] = []
         chunks: list[_Chunk] = []
         at = 0
         for row, start, count in zip(plan.rows, plan.start, plan.count, strict=True):
@@ -108,9 +109,10 @@ class Indexed(Selects):
                 rows += [r] * count
                 positions += range(start, start + count)
                 tokens += range(at, at + count)
+                at_once += [self.rows.at_once(r)] * count
             at += count
-        step = self._layers.step(rows, positions, [*map(self.rows.at_once, rows)]) if rows else None
-        token_B = torch.tensor(tokens, device=lowered.row_T.device) if chunks else slice(None)
+        step = self._layers.step(rows, positions, at_once) if rows else None
+        token_B = on_device(tokens, lowered.row_T.device, torch.int64) if chunks else slice(None)
         write_at, row_T = self.rows.write_at(lowered), lowered.row_T.int()
         position_T, ragged = lowered.positions_T.int(), lowered.ragged[-1]
         nowhere_T = torch.full_like(ragged.page_T, -1)
@@ -179,8 +181,8 @@ class Indexed(Selects):
     def choose(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor, row_T: Tensor,
                position_T: Tensor, table_RM: Tensor, at: WriteAt) -> Tensor:
         keys_P11GJ = self._keys[layer]
-        if keys_P11GJ.dtype == torch.uint8:         # both are mixed
-            q_TIJ, kept_TJ = self._pair(q_TIJ, key_TJ)
+        if keys_P11GJ.dtype == torch.uint8:         # both are mixed and coded
+            q_TIJ, weight_TI, kept_TJ = self._pair(q_TIJ, weight_TI, key_TJ)
         else:
             kept_TJ = fp8.kept(key_TJ, keys_P11GJ.dtype, key_TJ.shape[1])
         self._layers.put((kept_TJ[:, None],), at, keys_P11GJ)

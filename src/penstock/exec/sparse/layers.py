@@ -25,6 +25,7 @@ from penstock.kernels.choose import select as selection
 from penstock.kernels.choose.select import SelectRule
 from penstock.kernels.kv import gather, write_kv
 from penstock.kernels.kv.write_kv import WriteAt
+from penstock.kernels.types.ragged import on_device
 from penstock.memory.hot import HotBuffers
 
 # attend(q_BNH, pool [P, K, planes, G, H], chosen_BKC, slot_BKC, position_B, sinks_N) -> out_BNH: over units
@@ -85,11 +86,11 @@ class SparseLayers:
         """
         device = self._device_RP.device
         found, turns = _rounds(rows, at_once)
-        row_B, position_B, turn_B = (torch.tensor(x, dtype=torch.int32, device=device)
-                                     for x in (rows, positions, turns))
+        given = on_device([*rows, *positions, *(turns or ())], device, torch.int32)
+        parts = torch.split(given, len(rows))
         rounds = tuple(_index(queries, device) for queries in found)
-        return SparseStep(row_B, position_B, rounds, self._hot.tick(len(rounds)),
-                          turn_B if any(turns) else None)
+        return SparseStep(parts[0], parts[1], rounds, self._hot.tick(len(rounds)),
+                          parts[2] if turns else None)
 
     def write_kv(self, layer: int, values: Sequence[Tensor], at: WriteAt) -> None:
         """Write a step's new rows, of all its tokens, to every copy; before any `attend` of the layer."""
@@ -164,9 +165,11 @@ def row_attention(run: LatentAttention, *, value_dim: int, scale: float) -> Unit
     return attend
 
 
-def _rounds(rows: Sequence[int], at_once: Sequence[int]) -> tuple[list[list[int]], list[int]]:
+def _rounds(rows: Sequence[int], at_once: Sequence[int]) -> tuple[Sequence[Sequence[int]], list[int] | None]:
     """Queries by round, as many of a row as it may have at once; and the turn of each, 0 where nothing that
-    it chooses is missing."""
+    it chooses is missing; None: it is 0 of all."""
+    if min(at_once) >= ANY:             # a prompt's chunk is thousands of queries
+        return [range(len(rows))], None
     rounds: list[list[int]] = [[]]
     seen: dict[int, int] = {}
     turns = []
@@ -177,10 +180,11 @@ def _rounds(rows: Sequence[int], at_once: Sequence[int]) -> tuple[list[list[int]
         if n == len(rounds):
             rounds.append([])
         rounds[n].append(query)
-    return rounds, turns
+    return rounds, turns if any(turns) else None
 
 
 def _index(queries: Sequence[int], device: torch.device) -> slice | Tensor:
     """Neighbours need no copy."""
     first, end = queries[0], queries[-1] + 1
-    return slice(first, end) if end - first == len(queries) else torch.tensor(queries, device=device)
+    return slice(first, end) if end - first == len(queries) else on_device(
+        queries, device, torch.int64)

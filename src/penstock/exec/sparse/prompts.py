@@ -19,6 +19,7 @@ from penstock.exec.step.tables import GroupTable
 from penstock.kernels.attention import chunk_attention, merge
 from penstock.kernels.attention.paged_attention.spec import beside_sinks
 from penstock.kernels.kv import gather
+from penstock.kernels.types.ragged import on_device
 
 # Tokens that are read at once of pages on a GPU: a copy of them is made, of one layer, and what is read of
 # each window is merged. In windows of 2,112 a chunk took 3.6 times as long, behind 60,000 tokens. A CPU keeps
@@ -104,7 +105,7 @@ class HostedPrompts:
         at_W = torch.arange(len(page_W), device=page_W.device)
         miss_E3 = torch.cartesian_prod(head_K, at_W)[:, [0, 1, 1]]
         miss_E3[:, 1], miss_E3[:, 2] = from_W[miss_E3[:, 1]], page_W[miss_E3[:, 2]]
-        return miss_E3.int(), torch.tensor([len(miss_E3)], dtype=torch.int32, device=page_W.device)
+        return miss_E3.int(), on_device([len(miss_E3)], page_W.device, torch.int32)
 
     def attend(self, layer: int, chunk: Chunk, windows: Sequence[Window], q_TNH: Tensor, k_TKH: Tensor,
                v_TKH: Tensor, sinks_N: Tensor | None = None) -> Tensor:

@@ -7,24 +7,12 @@
 // list, no more than BINS; SHARE, 1, 2, 4 or 8.
 
 #include "c/warps.cuh"
+#include "choose/bins.cuh"
 
 #define WARPS 32
 #define LINE (BINS / WARPS)             // bins that a warp sums
 #define EACH (LINE / 32)
 #define STEP 128                        // scores of a warp at once, four of each lane
-
-// As `topn.key_of` and `topn.bin_of`.
-__device__ __forceinline__ word key_of(float x) {
-    const int bits = x == 0.0f ? 0 : __float_as_int(x);
-    return (word)(bits ^ (bits >> 31 & 0x7fffffff)) ^ 0x80000000u;
-}
-
-__device__ __forceinline__ int bin_of(float x) {
-    const int part = BINS / 2 / 16;
-    const int bits = x == 0.0f ? 0 : __float_as_int(x);
-    const int size = min(max((bits & 0x7fffffff) / (0x800000 / part) - (127 - 8) * part, 0), BINS / 2 - 1);
-    return bits < 0 ? BINS / 2 + size : BINS / 2 - 1 - size;
-}
 
 // Where a block of the cluster has what lies at `own` here.
 __device__ __forceinline__ word at_block(const void *own, int block) {
@@ -61,9 +49,10 @@ look(const float *from, int first, int last, int begin, const Each &each) {
 
 extern "C" __global__ void __cluster_dims__(SHARE, 1, 1) __launch_bounds__(32 * WARPS, 1)
 choose_best(const float *score, const int *position, const int *budget, int *chosen, long long most, long long room,
-            long long heads, long long unit, long long sinks, long long window) {
+            long long heads, long long unit, long long sinks, long long window, const int *left) {
     // Units of `unit` tokens up to a query's position. Chosen are `sinks` at the front, all that is not whole before the
     // last `window` tokens, and of the rest as many as `budget` leaves, or, without one, the room for what is chosen.
+    // With `left` only of lines where that is not 0.
     __shared__ int bins[BINS], line[LINE], lines[SHARE][WARPS], nums[SHARE], counts[SHARE];
     __shared__ int mores[SHARE * WARPS], equals[SHARE * WARPS], num, count, larger;
     __shared__ int more_of[WARPS], equal_of[WARPS];
@@ -78,6 +67,7 @@ choose_best(const float *score, const int *position, const int *budget, int *cho
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     asm volatile("griddepcontrol.wait;" ::: "memory");
     meet();                                 // all blocks are there, to be written to
+    if (left && !left[b]) return;
     const int p = position[b / heads];
     const int end = max(p + 1 - (int)window, 0) / (int)unit, begin = min((int)sinks, end);
     const int behind = p < 0 ? 0 : p / (int)unit + 1 - end;

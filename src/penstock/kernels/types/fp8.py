@@ -58,6 +58,16 @@ def decode(kept_W: Tensor, coded: int) -> Tensor:
     return torch.cat((coded_H, rest.view(torch.bfloat16).float()), -1)
 
 
+def by_power(x_H: Tensor) -> tuple[Tensor, Tensor]:
+    """x [.., H], f32|bf16 -> e4m3 [.., H] and f32 [..]: to nearest, ties to even, and the power of two that
+    scales them: the least that keeps the largest amount within 448, and so what is exact in three bits stays
+    that."""
+    x_H = x_H.float()
+    power = ((x_H.abs().amax(-1).view(torch.int32) + 0x1fffff >> 23) - 8).clamp_min(1)
+    scale, over = (bits.to(torch.int32).view(torch.float32) for bits in (power << 23, 254 - power << 23))
+    return (x_H * over[..., None]).to(torch.float8_e4m3fn), scale
+
+
 def kept(x_H: Tensor, dtype: torch.dtype, coded: int) -> Tensor:
     """x [.., H] as pages of `dtype` have it: itself, rounded to that type, or coded where that is uint8."""
     if dtype == torch.uint8:

@@ -16,12 +16,15 @@ __all__ = ["OP", "IndexPair"]
 
 
 class IndexPair(Protocol):
-    def __call__(self, q_TIJ: Tensor, key_TJ: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys through a Hadamard matrix, in their dtype, and keys coded then. Capturable.
+    def __call__(self, q_TIJ: Tensor, weight_TI: Tensor,
+                 key_TJ: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys through a Hadamard matrix, rounded to their dtype, then both coded. Capturable.
 
-        q_TIJ    f32|bf16, dense; J a power of two from 16 to 128
-        key_TJ   dtype of q, dense in J
-        Returns  q_TIJ, and kept_TW uint8 of `types.fp8`, all of a key coded
+        q_TIJ      f32|bf16, dense; J a power of two from 16 to 128
+        weight_TI  f32, dense in I
+        key_TJ     dtype of q, dense in J
+        Returns    q_TIJ e4m3, weight_TI times the power of two that scales each of them
+                   (`types.fp8.by_power`), and kept_TW uint8 of `types.fp8`, all of a key coded
         """
 
 

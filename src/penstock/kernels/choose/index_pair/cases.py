@@ -23,13 +23,16 @@ def cases(device: str) -> Iterator[Case]:
 
 
 def _run(dtype: torch.dtype, heads: int, dim: int, tokens: int, device: str,
-         run: IndexPair) -> tuple[Tensor, Tensor]:
-    """Keys lie in longer lines, and the first is 0 throughout."""
+         run: IndexPair) -> tuple[Tensor, ...]:
+    """Keys and weights lie in longer lines; the first of keys is 0 throughout, and of queries."""
     generator = torch.Generator().manual_seed(dim + tokens)
     q, line = (torch.randint(-3, 4, shape, generator=generator).to(dtype).to(device)
                for shape in ((tokens, heads, dim), (tokens, dim + 24)))
-    line[0] = 0
-    return run(q, line[:, 8:8 + dim])
+    weight = torch.randn(tokens, heads + 3, generator=generator).to(device)
+    line[0] = q[0, 0] = 0
+    code, *rest = run(q, weight[:, :heads], line[:, 8:8 + dim])
+    assert code.dtype == torch.float8_e4m3fn
+    return code.float(), *rest
 
 
 def workloads() -> Iterator[Workload]:
@@ -39,4 +42,5 @@ def workloads() -> Iterator[Workload]:
 
 def _prepare(run: IndexPair) -> Callable[[int], object]:
     q, key = torch.randn(64, 64, 128).bfloat16(), torch.randn(64, 128).bfloat16()
-    return lambda layer: run(q, key)
+    weight = torch.rand(64, 64)
+    return lambda layer: run(q, weight, key)

@@ -6,5 +6,6 @@ from torch import Tensor
 from penstock.kernels.types import fp8
 
 
-def index_pair(q_TIJ: Tensor, key_TJ: Tensor) -> tuple[Tensor, Tensor]:
-    return fp8.mixed(q_TIJ), fp8.encode(fp8.mixed(key_TJ), key_TJ.shape[1])
+def index_pair(q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    code_TIJ, scale_TI = fp8.by_power(fp8.mixed(q_TIJ))
+    return code_TIJ, weight_TI * scale_TI, fp8.encode(fp8.mixed(key_TJ), key_TJ.shape[1])

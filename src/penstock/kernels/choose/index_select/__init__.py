@@ -24,17 +24,17 @@ class IndexSelect(Protocol):
                  position_B: Tensor, *, topk: int) -> Tensor:
         """Choose the tokens with the highest scores among those that each query sees.
 
-        q_BIJ        f32|bf16, dense; after RoPE
-        weight_BI    f32, dense: what each index head counts, every factor in it
-        key_PGJ      dtype of q, or bf16, or uint8 of `types.fp8`, all of a key coded: one layer of the
-                     selector's pages; dense in G and J
+        q_BIJ        f32|bf16, or e4m3 of keys that are coded, dense; after RoPE
+        weight_BI    f32, dense: what each index head counts, every factor in it, also what scales its codes
+        key_PGJ      dtype of q, or bf16, or, under queries in e4m3, uint8 of `types.fp8`, all of a key
+                     coded: one layer of the selector's pages; dense in G and J
         table_RP     int32: a row's pages of keys, position p in page p // G
         row_B        int32: each query's row; any number of queries may have the same
         position_B   int32: each query's position, itself visible; -1 for no query
         Returns      chosen_BS int32, S = topk: ascending positions, -1 after the last. All visible ones
                      if they are no more than that. Of equal scores the lower position.
         score        sum over I of weight * max(q . key, 0), in f32 and an order that is the same for
-                     every token, batch and chunk; of bf16 queries in what a device sums those in
+                     every token, batch and chunk; of bf16 and e4m3 queries in what a device sums those in
         Reads        only keys of visible positions. Writes nothing.
         Source       DeepSeek-V3.2-Exp technical report, section 1: lightning indexer
         """

@@ -24,6 +24,8 @@ _QUERIES: dict[str, tuple[tuple[int, int], ...]] = {
     "long": ((0, 5000), (2, 4500)),
     "a step of many": tuple((n % 3, 97 * n - 1) for n in range(40)),
     "a chunk of many": tuple((1, 1000 + n) for n in range(70)),
+    "decodes beside chunks": ((0, 700), (2, -1), (1, 511), *((1, 630 + n) for n in range(20)),
+                              *((0, n) for n in range(60, 75)), (2, 63)),
 }
 _HEADS = ((8, 32), (4, 20), (1, 16), (64, 128))     # index heads, index head dim
 _TOPK = 24
@@ -46,6 +48,15 @@ def cases(device: str) -> Iterator[Case]:
             _run, dtype, kept, ((0, 5000), *((1, n) for n in range(32, 99))), (8, 32), 16, True, device), 0.0)
         yield Case(f"{name}-long, all small", partial(      # more of them share a bin than a list holds
             _run, dtype, kept, ((0, 5000), (2, 4500)), (8, 32), 16, False, device, by=2.0 ** -20), 0.0)
+        if dtype == torch.bfloat16:         # wide enough for lines that are read once
+            yield Case(f"{name}-far in", partial(
+                _run, dtype, kept, ((0, 65600), (0, 3), (0, 65535), *((0, 40 * n) for n in range(70))),
+                (8, 32), 64, False, device), 0.0)
+
+
+def _coded(dtype: torch.dtype, kept: torch.dtype) -> torch.dtype:
+    """Of queries."""
+    return torch.float8_e4m3fn if kept == torch.uint8 else dtype
 
 
 def make(dtype: torch.dtype, kept: torch.dtype, queries: tuple[tuple[int, int], ...], heads: tuple[int, int],
@@ -69,7 +80,8 @@ def make(dtype: torch.dtype, kept: torch.dtype, queries: tuple[tuple[int, int], 
     q = torch.randint(-3, 4, (len(queries), num_heads, dim), generator=generator)
     weight = torch.randint(-2, 5, (len(queries), num_heads), generator=generator)
     row_B, position_B = (torch.tensor(x, dtype=torch.int32) for x in zip(*queries, strict=True))
-    return q.to(dtype), weight.float(), fp8.kept(keys, kept, dim)[:, 1], table_RP, row_B, position_B
+    return (q.to(_coded(dtype, kept)), weight.float(), fp8.kept(keys, kept, dim)[:, 1], table_RP, row_B,
+            position_B)
 
 
 def _run(dtype: torch.dtype, kept: torch.dtype, queries: tuple[tuple[int, int], ...], heads: tuple[int, int],
@@ -84,7 +96,7 @@ def _hidden(dtype: torch.dtype, kept: torch.dtype, value: float, device: str, ru
     q, weight, keys, table, row, position = make(dtype, torch.float32, queries, (8, 32), 16)
     keys = keys.clone()
     keys[table[1, 138 // 16].long(), 138 % 16] = value
-    keys = fp8.kept(keys.to(dtype), kept, 32)
+    q, keys = q.to(_coded(dtype, kept)), fp8.kept(keys.to(dtype), kept, 32)
     return run(*(x.to(device) for x in (q, weight, keys, table, row, position)), topk=_TOPK)[:8].contiguous()
 
 
@@ -103,7 +115,8 @@ def _prepare(dtype: torch.dtype, kept: torch.dtype, heads: tuple[int, int], quer
              topk: int, run: IndexSelect) -> Callable[[int], object]:
     num_heads, dim = heads
     pools = fp8.kept(torch.randn(4, context // 64, 64, dim).to(dtype), kept, dim)
-    q, weight = torch.randn(queries, num_heads, dim).to(dtype), torch.rand(queries, num_heads)
+    q = torch.randn(queries, num_heads, dim).to(_coded(dtype, kept))
+    weight = torch.rand(queries, num_heads)
     table = torch.arange(context // 64, dtype=torch.int32).view(1, -1)
     row = torch.zeros(queries, dtype=torch.int32)
     position = torch.arange(context - queries, context, dtype=torch.int32)

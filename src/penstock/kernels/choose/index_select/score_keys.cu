@@ -1,5 +1,5 @@
 // Scores of every token that a query sees, of keys as their pages have them. Four warps multiply together what each
-// of them brings for itself: 16 keys in one copy. Of keys in fp8 queries are two codes each, whose sum they are.
+// of them brings for itself: 16 keys in one copy. Queries of keys in fp8 are in fp8.
 //
 // Names that are not declared here are set when it is compiled: SIZE tokens a page, a multiple of 16; HEADS of the
 // indexer, up to 64; CODED, whether keys are in fp8 or in bfloat16.
@@ -33,12 +33,6 @@ __device__ __forceinline__ void bring(word to, const byte *from, word barrier) {
                  :: "r"(to), "l"((address)from), "r"(TURN), "r"(barrier) : "memory");
 }
 
-__device__ __forceinline__ word two_codes(float low, float high) {
-    unsigned short two;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(two) : "f"(high), "f"(low));
-    return two;
-}
-
 // A matrix of 64 heads in shared memory, 16 bytes of each next to each other: columns, two to a step.
 __device__ __forceinline__ address matrix(const void *p) {
     return (shared_at(p) & 0x3ffff) >> 4 | (address)(PADDED * 16 >> 4) << 16 | (address)(8 * 16 >> 4) << 32;
@@ -69,9 +63,9 @@ score_keys(const uint4 *q, const float *weight, const byte *key, const int *tabl
            long long key_page, long long table_row, long long most, long long news) {
     // Strides of weight and table in elements, of keys and queries in bytes; `most` tokens are a line of scores. Of
     // no row more than `news` keys, its last, are written by kernels in front that may not have ended.
-    extern __shared__ __align__(128) byte room[];       // 16 columns of queries, then what is brought
+    extern __shared__ __align__(128) byte room[];       // columns of queries, then what is brought
     byte (*q_code)[PADDED][16] = (byte (*)[PADDED][16])room;
-    byte (*kept)[STAGES][TURN] = (byte (*)[STAGES][TURN])(room + 16 * PADDED * 16);
+    byte (*kept)[STAGES][TURN] = (byte (*)[STAGES][TURN])(room + 2 * STEPS * PADDED * 16);
     __shared__ __align__(8) address barriers[WARPS][STAGES];
     __shared__ __align__(8) float counts[PADDED];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = lane >> 2, part = lane & 3;
@@ -98,61 +92,26 @@ score_keys(const uint4 *q, const float *weight, const byte *key, const int *tabl
     if (line < 0 || blockIdx.x * WARPS * TOKENS >= end) return;
     begin(begun, end);
     if (lane == 0 && ahead < end) page = pages[ahead / SIZE];
-    {   // Half a head's query by each thread; codes: brought to 128 and more by a power of two, and in two of them.
-        // Dim d lies where a key's word of it is multiplied: a lane takes neighbours, as then few or none collide.
+    {   // Half a head's query by each thread. Dim d lies where a key's word of it is multiplied: a lane takes
+        // neighbours, as then few or none collide.
         const int head = threadIdx.x >> 1, half = threadIdx.x & 1;
         const bool used = head < HEADS;
-#if CODED
-        const uint4 *from = (const uint4 *)((const byte *)q + b * q_row + head * DIM * 2) + half * 8;
-        uint4 eight[8];
-        word amount = 0;
-        #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            eight[i] = used ? from[i] : make_uint4(0, 0, 0, 0);
-            const word pair[4] = {eight[i].x, eight[i].y, eight[i].z, eight[i].w};
-            #pragma unroll
-            for (int j = 0; j < 4; ++j)
-                amount = max(amount, max(pair[j] << 16 & 0x7fffffffu, pair[j] & 0x7fff0000u));
-        }
-        amount = max(amount, __shfl_xor_sync(~0u, amount, 1));
-        const int power = min(max((int)(amount >> 23), 20), 230);
-        const float over = __int_as_float((261 - power) << 23);
-        if (half == 0) counts[head] = used ? weight[b * weight_row + head] * __int_as_float((power - 7) << 23) : 0.0f;
-        #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const word pair[4] = {eight[i].x, eight[i].y, eight[i].z, eight[i].w};
-            #pragma unroll
-            for (int j = 0; j < 4; j += 2) {
-                const float x[4] = {__uint_as_float(pair[j] << 16) * over,
-                                    __uint_as_float(pair[j] & 0xffff0000u) * over,
-                                    __uint_as_float(pair[j + 1] << 16) * over,
-                                    __uint_as_float(pair[j + 1] & 0xffff0000u) * over};
-                float high[4];
-                #pragma unroll
-                for (int k = 0; k < 4; ++k) high[k] = __uint_as_float(__float_as_uint(x[k]) & 0xfff00000u);
-                const int at = half * 16 + i * 2 + j / 2;      // word of the key
-                *(word *)&q_code[at & 7][head][at >> 3 << 2] =
-                    two_codes(high[0], high[1]) | two_codes(high[2], high[3]) << 16;
-                *(word *)&q_code[8 + (at & 7)][head][at >> 3 << 2] =
-                    two_codes(x[0] - high[0], x[1] - high[1]) | two_codes(x[2] - high[2], x[3] - high[3]) << 16;
-            }
-        }
-#else
-        const uint4 *from = (const uint4 *)((const byte *)q + b * q_row + head * DIM * 2) + half * 8;
+        const uint4 *from = (const uint4 *)((const byte *)q + b * q_row + head * STEPS * 32) + half * STEPS;
         if (half == 0) counts[head] = used ? weight[b * weight_row + head] : 0.0f;
         #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const uint4 eight = used ? from[i] : make_uint4(0, 0, 0, 0);
-            const word pair[4] = {eight.x, eight.y, eight.z, eight.w};
-            const int of = half * 8 + i;                        // 16 bytes of the key
+        for (int i = 0; i < STEPS; ++i) {
+            const uint4 some = used ? from[i] : make_uint4(0, 0, 0, 0);
+            const word four[4] = {some.x, some.y, some.z, some.w};
+            const int of = half * STEPS + i;                    // 16 bytes of the key
             #pragma unroll
-            for (int j = 0; j < 4; ++j) *(word *)&q_code[(of >> 2) * 4 + j][head][(of & 3) * 4] = pair[j];
+            for (int j = 0; j < 4; ++j)
+                *(word *)&q_code[CODED ? (of & 1) * 4 + j : (of >> 2) * 4 + j][head][(CODED ? of >> 1 : of & 3) * 4] =
+                    four[j];
         }
-#endif
     }
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncthreads();
-    const address high_q = matrix(q_code[0]), low_q = matrix(q_code[8]);
+    const address heads = matrix(q_code[0]);
     float *to = score + b * most;
     int stage = 0;
     word phase = 0;
@@ -185,9 +144,7 @@ score_keys(const uint4 *q, const float *weight, const byte *key, const int *tabl
         float sum[32];
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
         #pragma unroll
-        for (int s = 0; CODED && s < STEPS; ++s) multiply(sum, a[s], low_q + s * (2 * PADDED * 16 >> 4), s > 0);
-        #pragma unroll
-        for (int s = 0; s < STEPS; ++s) multiply(sum, a[s], high_q + s * (2 * PADDED * 16 >> 4), CODED || s > 0);
+        for (int s = 0; s < STEPS; ++s) multiply(sum, a[s], heads + s * (2 * PADDED * 16 >> 4), s > 0);
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         __syncwarp();                       // all have read what is written over now
         if (lane == 0 && ahead < end) {

@@ -26,19 +26,6 @@ from penstock.kernels.triton.topn import bin_of, cut_of, key_of
 from penstock.kernels.types import fp8
 
 
-@triton.jit
-def _parts(q_JC):
-    """Two e4m3 whose sum is `q_JC`, and what each column of it is to be multiplied by: a power of two by
-    which its largest was brought to 128 and more. Exact of a bfloat16 that is more than a 1,024th of that
-    one, and else within a 200,000th of it."""
-    most_C = tl.max(tl.abs(q_JC), 0).to(tl.int32, bitcast=True) >> 23
-    most_C = tl.minimum(tl.maximum(most_C, 20), 230)
-    q_JC *= ((261 - most_C) << 23).to(tl.float32, bitcast=True)[None, :]
-    high_JC = (q_JC.to(tl.int32, bitcast=True) & -0x100000).to(tl.float32, bitcast=True)
-    scale_C = ((most_C - 7) << 23).to(tl.float32, bitcast=True)
-    return high_JC.to(tl.float8e4nv), (q_JC - high_JC).to(tl.float8e4nv), scale_C
-
-
 @triton.jit(do_not_specialize=["BLOCKS", "NUM"], do_not_specialize_on_alignment=["row", "position"])
 def score_keys(q, weight, key, scales, table, row, position, score, counted, q_row, weight_row, key_page,
                table_row, TOKENS, BLOCKS, NUM, SIZE: tl.constexpr, HEADS: tl.constexpr,
@@ -48,8 +35,7 @@ def score_keys(q, weight, key, scales, table, row, position, score, counted, q_r
     """BLOCKS blocks of BLOCK tokens of QUERIES of the NUM queries, each counted in its bin if there are BINS;
     nothing where all are behind their positions. Those of one row share what is read of its keys. KEY:
     elements of a key, of codes words of four bytes; `scales` are the keys seen as f32. Codes are multiplied
-    as they are, and summed in what the device has for them: within 1e-4 of the largest score or so, where
-    codes round by 1e-2.
+    as they are, and summed in what the device has for them: within 1e-4 of the largest score or so.
     """
     b = tl.program_id(1).to(tl.int64) * QUERIES
     n = tl.arange(0, QUERIES)
@@ -72,10 +58,6 @@ def score_keys(q, weight, key, scales, table, row, position, score, counted, q_r
         q_JC = tl.load(q + (query * q_row + i * DIM)[None, :] + d[:, None],
                        mask=used[None, :] & (d[:, None] < DIM), other=0.0)
         weight_C = tl.load(weight + query * weight_row + i, mask=used, other=0.0)
-        halves: tl.constexpr = CODED and not EXACT
-        if halves:
-            high_JC, low_JC, scale_C = _parts(q_JC.to(tl.float32))
-            weight_C *= scale_C
         precision: tl.constexpr = "ieee" if EXACT else "tf32"
         for turn in range(QUERIES):         # each of their rows, at the first query that has it
             line = tl.max(tl.where(n == turn, row_n, -1), 0)
@@ -90,8 +72,8 @@ def score_keys(q, weight, key, scales, table, row, position, score, counted, q_r
                 at = page * key_page + t % SIZE * KEY
                 key_tJ = tl.load(key + (at * (4 if CODED else 1))[:, None] + d[None, :],
                                  mask=own[:, None] & (d[None, :] < DIM), other=0.0)
-                if halves:
-                    s_tC = tl.dot(key_tJ, high_JC, tl.dot(key_tJ, low_JC))
+                if CODED:
+                    s_tC = tl.dot(key_tJ, q_JC)
                 else:
                     s_tC = tl.dot(key_tJ.to(q.dtype.element_ty), q_JC, input_precision=precision)
                 s_tC = tl.maximum(s_tC, 0.0) * weight_C[None, :]
@@ -236,8 +218,9 @@ SHARED, MANY = 4, 16        # queries of a prompt that are scored together; how 
 PROGRAMS = 528              # that score at once: four on each processor of an H200
 TAKEN, TAKEN_MANY = 1024, 2048      # tokens that are looked through together, of many queries
 SOME, MOST = 8, 32          # queries: C++ scores bfloat16 keys of 8 to 32
-_SCORE = Path(__file__).with_name("score_keys.cu")
-ROOM = 64 * 256             # bytes of shared memory for queries, beside 16 keys thrice for each of four warps
+_SCORE, _PROMPT = (Path(__file__).with_name(f"{name}.cu") for name in ("score_keys", "score_prompt"))
+GROUPS, WAVES = 3, 8        # of a prompt in C++: warp groups, of two queries each; blocks a processor has
+LEAST_PART, MOST_PART = 256, 16384      # tokens of a block of it
 SCORES = 1 << 26            # in memory at once: a prompt's are thousands of queries
 
 
@@ -248,19 +231,46 @@ def _tile(queries: int, coded: bool, shared: int) -> tuple[int, int, int]:
     return (64, 4, 3) if queries >= MANY else (128, 4, 2)
 
 
+def _in_cpp(q_BIJ: Tensor, key_PGJ: Tensor) -> bool:
+    """Whether kernels in C++ are for such queries and keys."""
+    _, heads, dim = q_BIJ.shape
+    kinds = {(torch.bfloat16, torch.bfloat16), (torch.float8_e4m3fn, torch.uint8)}
+    aligned = key_PGJ.data_ptr() | key_PGJ.stride(0) * key_PGJ.itemsize | q_BIJ.data_ptr()
+    return (q_BIJ.dtype, key_PGJ.dtype) in kinds and heads <= 64 and dim == fp8.BLOCK and not (
+        key_PGJ.shape[1] % 16 or aligned % 16)
+
+
 def _scores(q_BIJ: Tensor, key_PGJ: Tensor) -> Launch | None:
     """What scores one query of each row, where it can and is faster: Triton brings a key of 132 bytes word by
     word, and takes twice as long; of bfloat16 keys it is slower with some queries, by a seventh of 16."""
     queries, heads, dim = q_BIJ.shape
-    size, coded = key_PGJ.shape[1], key_PGJ.dtype == torch.uint8
-    if q_BIJ.dtype != torch.bfloat16 or heads > 64 or not (coded or (
-            key_PGJ.dtype == torch.bfloat16 and SOME <= queries <= MOST)):
+    coded = key_PGJ.dtype == torch.uint8
+    if not (coded or SOME <= queries <= MOST) or not _in_cpp(q_BIJ, key_PGJ):
         return None
-    aligned = key_PGJ.data_ptr() | key_PGJ.stride(0) * key_PGJ.itemsize | q_BIJ.data_ptr()
-    if dim != fp8.BLOCK or size % 16 or aligned % 16:
-        return None
-    room = ROOM + 12 * 16 * key_PGJ.stride(1) * key_PGJ.itemsize
-    return launcher(_SCORE, "score_keys", shared=room, SIZE=size, HEADS=heads, CODED=int(coded))
+    room = 64 * dim * q_BIJ.itemsize + 12 * 16 * key_PGJ.stride(1) * key_PGJ.itemsize
+    return launcher(_SCORE, "score_keys", shared=room, SIZE=key_PGJ.shape[1], HEADS=heads, CODED=int(coded))
+
+
+def _score_prompt(q_BIJ: Tensor, weight_BI: Tensor, key_PGJ: Tensor, table_RP: Tensor, row_B: Tensor,
+                  position_B: Tensor, score_bU: Tensor) -> bool:
+    """Scores of several queries of a row by the kernel in C++; False: they are not for it."""
+    if not _in_cpp(q_BIJ, key_PGJ):
+        return False
+    num, heads, dim = q_BIJ.shape
+    coded, size = key_PGJ.dtype == torch.uint8, key_PGJ.itemsize
+    stages = 6 if coded else 5
+    room = GROUPS * 128 * dim * q_BIJ.itemsize + stages * 64 * key_PGJ.stride(1) * size
+    launch = launcher(_PROMPT, "score_prompt", shared=room, SIZE=key_PGJ.shape[1], HEADS=heads,
+                      CODED=int(coded), GROUPS=GROUPS, STAGES=stages)
+    if launch is None:
+        return False
+    tokens, blocks = score_bU.shape[1], triton.cdiv(num, 2 * GROUPS)
+    part = 64 * triton.cdiv(tokens * blocks, 64 * PROGRAMS // 4 * WAVES)
+    part = min(max(part, LEAST_PART), MOST_PART)
+    launch((triton.cdiv(tokens, part), blocks), 128 * (GROUPS + 1), q_BIJ, weight_BI, key_PGJ, table_RP,
+           row_B, position_B, score_bU, q_BIJ.stride(0) * q_BIJ.itemsize, weight_BI.stride(0),
+           key_PGJ.stride(0) * size, table_RP.stride(0), tokens, num, part)
+    return True
 
 
 def _choose(score_bU: Tensor, position_b: Tensor, counted_bN: Tensor, chosen_bS: Tensor) -> None:
@@ -291,8 +301,11 @@ def index_select(q_BIJ: Tensor, weight_BI: Tensor, key_PGJ: Tensor, table_RP: Te
     assert key_PGJ.stride(2) == 1 and key_PGJ.stride(1) == row, "tokens of a page must be dense"
     codes, words = ((key_PGJ.view(kind) for kind in (torch.float8_e4m3fn, torch.float32)) if coded else
                     (key_PGJ, key_PGJ))
+    assert coded == (q_BIJ.dtype == torch.float8_e4m3fn), f"queries in {q_BIJ.dtype} of {key_PGJ.dtype}"
     device, exact = q_BIJ.device, q_BIJ.dtype == torch.float32
     most = max(1, min(queries, SCORES // tokens))
+    if queries > most > 2 * GROUPS:
+        most -= most % (2 * GROUPS)
     choose = clustered(most, tokens)
     bins = BINS if choose is None else 0
     score_bU = torch.empty((most, tokens), dtype=torch.float32, device=device)
@@ -312,8 +325,8 @@ def index_select(q_BIJ: Tensor, weight_BI: Tensor, key_PGJ: Tensor, table_RP: Te
             launch((parts, num), 128, *scored, key_PGJ, *places, q_BIJ.stride(0) * q_BIJ.itemsize,
                    weight_BI.stride(0), key_PGJ.stride(0) * key_PGJ.itemsize, table_RP.stride(0), tokens,
                    queries)
-        else:
-            block, warps, stages = _tile(num, coded and not exact, shared)
+        elif shared == 1 or bins or not _score_prompt(*scored, key_PGJ, *places):
+            block, warps, stages = _tile(num, coded, shared)
             programs, total = triton.cdiv(num, shared), triton.cdiv(tokens, block)
             at_once = max(1, min(1024 // block, total * programs // PROGRAMS))
             score_keys[(triton.cdiv(total, at_once), programs)](
