@@ -55,8 +55,9 @@ def overlap(work: str, tokens: int) -> dict[str, Any]:
         chosen = seen[keys] = []
 
         def choose(*args: Any, to: list[Any] = chosen) -> Any:
-            to.append(real(*args)[::EVERY].tolist())
-            return real(*args)
+            out = real(*args)
+            to.append(out[::EVERY].tolist())
+            return out
         Indexed.choose = choose         # type: ignore[method-assign]
         engine(model, tokens, keys).run([prompt], 1)
         Indexed.choose = real           # type: ignore[method-assign]
