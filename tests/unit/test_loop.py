@@ -333,3 +333,25 @@ def test_what_can_wait_is_begun_when_there_is_nothing_to_do_and_once(monkeypatch
                     SimpleNamespace(receive=receive))
     idle = engine_main.IDLE_S
     assert waits == [None, 0, 9.0, idle, idle, None, None] and begun == [5]
+
+
+def test_choices_of_one_request_share_one_prompt(monkeypatch):
+    """80 choices of a prompt of 128k tokens were 80 prompts: half a gigabyte."""
+    rig, opened = Rig(), []
+    monkeypatch.setattr(rig.executor, "open", lambda rid, prompt, params, **more: opened.append(prompt))
+    rig.submit(1, (5, 6, 7), params=SamplingParams(n=80))
+    for choice in range(1, 80):
+        rig.submit(1 + choice, (), leader=1, choice=choice, params=SamplingParams(n=80))
+    arrived = [event for event in rig.loop._events if isinstance(event, Arrived)]
+    assert [e.leader for e in arrived] == [None, *[1] * 79] and not rig.loop._chunks
+    assert all(e.prompt is arrived[0].prompt for e in arrived) and all(p is opened[0] for p in opened)
+    assert arrived[0].prompt == (5, 6, 7)
+
+
+def test_a_choice_without_a_prompt_names_the_request_before_it():
+    rig = Rig()
+    rig.submit(1, (5, 6, 7))
+    rig.submit(2, (8, 9))
+    rig.submit(3, (), leader=1, choice=1)           # not the last one that had a prompt
+    rig.run()
+    assert rig.ends[3] == "refused" and rig.tokens[1] == [5, 6, 7, 5]

@@ -50,7 +50,8 @@ class Room(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Submit(_Message, frozen=True):
-    """One choice of one request. `leader` is the first choice of the same prompt (n > 1)."""
+    """One choice of one request. `leader` is the first choice of the same prompt (n > 1), whose Submit came
+    directly before those of the others: these may leave their prompt empty."""
 
     rid: int
     prompt: list[int]

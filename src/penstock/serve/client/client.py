@@ -214,7 +214,7 @@ class EngineClient:
             for choice in range(params.n):
                 inbox = Inbox(next(self._rids))
                 message = wire.Submit(
-                    rid=inbox.rid, prompt=tokens, stop_ids=stop_ids,
+                    rid=inbox.rid, prompt=[] if streams else tokens, stop_ids=stop_ids,
                     params=params if choice == 0 else replace(params, prompt_logprobs=None),
                     max_new=max_new, namespace=namespace,
                     leader=streams[0].rid if streams else None, choice=choice,

@@ -104,6 +104,7 @@ class EngineLoop:
         self._rooms = None if room_s is None else Rooms(room_s, clock)
         self._nobody = PeerId(core.cfg.peers - 1)       # whose prompts are that wait in a room
         self._newest = 0                        # request id
+        self._first: tuple[int, list[int], tuple[int, ...]] = 0, [], ()     # the last with a prompt
         self._held: dict[int, Submit] = {}      # until their grammars are compiled: no step waits for that
         self._newest_asked = ASKED_IDS          # of those that the other end has asked for
         self._untold: dict[RequestId, None] = {}        # whose clients wait for the end of a prompt
@@ -166,6 +167,10 @@ class EngineLoop:
             return                              # a repeat: ids only grow
         if 0 < m.rid < ID_MAX:
             self._newest = m.rid
+        if m.prompt or m.leader is None:
+            self._first = m.rid, m.prompt, tuple(m.prompt)
+        elif m.leader == self._first[0]:        # all choices share one prompt
+            m = msgspec.structs.replace(m, prompt=self._first[1])
         if self._works_for_peer:
             m = msgspec.structs.replace(m, max_new=1)
         if (reason := self._refusal(m)) is not None:
@@ -264,7 +269,7 @@ class EngineLoop:
     def _accept(self, m: Submit, peer: Peer | None, transfer: int, at: PeerId = ONE_PEER) -> None:
         """at: for whom it is computed, where that is no `peer` that could hear of it."""
         rid = RequestId(m.rid)
-        prompt = tuple(m.prompt)
+        prompt = self._first[2] if m.prompt is self._first[1] else tuple(m.prompt)
         leader = m.leader if m.leader in self._live else None
         self._executor.open(rid, prompt, m.params, choice=m.choice, stop_ids=tuple(m.stop_ids))
         self._live[rid] = Live(rid, m.params, peer=peer, transfer=transfer, num_prompt=len(prompt),
