@@ -71,6 +71,27 @@ def test_a_library_that_others_may_write_is_refused(source, tmp_path):
 
 
 @needs_compiler
+def test_builds_are_announced_once_and_kept_libraries_are_not(source, tmp_path, monkeypatch):
+    lines = []
+    with native.announced(lines.append, after_s=0):
+        assert load(source, tmp_path / "cache") == 7
+        assert lines == ["compiling kernels for this CPU (once) ..."]
+        assert load(source, None) == 7
+    assert lines[1:] == [lines[-1]] and lines[-1].startswith("kernels compiled in ")
+    del lines[:]
+    with native.announced(lines.append, after_s=0):             # it is kept
+        load(source, tmp_path / "cache")
+    with native.announced(lines.append, after_s=1000):          # fast
+        load(source, None)
+    assert lines == []
+    reported, real = threading.Event(), native._build
+    monkeypatch.setattr(native, "_build", lambda *given: reported.wait(60) and real(*given))
+    with native.announced(lambda line: (lines.append(line), reported.set()), after_s=0.01):     # slow
+        load(source, None)
+    assert "at every start since the cache cannot be written" in lines[0] and len(lines) == 2
+
+
+@needs_compiler
 @pytest.mark.parametrize("left", [0, 0.01, 0.5, 1], ids=["empty", "its head", "half", "a bit flipped"])
 def test_a_damaged_library_is_built_once_more(source, tmp_path, left):
     # By another process each: the loader gives one that has it what it has, and half of it is a SIGBUS.

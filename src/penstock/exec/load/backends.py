@@ -19,6 +19,7 @@ from penstock.exec.step.attend import LatentOps
 from penstock.exec.step.links import of_config
 from penstock.kernels import registry
 from penstock.kernels.attention import latent_attention, paged_attention
+from penstock.kernels.c.build import announced
 from penstock.kernels.choose import index_select
 from penstock.kernels.choose.select import SelectRule
 from penstock.kernels.gemm import linear, scaled_linear
@@ -53,7 +54,8 @@ def choose_backends(config: Config, ops: Sequence[str],
     machine.keep_compiled(cache_dir() / "kernels" / "flash-attn-4")
     requested = dict(pair.split("=", 1) for pair in config.device.backends)
     try:
-        choices = registry.choose(_platform(config), requested, ops)
+        with announced(log):
+            choices = registry.choose(_platform(config), requested, ops)
     except KernelError as e:
         given = f"--backends {','.join(config.device.backends)}" if requested else (
             f"--device {config.device.device}")

@@ -15,6 +15,8 @@ import shutil
 import struct
 import subprocess
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -37,7 +39,61 @@ _TIMEOUT_S = 180                # a kernel takes 1 to 5 s, on a busy machine ten
 _INCLUDE = Path(__file__).parent
 _DIGEST_BYTES = 32              # of a kept file, at its end, of what is before: the loader looks at neither
 HEADERS = tuple(sorted(_INCLUDE.glob("*.h")))
+SLOW_S = 2.0                    # builds that take less are not reported at a server's start
 _loaded: dict[tuple[Path, str], tuple[ctypes.CDLL, str]] = {}
+
+
+class _Report:
+    """Report of the builds of one `announced` block: a line when they are slow, another at the end."""
+
+    def __init__(self, log: Callable[[str], object], after_s: float) -> None:
+        self._log, self._after_s = log, after_s
+        self._began: float | None = None
+        self._timer: threading.Timer | None = None
+        self._reported = False
+
+    def begin(self, kept: bool) -> None:
+        """A build begins, or this process waits for another one's. Only the first call counts."""
+        if self._began is not None:
+            return
+        self._began = time.monotonic()
+        text = ("compiling kernels for this CPU (once) ..." if kept else
+                "compiling kernels for this CPU, at every start since the cache cannot be written ...")
+        if not self._after_s:
+            self._line(text)
+            return
+        self._timer = threading.Timer(self._after_s, self._line, (text,))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer.join()
+        if self._began is not None and self._reported:
+            self._log(f"kernels compiled in {time.monotonic() - self._began:.0f} s")
+
+    def _line(self, text: str) -> None:
+        self._reported = True
+        self._log(text)
+
+
+_report: _Report | None = None
+
+
+@contextlib.contextmanager
+def announced(log: Callable[[str], object], after_s: float = SLOW_S) -> Iterator[None]:
+    """Report builds inside the block with a line of `log` once they have taken `after_s` seconds.
+
+    after_s     seconds from the beginning of the first build; 0 reports before it begins
+    """
+    global _report
+    _report = report = _Report(log, after_s)
+    try:
+        yield
+    finally:
+        _report = None
+        report.end()
 
 
 def library(source: Path, cache: Path | None = None, isa: str = "native") -> tuple[ctypes.CDLL, str]:
@@ -126,6 +182,8 @@ def _load(source: Path, cache: Path | None, isa: str) -> tuple[ctypes.CDLL, str]
     except OSError:
         cache = None                    # a read-only home costs a build at every start, no more
     if cache is None or not os.access(cache, os.W_OK):
+        if _report is not None:
+            _report.begin(kept=False)
         with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
             path = _build(cc, flags, source, runtime, Path(folder) / "kernel.so")
             return ctypes.CDLL(str(path)), version
@@ -136,6 +194,8 @@ def _load(source: Path, cache: Path | None, isa: str) -> tuple[ctypes.CDLL, str]
     _refuse_shared(cache)
     found = _opened(path)
     if found is None:
+        if _report is not None:
+            _report.begin(kept=True)
         with _only_builder(cache):
             found = _opened(path) or ctypes.CDLL(str(_build(cc, flags, source, runtime, path)))
     return found, version

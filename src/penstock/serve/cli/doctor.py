@@ -5,6 +5,7 @@ Reads and prints; downloads nothing and loads no weights. Exit code 1 when servi
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -72,7 +73,7 @@ def _machine(machine: Machine) -> Iterator[Finding]:
 
 
 def _backends(config: Config | None, device: str) -> Iterator[Finding]:
-    from penstock.kernels.c.build import compiler, triton_runs
+    from penstock.kernels.c.build import announced, compiler, triton_runs
     from penstock.kernels.op import Unusable
     from penstock.kernels.platform import KernelError, limit
     from penstock.kernels.platform import probe as probe_torch
@@ -81,7 +82,8 @@ def _backends(config: Config | None, device: str) -> Iterator[Finding]:
     named = dict(b.split("=") for b in config.device.backends) if config else {}
     limit(config.device.cpu_isa if config else "native")
     try:
-        choices = choose(probe_torch(device, cache_dir() / "kernels"), named)
+        with announced(_to_stderr, after_s=0):
+            choices = choose(probe_torch(device, cache_dir() / "kernels"), named)
         if device == "cuda":
             triton_runs()
     except (KernelError, Unusable) as e:
@@ -172,6 +174,10 @@ def _ranks(config: Config | None) -> Iterator[Finding]:
         kv = caches.stage(stage, groups).page_bytes // config.kv.page_size
         yield Finding("ranks", f"rank {i}", f"layers {stage.first} to {stage.end - 1}, "
                       f"{size / (1 << 20):.1f} MiB of weights, {kv} bytes of KV a token")
+
+
+def _to_stderr(line: str) -> None:
+    print(f"penstock: {line}", file=sys.stderr, flush=True)
 
 
 def _gib(size: int) -> str:
