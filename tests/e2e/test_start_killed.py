@@ -100,6 +100,21 @@ def test_kill_9_of_a_process_that_loads_is_exit_code_1(tmp_path, flags, kind, nt
         server.wait()
 
 
+def test_a_start_without_memory_names_the_limit_and_prints_no_traceback(tmp_path):
+    """400 MB of addresses: torch's libraries do not fit into the engine process."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    log = tmp_path / "log"
+    server = start(["sh", "-c", 'ulimit -v 400000 && exec "$@"', "sh", *SERVE, str(tmp_path), "--port", "0",
+                    "--threads", "1", "--load-format", "dummy", "--hbm-bytes", "2M"], log)
+    try:
+        assert server.wait(WAIT_S) == 1
+    finally:
+        server.kill()
+    said = log.read_text()
+    assert re.search(r"start failed: memory could not be allocated: ulimit -v 400000 .* 0.38 GiB .*"
+                     "raise it", said) and "Traceback" not in said, said
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("after_s", (0.0, 0.4))
 def test_kill_9_of_an_agent_that_loads_is_exit_code_1(tmp_path, after_s):

@@ -5,10 +5,12 @@ What torch offers on it is `Platform`, in the kernels' layer.
 """
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import platform as _platform
 import re
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,10 @@ ONEDNN_CACHED = 64        # a step of a dense model needs five at most, one for 
 SPINS = 3_000
 BLOCK_MS = 0
 LOOPBACK = "127.0.0.1"
+# What torch, its threads and mmap raise where the system has no memory, and the bytes that one of them names.
+_NO_MEMORY = re.compile("can't allocate memory|not enough memory|[Cc]annot allocate memory|unable to mmap")
+_NO_ADDRESSES = re.compile("can't start new thread|failed to map segment")      # where these are limited
+_ASKED = re.compile(r"tried to allocate (\d+) bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +82,42 @@ def probe(root: Path = Path("/")) -> Machine:
         features=tuple(f for f in FEATURES if f in flags.split()),
         cores=_cores(root),
         memory_total=min(total, limit),
-        memory_available=max(0, min(available, limit - used)),
+        memory_available=max(0, min(available, limit - used, _addresses(root))),
         gpus=gpus, no_gpu=no_gpu, torch_cuda=_torch_cuda())
+
+
+def _addresses(root: Path = Path("/")) -> int:
+    """Bytes that RLIMIT_AS (ulimit -v) leaves to this process, 2^62 without a limit."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return 1 << 62 if limit == resource.RLIM_INFINITY else limit - _kib(_read(root / "proc/self/status"),
+                                                                        "VmSize")
+
+
+def address_limit() -> str:
+    """What ulimit -v allows each process, in words; '' without a limit."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return "" if limit == resource.RLIM_INFINITY else (
+        f"ulimit -v {limit // 1024} lets each process have {limit / (1 << 30):.2f} GiB of addresses")
+
+
+def why_no_memory(error: BaseException) -> str | None:
+    """What to do about an allocation that failed, in one line; None for any other error.
+
+    torch reports one as a RuntimeError, Python as a MemoryError, the system as ENOMEM, the loader of
+    libraries as an ImportError.
+    """
+    limit, text = address_limit(), str(error)
+    if not (isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+            or (isinstance(error, RuntimeError | ImportError) and (
+                _NO_MEMORY.search(text) or (limit and _NO_ADDRESSES.search(text))))):
+        return None
+    asked = _ASKED.search(text)
+    what = "memory could not be allocated" if asked is None else (
+        f"{int(asked[1]) / (1 << 30):.2f} GiB could not be allocated")
+    if limit:
+        return f"{what}: {limit}: raise it (ulimit -v unlimited; in a systemd unit LimitAS=infinity)"
+    return (f"{what}, {probe().memory_available / (1 << 30):.2f} GiB of memory are free: lower "
+            "--memory-fraction or --kv-cache-memory-bytes, or take a smaller model")
 
 
 def limit_libraries(isa: str) -> None:

@@ -78,6 +78,11 @@ class Process:
         threading.Thread(target=self._listen, daemon=True, name="penstock-front").start()
         threading.Thread(target=self._beat, daemon=True, name="penstock-beat").start()
 
+    @property
+    def runs(self) -> bool:
+        """Whether everything is loaded: a failure from now on is none of the start."""
+        return self._rank is not None
+
     def _listen(self) -> None:
         while (body := self._front.receive()) is not None:
             message = wire.decode_to_rank(body)
@@ -336,8 +341,12 @@ def main(argv: list[str]) -> NoReturn:
         os._exit(EXIT_CONFIG)
     except ConnectionError:
         threading.Event().wait()        # a neighbour is gone: the front hears of it, and goes itself
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as e:
+        why = None if process.runs else machine.why_no_memory(e)
+        if why is None:
+            traceback.print_exc()
+        else:
+            print(f"rank: the start failed: {why}", file=sys.stderr, flush=True)
         os._exit(EXIT_BUG)
     os._exit(0)
 

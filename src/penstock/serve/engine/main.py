@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from penstock.config.base.errors import ConfigError, RankDied
-from penstock.config.base.machine import limit_libraries
+from penstock.config.base.machine import address_limit, limit_libraries, why_no_memory
 from penstock.config.settings.plain import from_plain
 from penstock.config.settings.tree import Config
 from penstock.core.lifecycle import Phase
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from penstock.serve.engine.paired import Peers
 
 EXIT_CONFIG = 2
-EXIT_BUG = 70
+EXIT_NO_MEMORY, EXIT_BUG = 1, 70
 READ_BYTES = 1 << 20
 IDLE_S = 1.0                # nothing to do for so long: what could wait is begun
 # A full collection once in 70 million objects. The core makes no cycles, but each page is a few objects
@@ -204,6 +204,8 @@ def main(argv: list[str]) -> NoReturn:
     link = Link(socket.socket(fileno=int(argv[0])))
     try:
         config = hello(link)
+        if limit := address_limit():
+            log(f"warning: {limit}: the KV is sized by that, not by the machine's memory")
         event_log = EventLog(config.debug.event_log)
         engine = build(config, event_log)
     except ConfigError as e:
@@ -212,6 +214,11 @@ def main(argv: list[str]) -> NoReturn:
     except RankDied as e:
         log(f"engine: the start failed: {e}")
         sys.exit(EXIT_BUG)
+    except Exception as e:
+        if (why := why_no_memory(e)) is None:
+            raise
+        log(f"engine: the start failed: {why}")
+        os._exit(EXIT_NO_MEMORY)                    # at once: to end threads may need memory as well
     collector.spare(FULL)
     log(wire.LOADED)
     link.send(engine.ready)
