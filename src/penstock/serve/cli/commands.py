@@ -8,7 +8,8 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Iterable, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, aclosing, closing, contextmanager, nullcontext, suppress
 from typing import Any, TextIO
 
@@ -99,18 +100,66 @@ async def generate(config: Config, args: argparse.Namespace) -> int:
             print()
             return 0
         with opened(args.output) as out:
-            failed = 0
-            async for line in answers(llm, requests, params):
-                failed += "error" in line
-                print(json.dumps(line, ensure_ascii=False), file=out, flush=True)
+            failed, progress = 0, Progress(len(requests), sys.stderr, shares=out.isatty())
+            async with progress:
+                async for line in answers(llm, requests, params, progress.add):
+                    failed += "error" in line
+                    print(json.dumps(line, ensure_ascii=False), file=out, flush=True)
     if failed:
         print(f"penstock: {failed} of {len(requests)} requests were refused", file=sys.stderr)
     return 1 if failed else 0
 
 
-async def answers(llm: Any, requests: list[dict[str, Any]],
-                  params: SamplingParams) -> AsyncIterator[dict[str, Any]]:
-    """One result a request, in order, while later ones run."""
+class Progress:
+    """Report requests done and tokens a second on stderr while several requests run.
+
+    A terminal gets one line that is written again, none where the answers are on it too; a file or a pipe
+    gets a line each 10 s.
+    """
+
+    def __init__(self, total: int, out: TextIO, *, shares: bool = False,
+                 interval_s: float | None = None) -> None:
+        """shares: the answers go to a terminal; interval_s: seconds between two lines."""
+        self._total, self._out, self._live = total, out, out.isatty()
+        self._hidden = total < 2 or (self._live and shares)
+        self._interval_s = interval_s or (0.5 if self._live else 10.0)
+        self._done = self._tokens = 0
+        self._began = time.monotonic()
+        self._lines: asyncio.Task[None] | None = None
+
+    def add(self, tokens: int) -> None:
+        """A request has ended, with so many output tokens."""
+        self._done += 1
+        self._tokens += tokens
+
+    async def __aenter__(self) -> None:
+        self._began = time.monotonic()
+        if not self._hidden:
+            self._lines = asyncio.create_task(self._write())
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._lines is None:
+            return
+        self._lines.cancel()
+        if self._live:
+            self._line()
+            print(file=self._out, flush=True)
+
+    async def _write(self) -> None:
+        while True:
+            await asyncio.sleep(self._interval_s)
+            self._line()
+
+    def _line(self) -> None:
+        rate = self._tokens / max(time.monotonic() - self._began, 1e-9)
+        text = f"penstock: {self._done} of {self._total} requests done, {rate:.1f} tokens/s"
+        print(f"\r{text}\x1b[K" if self._live else text, end="" if self._live else "\n", file=self._out,
+              flush=True)
+
+
+async def answers(llm: Any, requests: list[dict[str, Any]], params: SamplingParams,
+                  ended: Callable[[int], None] = lambda tokens: None) -> AsyncIterator[dict[str, Any]]:
+    """Yield one result a request, in order, while later ones run; `ended` gets each one's output tokens."""
     async def one(request: dict[str, Any]) -> dict[str, Any]:
         kept = {k: v for k, v in request.items() if k not in PROMPT_FIELDS}
         asked = {k: v for k, v in request.items() if k in PROMPT_FIELDS}
@@ -121,8 +170,10 @@ async def answers(llm: Any, requests: list[dict[str, Any]],
                 else:
                     [result] = await llm.generate(asked, params)
         except RequestError as e:
+            ended(0)
             return {**kept, "error": str(e)}
         output = result.outputs[0]
+        ended(len(output.token_ids))
         return {**kept, "text": output.text, "token_ids": output.token_ids,
                 "finish_reason": output.finish_reason,
                 "num_prompt_tokens": len(result.prompt_token_ids),
