@@ -14,7 +14,11 @@ from penstock.config.base.errors import RequestError
 from penstock.config.request.grammar import ANY_OBJECT, Grammar
 from penstock.serve.grammars import check as grammars
 from penstock.serve.grammars.check import GrammarCheck
+from penstock.serve.http.completions import as_api_error
 from penstock.serve.http.types import ChatRequest, CompletionRequest, parse
+from penstock.serve.text import helper
+from penstock.serve.text.chat import ChatTemplate
+from penstock.serve.text.encoder import Encoder
 from penstock.serve.text.tokenizer import Tokenizer
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "null"}, "a": {"type": "integer"}}}
@@ -68,11 +72,15 @@ def test_what_cannot_be_asked_names_its_field(fields, param):
 
 
 # ---------------------------------------------------------------- the process
+def tokenizer() -> Tokenizer:
+    found = printable.vocabulary()
+    return Tokenizer(Raw.from_str(found.tokenizer), eos_ids=found.eos_ids, chat_template=None,
+                     template_vars={})
+
+
 @pytest.fixture
 def check():
-    found = printable.vocabulary()
-    made = GrammarCheck(Tokenizer(Raw.from_str(found.tokenizer), eos_ids=found.eos_ids, chat_template=None,
-                                  template_vars={}))
+    made = GrammarCheck(tokenizer())
     yield made
     made.close()
 
@@ -112,3 +120,46 @@ def test_a_killed_process_is_started_again(check):
     asyncio.run(check.check(Grammar("regex", "a")))
     os.kill(check._aside._process.pid, signal.SIGKILL)
     asyncio.run(check.check(Grammar("regex", "b")))
+
+
+@pytest.fixture
+def kills(monkeypatch):
+    """How many of the next helper processes are killed as they start."""
+    left, real = [0], helper.subprocess.Popen
+
+    def start(*args, **kwargs):
+        process = real(*args, **kwargs)
+        if left[0]:
+            left[0] -= 1
+            process.kill()
+        return process
+
+    monkeypatch.setattr(helper.subprocess, "Popen", start)
+    return left
+
+
+def test_a_helper_killed_while_it_starts_is_started_again_and_then_a_503(check, kills):
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    encoder = Encoder(tokenizer())
+
+    async def grammar():
+        await check.check(Grammar("regex", "a"))
+
+    async def chat():
+        await template.take([{"role": "user", "content": "a" * 100}], tenant=b"", context=1000)
+
+    async def encode():
+        await encoder.encode(["a" * 20_000], special=False, context=100_000, tenant=b"")
+
+    try:
+        for ask in (grammar, chat, encode):
+            kills[0] = 2
+            with pytest.raises(helper.HelperDied) as e:
+                asyncio.run(ask())
+            error = as_api_error(e.value)
+            assert (error.status, error.body["error"]["code"]) == (503, "helper_died")
+            kills[0] = 1
+            asyncio.run(ask())
+    finally:
+        template.close()
+        encoder.close()

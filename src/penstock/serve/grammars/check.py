@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.config.base.errors import ConfigError, RequestError, cut
 from penstock.config.request.grammar import Grammar
-from penstock.serve.text.helper import Aside
+from penstock.serve.text.helper import Aside, HelperDied
 from penstock.serve.text.tokenizer import Tokenizer
 from penstock.serve.text.turns import Turns
 
@@ -33,7 +33,7 @@ class GrammarCheck:
         self._passed: OrderedDict[Grammar, None] = OrderedDict()
 
     async def check(self, grammar: Grammar, tenant: bytes = b"") -> None:
-        """Raises RequestError with the place in the grammar; TooManyTexts."""
+        """Raises RequestError with the place in the grammar; TooManyTexts; HelperDied."""
         if grammar not in self._passed:
             await self._turns.run(tenant, functools.partial(self._ask, grammar))
             self._passed[grammar] = None
@@ -44,6 +44,8 @@ class GrammarCheck:
     def _ask(self, grammar: Grammar) -> None:
         try:
             answer = self._aside.ask(msgspec.structs.asdict(grammar), WAIT_S_MAX)
+        except HelperDied:
+            raise
         except ConfigError as e:
             raise RequestError(str(e), "grammar") from None
         except (TimeoutError, EOFError):

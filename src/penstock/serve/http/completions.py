@@ -50,6 +50,7 @@ from penstock.serve.parsers.asked import Asked, Offer
 from penstock.serve.text.chat import ONLY_TEXT, ChatTemplate, too_many_messages
 from penstock.serve.text.detokenize import Detokenizer
 from penstock.serve.text.encoder import Encoder
+from penstock.serve.text.helper import HelperDied
 from penstock.serve.text.model_text import Text
 from penstock.serve.text.turns import TooManyTexts
 from penstock.serve.wire import Room
@@ -442,6 +443,10 @@ def as_api_error(error: Exception) -> ApiError:
         case EngineDied():
             return ApiError(503, "the engine process is gone: ask again",
                             kind="server_error", code="engine_died")
+        case HelperDied():              # twice; nothing is wrong with the request
+            log.error("%s", error)
+            return ApiError(503, "a helper process of the server was killed while it started: ask again",
+                            kind="server_error", code="helper_died")
         case Ended(outcome="refused"):
             return ApiError(400, str(error), param="prompt", code="refused")
         case Ended(outcome="room_taken"):

@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.config.base.errors import CONTEXT_EXCEEDED, ConfigError, RequestError, cut, show
 from penstock.serve.ignored import OBEYED_ELSEWHERE, OfPart, names
-from penstock.serve.text.helper import Aside
+from penstock.serve.text.helper import Aside, HelperDied
 from penstock.serve.text.prompts.arguments import WRONG_TYPE, argument_forms, arguments_of
 from penstock.serve.text.turns import Turns
 
@@ -151,6 +151,8 @@ class ChatTemplate:
     def _render(self, aside: Aside, value: dict[str, Any]) -> str:
         try:
             answer = aside.ask(value, self._render_s_max)
+        except HelperDied:
+            raise
         except ConfigError as e:
             raise RequestError(str(e), "messages") from None
         except TimeoutError:

@@ -52,7 +52,8 @@ class Aside:
             self._start()
 
     def ask(self, question: dict[str, Any], seconds_max: float) -> dict[str, Any]:
-        """Its answer. Raises ConfigError; TimeoutError; EOFError: it ended twice without one."""
+        """Its answer. Raises ConfigError; HelperDied: it was killed twice while it started; TimeoutError;
+        EOFError: it ended twice without one."""
         with self._lock:
             try:
                 return self._ask(question, seconds_max)
