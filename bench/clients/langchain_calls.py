@@ -1,7 +1,8 @@
-"""Eight calls of langchain-openai."""
+"""Nine calls of langchain-openai."""
 from __future__ import annotations
 
 from calls import FRANCE, KEY, MODEL, PERSON, TOOL, V1, call, main
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import ToolMessage
 from langchain_openai import ChatOpenAI, OpenAI
 
@@ -63,6 +64,18 @@ def tools_and_their_results():
 @call
 def responses_api():
     assert "Paris" in chat(use_responses_api=True).invoke(QUESTION).text
+
+
+@call
+def overflow_of_a_prompt():
+    long = "hello " * 9000   # 9000 tokens; the demo's context is 8192
+    for model in (chat(), chat(use_responses_api=True)):
+        for send in (model.invoke, lambda text, model=model: list(model.stream(text))):
+            try:
+                send(long)
+            except ContextOverflowError:
+                continue
+            raise AssertionError("no error")
 
 
 main()

@@ -1,4 +1,4 @@
-"""Ten calls of litellm."""
+"""Twelve calls of litellm."""
 from __future__ import annotations
 
 import asyncio
@@ -8,6 +8,7 @@ import litellm
 from calls import FRANCE, KEY, MODEL, PERSON, TOOL, URL, V1, call, main
 
 litellm.telemetry = False
+LONG = [{"role": "user", "content": "hello " * 9000}]   # 9000 tokens; the demo's context is 8192
 
 
 def ask(model="hosted_vllm/" + MODEL, **more):
@@ -74,6 +75,30 @@ def anthropic_messages():
     got = asyncio.run(litellm.anthropic.messages.acreate(
         model="anthropic/" + MODEL, api_base=URL, api_key=KEY, messages=FRANCE, max_tokens=12, temperature=0))
     assert "Paris" in got["content"][0]["text"]
+
+
+def is_overflow(send, *args, **more) -> None:
+    """`send` must raise what litellm.Router's context_window_fallbacks look for."""
+    try:
+        send(*args, **more)
+    except litellm.ContextWindowExceededError:
+        return
+    raise AssertionError("no error")
+
+
+@call
+def overflow_of_a_prompt():
+    for provider in ("openai/", "hosted_vllm/"):
+        for more in ({"messages": LONG}, {"messages": LONG, "stream": True}, {"max_tokens": 8192}):
+            is_overflow(ask, provider + MODEL, **more)
+    is_overflow(litellm.responses, model="openai/" + MODEL, api_base=V1, api_key=KEY,
+                input=LONG[0]["content"])
+
+
+@call
+def overflow_of_an_anthropic_prompt():
+    is_overflow(asyncio.run, litellm.anthropic.messages.acreate(
+        model="anthropic/" + MODEL, api_base=URL, api_key=KEY, messages=LONG, max_tokens=12))
 
 
 main()

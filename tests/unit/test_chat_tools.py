@@ -221,6 +221,12 @@ def test_an_effort_is_what_the_template_reads(scripted):
     own = scripted("{{ reasoning_effort }}{% for m in messages %}{{ m.content }}{% endfor %}")
     whole(own, reasoning_effort="low")
     assert own.prompt.startswith("low")
+    user = [{"role": "user", "content": "Weather?"}]
+    for path, body in (("/v1/chat/completions", {"messages": user, "reasoning_effort": "max"}),
+                       ("/v1/responses", {"input": user, "reasoning": {"effort": "max"}}),
+                       ("/v1/messages", {"messages": user, "output_config": {"effort": "max"},
+                                         "max_tokens": 9})):
+        assert own.post(path, **body).status_code == 200 and own.prompt.startswith("max"), path
     without = scripted("{% for m in messages %}{{ m.content }}{% endfor %}")
     assert refused(without, reasoning_effort="low")["param"] == "reasoning_effort"
     whole(without, reasoning_effort="none")

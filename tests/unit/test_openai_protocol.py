@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import typing
 
 import msgspec
@@ -18,6 +19,8 @@ from penstock.config.request.params import SamplingParams
 from penstock.config.request.selection import Selection
 from penstock.serve.client.client import checked_limits
 from penstock.serve.client.generate import Ended, Piece, Usage
+from penstock.serve.http.apis.anthropic import MessagesRequest
+from penstock.serve.http.apis.responses import ResponsesRequest
 from penstock.serve.http.completions import as_api_error
 from penstock.serve.http.format import ChatFormat, Prompts, TextFormat, Whole, encode, event, usage_json
 from penstock.serve.http.routed import BOOTSTRAP, Routed
@@ -79,6 +82,22 @@ def test_forcing_tokens_is_not_for_http(call):
     with pytest.raises(RequestError, match="forced is not a field of this API") as e:
         call(forced=[1, 2])
     assert e.value.param == "forced"
+
+
+@pytest.mark.parametrize("kind, fields, param, allowed", [
+    (ChatRequest, {"messages": [], "tools": [{"type": "custom"}]}, "tools[0].type", "'function'"),
+    (ChatRequest, {"messages": [], "reasoning_effort": "huge"}, "reasoning_effort", "'max', 'medium', "),
+    (ResponsesRequest, {"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
+    (MessagesRequest, {"max_tokens": 1, "messages": [], "tools": [
+        {"type": "custom", "name": "a", "input_schema": {}}, {"type": "bash_20250124", "name": "bash"}]},
+     "tools[1].type", "'custom'"),
+    (MessagesRequest, {"max_tokens": 1, "messages": [], "tool_choice": {"type": "required"}},
+     "tool_choice.type", "'any', 'auto', 'none', 'tool'")])
+def test_a_value_outside_a_fixed_set_is_refused_with_those_allowed(kind, fields, param, allowed):
+    said = f"{re.escape(param)}: invalid enum value .*: allowed: .*{allowed}"
+    with pytest.raises(RequestError, match=said) as e:
+        parse(json.dumps(fields).encode(), kind)
+    assert e.value.param == param
 
 
 @pytest.mark.parametrize("name, value", [
@@ -353,9 +372,10 @@ def test_a_request_that_reads_all_of_its_kv_is_held_to_the_device():
     def limit(prompt: int, **given) -> int:
         return checked_limits(ready, [1] * prompt, SamplingParams(**given))
     for prompt, max_tokens in ((10, 7), (16, 1), (30, None)):
-        with pytest.raises(RequestError, match=r"holds 16 tokens; .* of at most 12, may have 40") as e:
+        with pytest.raises(RequestError, match=r"length is 16 tokens .* of at most 12, may have 40") as e:
             limit(prompt, max_tokens=max_tokens, top_k_tokens=0)
-        assert e.value.code == "context_length_exceeded"
+        assert e.value.code == "context_length_exceeded" and e.value.overflow == (
+            prompt, max_tokens if prompt == 10 else 0, 16)
         assert e.value.param == ("max_tokens" if prompt == 10 else "prompt")
     assert limit(10, max_tokens=6, top_k_tokens=0) == limit(10, max_tokens=None, top_k_tokens=0) == 6
     assert limit(10, max_tokens=None) == 30 and limit(30, max_tokens=9, top_k_tokens=10) == 9

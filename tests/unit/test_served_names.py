@@ -39,7 +39,10 @@ def test_every_name_is_listed_and_answers_have_the_one_asked_for(server):
                            ("/v1/responses", {"input": "x"}),
                            ("/v1/messages", {"messages": USER, "max_tokens": 5})):
             assert server.post(path, model=asked, **body).json()["model"] == shown
-    assert server.post("/v1/completions", model="other", prompt="x").status_code == 404
+    for answer in (server.post("/v1/completions", model="other", prompt="x"),
+                   sent(server, "GET", "/v1/models/other")):
+        assert answer.status_code == 404
+        assert "this server has 'm' and 'gpt-4o' and 'org/model'" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("encoding, status", [("gzip", 415), ("br", 415), ("identity", 200), (None, 200)])

@@ -15,12 +15,17 @@ import msgspec
 class OfBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Of the body of a request, on any route."""
 
+    access_programs: Any = None
     anthropic_beta: Any = None
     anthropic_version: Any = None
     betas: Any = None
+    billing_policy: Any = None
     cache_control: Any = None
     client_metadata: Any = None
     context_management: Any = None
+    diagnostics: Any = None
+    fallback_credit_token: Any = None
+    fallbacks: Any = None
     inference_geo: Any = None
     max_tool_calls: Any = None
     prediction: Any = None

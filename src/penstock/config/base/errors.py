@@ -55,13 +55,16 @@ def context_exceeded(tokens: int, context: int, chars: int | None = None) -> Req
     """The error of a prompt, of `tokens` at least, that leaves no room for one output token.
 
     chars: of a text that was not tokenized, as it cannot have fewer tokens.
-    Clients find out by these words that a conversation has become too long, and shorten it.
+    Clients find out by these words that a conversation has become too long, and shorten it. The code is in
+    the message too: langchain-openai looks for it in the text of the openai package's error, which is the
+    message and no longer the whole body.
     """
     count = f"{tokens} tokens" if chars is None else f"{chars} characters, which are at least {tokens} tokens"
     return RequestError(
         f"This model's maximum context length is {context} tokens. However, the prompt has {count}, "
         "which is longer than the model's context length less one token for the answer: reduce the length "
-        "of the messages or of the prompt", "prompt", CONTEXT_EXCEEDED, (tokens, 0, context))
+        f"of the messages or of the prompt ({CONTEXT_EXCEEDED})", "prompt", CONTEXT_EXCEEDED,
+        (tokens, 0, context))
 
 
 def answer_exceeds(names: str, asked: int, tokens: int, context: int, param: str) -> RequestError:
@@ -69,4 +72,5 @@ def answer_exceeds(names: str, asked: int, tokens: int, context: int, param: str
     return RequestError(
         f"{names} is too large: {asked}. This model's maximum context length is {context} tokens, and the "
         f"prompt has {tokens} of them: ask for at most {context - tokens}, reduce the length of the messages "
-        "or start the server with --clip-max-tokens", param, CONTEXT_EXCEEDED, (tokens, asked, context))
+        f"or start the server with --clip-max-tokens ({CONTEXT_EXCEEDED})", param, CONTEXT_EXCEEDED,
+        (tokens, asked, context))

@@ -427,10 +427,12 @@ def _dense_limit(ready: wire.Ready, prompt: int, asked: int | None, max_new: int
     room = ready.dense_len - prompt
     if room < 1 or (asked is not None and room < max_new):
         assert ready.selection is not None
-        new = f" and max_tokens is {asked}" if asked is not None and room > 0 else ""
+        new = asked if asked is not None and room > 0 else 0
         raise RequestError(
-            f"the prompt has {prompt} tokens{new}: of a request that reads all of its KV the device pool "
-            f"holds {ready.dense_len} tokens; one that selects, with top_k_tokens of at most "
-            f"{ready.selection.budget}, may have {ready.max_model_len}",
-            "max_tokens" if new else "prompt", CONTEXT_EXCEEDED)
+            f"This model's maximum context length is {ready.dense_len} tokens for a request that reads all "
+            f"of its KV: the device pool holds no more. However, the prompt has {prompt} tokens"
+            f"{f' and max_tokens is {new}' if new else ''}: reduce the length of the messages or of the "
+            "prompt. A request that selects, with top_k_tokens of at most "
+            f"{ready.selection.budget}, may have {ready.max_model_len} tokens ({CONTEXT_EXCEEDED})",
+            "max_tokens" if new else "prompt", CONTEXT_EXCEEDED, (prompt, new, ready.dense_len))
     return min(room, max_new)

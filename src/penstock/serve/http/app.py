@@ -331,8 +331,7 @@ class _Views:
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name not in self._api.own_names:
-            raise ApiError(404, f"the model {show(name)} does not exist: this server has "
-                           f"{self._api.model!r}", param="model", code="model_not_found")
+            raise self._api.no_such_model(name)
         return _json(self._model(name))
 
     def _model(self, name: str) -> dict[str, Any]:

@@ -296,8 +296,12 @@ class OpenAI:
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.names:
-            raise ApiError(404, f"the model {show(name)} does not exist: this server has "
-                           f"{self.model!r}", param="model", code="model_not_found")
+            raise self.no_such_model(name)
+
+    def no_such_model(self, name: str) -> ApiError:
+        """The 404 of a name that this server's model has not."""
+        return ApiError(404, f"the model {show(name)} does not exist: this server has "
+                        f"{' and '.join(map(repr, self.listed))}", param="model", code="model_not_found")
 
     def named(self, name: str | None) -> str:
         """The name of the model in an answer: the one that was asked for."""

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
+from msgspec import inspect
 
 from penstock.config.base.errors import RequestError, cut
 from penstock.config.request.params import COUNT_MAX, SamplingParams
@@ -128,7 +129,7 @@ class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None      # for templates that read it
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -219,6 +220,7 @@ class CompletionRequest(_Request, kw_only=True, forbid_unknown_fields=True):
 T = TypeVar("T", bound=Body)
 _AT = re.compile(r" - at `\$?\.?([^`]*)`$")
 _FIELD = re.compile(r"field `([^`]+)`")
+_STEP = re.compile(r"\[[^\]]*\]|[^.\[]+")
 
 
 def parse(body: bytes, kind: type[T]) -> T:
@@ -226,7 +228,7 @@ def parse(body: bytes, kind: type[T]) -> T:
     try:
         request = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as e:
-        raise _named(str(e)) from None
+        raise _named(str(e), kind) from None
     except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as e:
         # UnicodeDecodeError is a ValueError; its text would quote the body.
         why = str(e) if isinstance(e, msgspec.MsgspecError) else type(e).__name__
@@ -235,8 +237,8 @@ def parse(body: bytes, kind: type[T]) -> T:
     return request
 
 
-def _named(text: str) -> RequestError:
-    """msgspec's message with the field as OpenAI's `param`."""
+def _named(text: str, kind: type[Body]) -> RequestError:
+    """msgspec's message about a body of type `kind`, with the field as OpenAI's `param`."""
     at = _AT.search(text)
     path = at.group(1) if at else ""
     field = _FIELD.search(text)
@@ -246,7 +248,30 @@ def _named(text: str) -> RequestError:
         return RequestError(f"{name} is not a field of this API, or not supported yet", name)
     if "missing required field" in text:
         return RequestError(f"{name} is missing", name)
+    if "nvalid enum value" in text and (allowed := _literals(kind, path)):
+        what += f": allowed: {', '.join(map(repr, allowed))}"
     return RequestError(f"{name or 'the body'}: {what[:1].lower() + what[1:]}", name or None)
+
+
+def _literals(kind: type[Body], path: str) -> list[Any]:
+    """The values that the field at `path` (`tools[0].type`) of a body may have; [] where any may stand."""
+    found = [inspect.type_info(kind)]
+    for step in _STEP.findall(path):
+        inner: list[inspect.Type] = []
+        for one in _members(found):
+            if isinstance(one, inspect.StructType):
+                inner += [f.type for f in one.fields if f.encode_name == step]
+            elif isinstance(one, inspect.CollectionType):
+                inner.append(one.item_type)
+            elif isinstance(one, inspect.DictType):
+                inner.append(one.value_type)
+        found = inner
+    return [v for one in _members(found) if isinstance(one, inspect.LiteralType) for v in one.values]
+
+
+def _members(types: list[inspect.Type]) -> list[inspect.Type]:
+    """The types, with the members of a union in its place."""
+    return [m for one in types for m in (one.types if isinstance(one, inspect.UnionType) else (one,))]
 
 
 def _token_id(key: str) -> int:

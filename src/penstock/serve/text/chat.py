@@ -170,8 +170,8 @@ class ChatTemplate:
 def too_many_messages(context: int) -> RequestError:
     """The error of a conversation that has more messages than the context has tokens."""
     return RequestError(f"This model's maximum context length is {context} tokens. However, there are more "
-                        "messages than that: reduce the length of the messages", "messages", CONTEXT_EXCEEDED,
-                        (context + 1, 0, context))
+                        f"messages than that: reduce the length of the messages ({CONTEXT_EXCEEDED})",
+                        "messages", CONTEXT_EXCEEDED, (context + 1, 0, context))
 
 
 def is_long(messages: Sequence[Mapping[str, Any]]) -> bool:

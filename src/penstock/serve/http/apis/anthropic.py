@@ -81,8 +81,6 @@ class _Conversation(Body, kw_only=True, forbid_unknown_fields=True):
             text = self.system if isinstance(self.system, str) else "\n".join(b.text for b in self.system)
             messages.insert(0, {"role": "system", "content": text})
         effort: str | None = None if config is None else config.effort
-        if effort == "max":
-            effort = "xhigh"
         if self.thinking is not None:
             effort = "none" if self.thinking.type == "disabled" else effort or "high"
         if not api.takes_effort:

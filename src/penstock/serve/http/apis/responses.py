@@ -46,7 +46,7 @@ class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: str | None = None                  # there are none: reasoning is shown as it is
     generate_summary: str | None = None
 
