@@ -21,7 +21,6 @@ def damaged(core: CoreState, r: Request) -> None:
     path = list(kv.tainted_by(r))
     if r.borrows and not r.retried:
         r.retried = True
-        core.counters["computed_again"] += 1
         compute_again(core, r)
     else:
         core.end(r, Outcome.ABORT)
