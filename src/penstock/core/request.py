@@ -109,8 +109,6 @@ class Request:
     forks: list[Request] = field(default_factory=list)  # who waits for that
     is_saved: bool = False                     # it waits, and what it keeps is pinned
     is_saving: bool = False                    # some of that is still being copied
-    borrows: bool = False                      # it began with pages that it may not have computed itself
-    retried: bool = False                      # it has failed, and been computed again for that
     moves: set[MoveId] = field(default_factory=set)  # flying copies of its private pages
     waits: list[MoveId] = field(default_factory=list)  # loads that its next steps wait for
 
@@ -136,11 +134,6 @@ class Request:
         if self.phase is not Phase.PROMOTING:
             self.loading = []
         self.is_saved, self.is_saving, self.hot_wait_until = False, False, StepId(0)
-
-    def disown_steps(self) -> None:
-        """No result of its steps in flight counts, through no fault of the planner."""
-        self.invalid_through = self.last_issue
-        self.excused += 1
 
     def restart(self, tokens: int) -> None:
         """So many of its tokens have KV, and no step in flight computes more."""

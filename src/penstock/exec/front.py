@@ -77,7 +77,7 @@ class _Open:
 
     queued: int = 0              # plans in flight that name it
     closed: bool = False
-    fault: str | None = None     # why a step of it failed last
+    fault: str | None = None     # why this executor aborted it
     logprobs: dict[int, Logprobs] = field(default_factory=dict)
     reads: dict[int, tuple[int, ...]] = field(default_factory=dict)     # READS, by rank
     prompt: PromptScores | None = None
@@ -195,7 +195,7 @@ class Front:
         return state.drafted, state.accepted
 
     def fault(self, rid: RequestId) -> str | None:
-        """Why a step of `rid` failed last, until `close`; None if none did."""
+        """Why this executor aborted `rid`, until `close`; None if it did not."""
         return self._open[rid].fault
 
     # ------------------------------------------------------------ plans
@@ -315,13 +315,12 @@ class Front:
         return [Retired(plan.step, stepped.tokens), *aborts]
 
     def _fault(self, rid: RequestId, why: str) -> bool:
-        """Note why `rid` fails. False once it has ended: until then the core may compute it again."""
+        """Note why `rid` fails. False if it has failed before."""
         state = self._open[rid]
-        if state.closed:
+        if state.fault is not None:
             return False
-        if state.fault is None:
-            log.error("request %d: %s", rid, why)
         state.fault = why
+        log.error("request %d aborted: %s", rid, why)
         return True
 
     def stats(self) -> dict[str, float]:
