@@ -253,7 +253,8 @@ def test_every_kernel_is_in_the_list() -> None:
         module = ".".join(path.relative_to(KERNELS).with_suffix("").parts)
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and any(
-                    isinstance(d, ast.Attribute) and d.attr == "jit" for d in node.decorator_list):
+                    isinstance(d, ast.Attribute) and d.attr == "jit"
+                    for d in (of.func if isinstance(of, ast.Call) else of for of in node.decorator_list)):
                 found.add((module, node.name))
     assert found == set(COMPILED)
 

@@ -47,7 +47,6 @@ HELP = {
     "storage_lookups_late": "Look-ups that storage did not answer in time: nobody waits then.",
     "num_requests_paused": "Requests whose KV waits in host memory for a row.",
     "requests_hosted": "Requests that decode from host pages.",
-    "requests_computed_again": "Requests computed once more, since they had read pages of a faulty one.",
     "rows_free": "Rows that no request holds.",
     "rows_looked_at": "Rows that the planner has considered for a step.",
     "steps": "Steps that the engine has planned.",

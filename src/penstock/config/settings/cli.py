@@ -122,6 +122,11 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**kwargs)
         self.elsewhere: frozenset[str] = frozenset()    # spellings that only `serve` takes
 
+    @property
+    def spellings(self) -> frozenset[str]:
+        """Of the flags that it has so far."""
+        return frozenset(self._option_string_actions)
+
     def error(self, message: str) -> NoReturn:
         """argparse's messages in our form: what was given, then what is needed."""
         message = message.removeprefix("argument ")
@@ -217,12 +222,13 @@ SWITCHES = {sglang.ENABLE: "--sparse-kv=auto", "--disable-log-stats": "--log-sta
 COLLECTED = (sglang.BACKEND, sglang.EXTRA, peers.ROPE, peers.SCALE, peers.ORIGINAL)     # several make one
 
 
-def prepare(argv: Sequence[str]) -> list[str]:
+def prepare(argv: Sequence[str], own: Collection[str] = ()) -> list[str]:
     """`argv` in our spelling: `_` in a flag's name becomes `-`, `--model X` becomes MODEL, plain
     numbers of a unit become sizes, peers' words for sparse decode, storage, RoPE and speculation ours, and
     their flags for what is not built are dropped when neutral.
 
-    Raises ConfigError for a flag whose feature is not built, naming the feature.
+    own: flags of the command itself, whatever they are elsewhere. Raises ConfigError for a flag whose feature
+    is not built, naming the feature.
     """
     ours = {s for f in flags() for s in f.spellings}
     out: list[str] = []
@@ -236,7 +242,8 @@ def prepare(argv: Sequence[str]) -> list[str]:
             rest.insert(0, word)
             break
         _, eq, value = word.partition("=")
-        name, entry = spelled(word), find_unbuilt(spelled(word))
+        name = spelled(word)
+        entry = None if name in own else find_unbuilt(name)
         if name in SWITCHES and not eq:
             out.append(SWITCHES[name])
         elif name == NAMES and not eq and model_first and rest and rest[0][:1] != "-":

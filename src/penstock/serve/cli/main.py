@@ -104,6 +104,7 @@ def _run(name: str, command: Command, words: list[str]) -> int:
     without = frozenset() if command.serves else SERVE_ONLY
     if command.own_flags:
         importlib.import_module(command.module).add_arguments(parser)
+    own = frozenset(parser.spellings)
     file = FromFile(words if command.model != "none" else ())
     if command.model != "none":
         add_flags(parser, model_required=command.model == "needed", without=without)
@@ -112,7 +113,7 @@ def _run(name: str, command: Command, words: list[str]) -> int:
         parser.add_argument(FLAG, metavar="FILE", help="YAML file whose keys are flags without dashes; the "
                             "command line wins")
         with file.blaming():
-            words = prepare(file.words)
+            words = prepare(file.words, own)
     config = None
     with file.blaming():
         args = parser.parse(words)
