@@ -65,7 +65,7 @@ def test_kernel_compiled_while_serving_is_counted_and_logged(monkeypatch, caplog
     monkeypatch.setattr(compiles, "_watch", compiles._Watch())
     with compiles.noted("early"):
         pass
-    assert compiles.stats() == {} and compiles.names() == []
+    assert compiles.stats() == {}
     compiles.serve()
     with caplog.at_level(logging.WARNING, "penstock.kernels"):
         with compiles.noted("cached"):
@@ -73,7 +73,7 @@ def test_kernel_compiled_while_serving_is_counted_and_logged(monkeypatch, caplog
         monkeypatch.setattr(compiles, "SLOW_S", 0.0)
         with compiles.noted("late_kernel"):
             pass
-    assert compiles.stats()["executor_compiled_total"] == 2 and compiles.names() == ["cached", "late_kernel"]
+    assert compiles.stats()["executor_compiled_total"] == 2
     assert [r.getMessage().split()[1] for r in caplog.records] == ["late_kernel"]
 
 

@@ -81,7 +81,7 @@ FORMATS = (("float32", torch.float32, torch.float32),
 
 
 def unseen(shape: Sequence[int], dtype: torch.dtype, device: str = "cpu") -> Tensor:
-    """What nobody may look at: NaN, infinity and minus infinity by turns."""
+    """Values that no query sees: NaN, infinity and minus infinity by turns."""
     turns = torch.tensor([float("nan"), float("inf"), float("-inf")], dtype=dtype, device=device)
     num = math.prod(shape)
     return turns.repeat(num // 3 + 1)[:num].view(*shape)

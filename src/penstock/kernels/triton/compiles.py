@@ -22,7 +22,6 @@ class _Watch:
 
     def __init__(self) -> None:
         self.serving, self.count, self.seconds = False, 0, 0.0
-        self.names: list[str] = []                  # the first MOST of them
         self._lock = threading.Lock()
 
     def note(self, name: str, seconds: float) -> None:
@@ -31,12 +30,10 @@ class _Watch:
         with self._lock:
             self.count += 1
             self.seconds += seconds
-            self.names = [*self.names, name][:MOST]
         if seconds >= SLOW_S:
             _log.warning("kernel %s was compiled while serving: %.2f s in which no step began", name, seconds)
 
 
-MOST = 64
 _watch = _Watch()
 
 
@@ -71,8 +68,3 @@ def stats() -> dict[str, float]:
         return {}
     return {"executor_compiled_total": float(_watch.count),
             "executor_compile_seconds_total": _watch.seconds}
-
-
-def names() -> list[str]:
-    """Of the first kernels that were compiled since `serve`."""
-    return list(_watch.names)
