@@ -23,11 +23,19 @@ def processor_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def is_engine(pid: int) -> bool:
+    """Whether the process is an engine, and none of those that it or this one starts for a moment."""
+    try:
+        return b"penstock.serve.engine.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
 def spent(model: Path, threads: int) -> float:
     """Processor seconds of an engine for one answer, after it has warmed up."""
     before = children(os.getpid())
     with LLM(str(model), load_format="dummy", hbm_bytes="32M", threads=threads, seed=1) as llm:
-        [pid] = [pid for pid in children(os.getpid()) if pid not in before]
+        [pid] = [pid for pid in children(os.getpid()) if pid not in before and is_engine(pid)]
 
         def answer(tokens: int) -> float:
             began = processor_s(pid)

@@ -97,6 +97,15 @@ def test_a_single_file_is_read_in_place_of_a_stale_index(tmp_path: Path) -> None
     assert dict(checkpoint.tensors())["a"].tolist() == [1, 1] and checkpoint.unread(lambda name: False) == []
 
 
+@pytest.mark.parametrize("other, names", [("mtp", {"a", "b"}), ("gone", {"a"})])
+def test_index_beside_a_single_file_is_read_if_all_its_files_are_there(
+        tmp_path: Path, other: str, names: set[str]) -> None:
+    """MTP layers are published in a second file."""
+    model(tmp_path, model={"a": torch.ones(2)}, mtp={"b": torch.zeros(2)})
+    index(tmp_path, {"a": "model.safetensors", "b": f"{other}.safetensors"})
+    assert dict(open_checkpoint(locate(str(tmp_path))).tensors()).keys() == names
+
+
 def test_an_absent_tensor_that_the_model_does_not_want_is_no_fault(tmp_path: Path) -> None:
     model(tmp_path, one={"a": torch.ones(2)})
     index(tmp_path, {"a": "one.safetensors", "b": "one.safetensors", "lm_head.weight": "one.safetensors"})

@@ -222,10 +222,10 @@ def _folder(folder: Path, name: str, load_format: str) -> ModelFiles:
         raise ConfigError(f"{folder}: there is no config.json: not a model folder")
     if load_format == "dummy":
         return files
-    if SINGLE in names:                 # as transformers: a single file goes before an index
-        index, paths = None, tuple([folder / SINGLE])
-    elif INDEX in names:
-        index = folder / INDEX
+    index = folder / INDEX if INDEX in names else None
+    if SINGLE in names and not (index and _lists_single(index)):
+        index, paths = None, (folder / SINGLE,)
+    elif index is not None:
         paths = tuple(folder / n for n in dict.fromkeys(read_weight_map(index).values()))
     elif not shards:
         pickled = [n for n in names if n.lower().endswith(_PICKLED)]
@@ -237,6 +237,15 @@ def _folder(folder: Path, name: str, load_format: str) -> ModelFiles:
         index, paths = None, (folder / shards[0],)
     return ModelFiles(name=name, folder=folder, tokenizer=tokenizer, load_format="safetensors",
                       safetensors=paths, index=index)
+
+
+def _lists_single(index: Path) -> bool:
+    """Return whether an index beside `model.safetensors` is of that file and of others that are all here,
+    such as a file of MTP layers. Any other is stale, and transformers does not read it either."""
+    try:
+        return SINGLE in read_weight_map(index).values()
+    except ConfigError:
+        return False
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
