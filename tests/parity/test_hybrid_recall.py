@@ -1,4 +1,4 @@
-"""The hybrid that bench/recall trains is a qwen3_next: same names, same logits."""
+"""The hybrid that lab/recall trains is a qwen3_next: same names, same logits."""
 from __future__ import annotations
 
 from pathlib import Path

@@ -19,7 +19,7 @@ DOCS = [p for p in (ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRI
                     ROOT / "SECURITY.md", ROOT / "CHANGELOG.md",
                     *sorted((ROOT / "docs").rglob("*.md"))) if p.exists()]
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-PATH = re.compile(r"`((?:src|tests|docs|bench|examples|\.ci)/[\w./*-]+|[\w-]+\.(?:md|toml|txt))`"
+PATH = re.compile(r"`((?:src|tests|docs|bench|lab|examples|\.ci)/[\w./*-]+|[\w-]+\.(?:md|toml|txt))`"
                   r"|\]\((?!https?:|#)([^)#\s]+)")
 COMMAND = re.compile(r"^\s*(?:\$ )?((?:make|penstock) [^#\n]*)", re.MULTILINE)
 BLOCK = re.compile(r"^```(?:sh|bash|console|shell)?\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -45,6 +45,12 @@ def test_rows_have_the_columns_of_their_table(doc: Path) -> None:
         wrong += [line] if columns and cells not in (0, columns) else []
         columns = cells and (columns or cells)
     assert not wrong, wrong
+
+
+def test_only_decisions_and_figures_link_to_the_lab() -> None:
+    """Experiments are not kept true, so documents that are do not lean on them."""
+    links = {ids(doc) for doc in DOCS if re.search(r"\]\([^)]*\blab/", doc.read_text())}
+    assert links and all(name == "docs/performance.md" or "/adr/" in name for name in links)
 
 
 def test_tests_that_are_named_exist() -> None:

@@ -38,7 +38,7 @@ READ_BYTES = 1 << 20
 IDLE_S = 1.0                # nothing to do for so long: what could wait is begun
 # A full collection once in 70 million objects. The core makes no cycles, but each page is a few objects
 # that live long and that a full collection walks: 100 ms a time with 1,024 rows, where planning a step takes
-# 1.3 ms; without it the slowest of 1,200 steps is 4 ms (docs/log-older.md).
+# 1.3 ms; without it the slowest of 1,200 steps is 4 ms.
 FULL = 10_000
 
 

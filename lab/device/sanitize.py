@@ -1,0 +1,47 @@
+"""Cases of own kernels against their references, to be run under a checker of memory accesses.
+
+    compute-sanitizer --tool memcheck python lab/device/sanitize.py latent_attention select [--every 4]
+
+Of each op every n-th case, in an order that is drawn. A checker slows what kernels do, not what compiles
+them.
+"""
+from __future__ import annotations
+
+import argparse
+import random
+import time
+
+import torch
+
+from penstock.kernels.cases import cases_of
+from penstock.kernels.registry import OPS
+
+OURS = {op: i.name for op, of in OPS.items() for i in of.implementations
+        if i.name in ("cuda", "triton")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("ops", nargs="*", default=list(OURS))
+    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=1e9,
+                        help="begin no further case of an op behind so many")
+    args = parser.parse_args()
+    wrong = []
+    for name in args.ops:
+        op, ran, began = OPS[name], 0, time.perf_counter()
+        cases = list(zip(cases_of(op, "cuda"), cases_of(op), strict=True))[::args.every]
+        random.Random(0).shuffle(cases)
+        for case, here in cases:
+            if time.perf_counter() - began < args.seconds:
+                wrong.append(case.wrong(case.run(op.use(OURS[name])), here.run(op.use("reference"))))
+                torch.cuda.synchronize()
+                ran += 1
+        print(f"{name}: {ran} of {len(cases)} cases, {time.perf_counter() - began:.0f} s", flush=True)
+    for text in filter(None, wrong):
+        print(text)
+    print(f"{len(wrong)} cases, {sum(map(bool, wrong))} wrong")
+
+
+if __name__ == "__main__":
+    main()
