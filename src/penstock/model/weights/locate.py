@@ -223,6 +223,7 @@ def _folder(folder: Path, name: str, load_format: str) -> ModelFiles:
     if load_format == "dummy":
         return files
     index = folder / INDEX if INDEX in names else None
+    paths: tuple[Path, ...]
     if SINGLE in names and not (index and _lists_single(index)):
         index, paths = None, (folder / SINGLE,)
     elif index is not None:
