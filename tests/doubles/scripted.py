@@ -90,7 +90,7 @@ class _Stream:
 
 
 class Scripted:
-    """An app whose model says `says`, whatever it is asked. `params`, `prompt`: of the last request.
+    """An app whose model says `says`, whatever it is asked. `params`, `prompt`, `tenant`: of the last request.
 
     marks   a tokenizer in which the format's marks are one token each
     """
@@ -122,8 +122,9 @@ class Scripted:
     def of(self, rank: int | None) -> Scripted:
         return self
 
-    def submit(self, prompt, params, *, eos_ids=(), namespace=0, room=None):
+    def submit(self, prompt, params, *, eos_ids=(), namespace=0, room=None, tenant=0):
         checked_limits(self.ready, prompt, params, eos_ids)
+        self.tenant = tenant
         self.prompt, self.params = self.tokenizer.decode(prompt, skip_special=False), params
         ids = self.tokenizer.encode(self.says, add_special=False)
         ids += [self.eos] if self.finish == "stop" else []

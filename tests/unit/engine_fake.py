@@ -13,6 +13,7 @@ import tempfile
 import time
 from array import array
 from collections import deque
+from types import SimpleNamespace
 
 from penstock.config.base.errors import ConfigError
 from penstock.config.request.params import SamplingParams
@@ -64,6 +65,8 @@ class FakeCore:
         self.checks = 0
         self.seen: list = []
         self.watchers: list = []
+        self.waiting: list = []
+        self.kv = SimpleNamespace(rows=SimpleNamespace(free=self.cfg.rows))
 
     def advance(self, events):
         outputs: list = []

@@ -26,7 +26,7 @@ class Fake:
         self.prompts: list[tuple[int, ...]] = []
         self.num_waiting = self.num_running = self.flushed = 0
 
-    def submit(self, prompt, params, *, eos_ids=(), namespace=0, room=None):
+    def submit(self, prompt, params, *, eos_ids=(), namespace=0, room=None, tenant=0):
         self.prompts.append(tuple(prompt))
         self.num_running += params.n
         return [object()] * params.n

@@ -79,7 +79,7 @@ class OneChoice:
     def stop_at(self, count: int) -> None:
         self.stopped = count
 
-    def submit(self, prompt, params, *, eos_ids, namespace, room=None):
+    def submit(self, prompt, params, *, eos_ids, namespace, room=None, tenant=0):
         return [self]
 
     def __aiter__(self):

@@ -16,7 +16,7 @@ from penstock.config.request.params import SamplingParams
 from penstock.config.request.scores import Scores
 from penstock.config.request.selection import Selection
 
-VERSION = 8
+VERSION = 9
 LOADED = "engine: loaded"       # the last line that the engine prints before it sends Ready
 FRAME_BYTES_MAX = 256 << 20
 
@@ -64,6 +64,7 @@ class Submit(_Message, frozen=True):
     selects: bool = False               # these two as in the core's Arrived
     attention: int = 0
     room: Room | None = None            # of one end of a pair behind a router
+    tenant: int = 0                     # whose turn it must be, see `engine/fair.py`; 0: it enters at once
 
 
 @dataclass(frozen=True, slots=True)

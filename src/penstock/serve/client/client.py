@@ -193,12 +193,12 @@ class EngineClient:
     # ------------------------------------------------------------ requests
     def submit(self, prompt: Sequence[int], params: SamplingParams, *,
                eos_ids: Sequence[int] = (), namespace: int = 0,
-               room: wire.Room | None = None) -> list[Stream]:
+               room: wire.Room | None = None, tenant: int = 0) -> list[Stream]:
         """Start one request; one Stream for each of `params.n` choices, in order of their index.
 
         Stop ids are `eos_ids` (unless `ignore_eos`) and `params.stop_token_ids`; `max_tokens` is
-        clipped to the context. room: of the first choice, others have the next ones. Raises
-        RequestError (nothing was started) or EngineDied.
+        clipped to the context. room: of the first choice, others have the next ones. tenant: see
+        Submit. Raises RequestError (nothing was started) or EngineDied.
         """
         if self.died is not None or self._closing:
             raise self.died or EngineClosed(None)
@@ -217,7 +217,7 @@ class EngineClient:
                     rid=inbox.rid, prompt=[] if streams else tokens, stop_ids=stop_ids,
                     params=params if choice == 0 else replace(params, prompt_logprobs=None),
                     max_new=max_new, namespace=namespace,
-                    leader=streams[0].rid if streams else None, choice=choice,
+                    leader=streams[0].rid if streams else None, choice=choice, tenant=tenant,
                     selects=selection is not None,
                     attention=0 if selection is None else attention_identity(selection),
                     room=None if room is None else replace(room, index=room.index + choice))

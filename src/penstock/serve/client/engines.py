@@ -70,9 +70,10 @@ class Member(Kept):
         return self._pages
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, *, eos_ids: Sequence[int] = (),
-               namespace: int = 0, room: Room | None = None) -> list[Stream]:
+               namespace: int = 0, room: Room | None = None, tenant: int = 0) -> list[Stream]:
         """See EngineClient.submit."""
-        streams = self.engine.submit(prompt, params, eos_ids=eos_ids, namespace=namespace, room=room)
+        streams = self.engine.submit(prompt, params, eos_ids=eos_ids, namespace=namespace, room=room,
+                                     tenant=tenant)
         self.sent(pages_of(prompt, namespace, self.known("page_size")))
         return streams
 
@@ -144,14 +145,15 @@ class Engines:
         return self.members[rank]
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, *, eos_ids: Sequence[int] = (),
-               namespace: int = 0, room: Room | None = None) -> list[Stream]:
+               namespace: int = 0, room: Room | None = None, tenant: int = 0) -> list[Stream]:
         """See EngineClient.submit."""
         if len(self.members) == 1:
             return self.members[0].engine.submit(prompt, params, eos_ids=eos_ids, namespace=namespace,
-                                                 room=room)
+                                                 room=room, tenant=tenant)
         pages = pages_of(prompt, namespace, self.members[0].known("page_size"))
         member = self._choose(len(prompt), pages, params.n)
-        streams = member.engine.submit(prompt, params, eos_ids=eos_ids, namespace=namespace, room=room)
+        streams = member.engine.submit(prompt, params, eos_ids=eos_ids, namespace=namespace, room=room,
+                                     tenant=tenant)
         member.sent(pages)
         return streams
 

@@ -30,7 +30,7 @@ class Engine(Protocol):
     def ready(self) -> Any: ...
     def submit(self, prompt: Sequence[int], params: SamplingParams, *,
                eos_ids: Sequence[int] = (), namespace: int = 0,
-               room: Room | None = None) -> list[Stream]: ...
+               room: Room | None = None, tenant: int = 0) -> list[Stream]: ...
 
 
 @dataclass(slots=True)
@@ -86,12 +86,14 @@ class Generation:
         self.usage = Usage()
 
     def submit(self, prompt: list[int], params: SamplingParams, *, eos_ids: Sequence[int],
-               namespace: int, context: Sequence[int] = (), room: Room | None = None) -> None:
-        """Start `params.n` choices of one more prompt. room: of the request's first choice. Raises
-        RequestError, EngineDied."""
+               namespace: int, context: Sequence[int] = (), room: Room | None = None,
+               tenant: int = 0) -> None:
+        """Start `params.n` choices of one more prompt. room: of the request's first choice. tenant: see
+        Submit. Raises RequestError, EngineDied."""
         if room is not None:
             room = replace(room, index=len(self._choices))
-        streams = self._engine.submit(prompt, params, eos_ids=eos_ids, namespace=namespace, room=room)
+        streams = self._engine.submit(prompt, params, eos_ids=eos_ids, namespace=namespace, room=room,
+                                      tenant=tenant)
         hidden = frozenset() if params.include_stop_str_in_output else frozenset(
             {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)})
         self.usage.prompt_tokens += len(prompt)

@@ -43,6 +43,7 @@ from penstock.core.plan import (
     Used,
 )
 from penstock.replay.recorder import Recorder
+from penstock.serve.engine.fair import Fair
 from penstock.serve.engine.live import Live, Runner
 from penstock.serve.engine.paired import Paired
 from penstock.serve.engine.record import EventLog
@@ -104,7 +105,8 @@ class EngineLoop:
         self._rooms = None if room_s is None else Rooms(room_s, clock)
         self._nobody = PeerId(core.cfg.peers - 1)       # whose prompts are that wait in a room
         self._newest = 0                        # request id
-        self._first: tuple[int, list[int], tuple[int, ...]] = 0, [], ()     # the last with a prompt
+        self._first: tuple[int, tuple[int, ...]] = 0, ()        # the last with a prompt
+        self._fair = Fair()
         self._held: dict[int, Submit] = {}      # until their grammars are compiled: no step waits for that
         self._newest_asked = ASKED_IDS          # of those that the other end has asked for
         self._untold: dict[RequestId, None] = {}        # whose clients wait for the end of a prompt
@@ -145,6 +147,8 @@ class EngineLoop:
                 self._submit(message)
             case Abort(rid):
                 self._held.pop(rid, None)
+                if self._fair.drop(rid):
+                    self._chunks.append(Chunk(rid=rid, tokens=[], index=0, finish="abort"))
                 if rid in self._live:
                     self._events.append(Aborted(RequestId(rid)))
                 elif self._paired is not None:
@@ -168,8 +172,8 @@ class EngineLoop:
         if 0 < m.rid < ID_MAX:
             self._newest = m.rid
         if m.prompt or m.leader is None:
-            self._first = m.rid, m.prompt, tuple(m.prompt)
-        elif m.leader == self._first[0]:        # all choices share one prompt
+            self._first = m.rid, tuple(m.prompt)
+        if m.rid == self._first[0] or m.leader == self._first[0]:       # all choices share one prompt
             m = msgspec.structs.replace(m, prompt=self._first[1])
         if self._works_for_peer:
             m = msgspec.structs.replace(m, max_new=1)
@@ -185,7 +189,21 @@ class EngineLoop:
     def _begin(self, m: Submit) -> None:
         if self._works_for_peer:
             self._enter(m)
+        elif m.tenant:
+            self._fair.add(m)
+            self._release()
         else:
+            self._send_on(m, parks=True)
+
+    def _release(self) -> None:
+        """Requests of keys whose turn it is enter, if few wait in the core: there they keep their order."""
+        if not self._fair:
+            return
+        line = [(self._live[e.rid], False) for e in self._events if isinstance(e, Arrived)]
+        line += [(self._live[r.rid], r.leader is not None) for r in self._core.waiting if r.rid in self._live]
+        # Prompts of a pair take their time elsewhere: there only their number counts.
+        most = self._core.cfg.step_tokens if self._paired is None else None
+        for m in self._fair.release(line, self._core.kv.rows.free, most):
             self._send_on(m, parks=True)
 
     def _refuse(self, m: Submit, finish: str, reason: str) -> None:
@@ -269,11 +287,11 @@ class EngineLoop:
     def _accept(self, m: Submit, peer: Peer | None, transfer: int, at: PeerId = ONE_PEER) -> None:
         """at: for whom it is computed, where that is no `peer` that could hear of it."""
         rid = RequestId(m.rid)
-        prompt = self._first[2] if m.prompt is self._first[1] else tuple(m.prompt)
+        prompt = tuple(m.prompt)                # the same one, if it is a tuple: all choices share it
         leader = m.leader if m.leader in self._live else None
         self._executor.open(rid, prompt, m.params, choice=m.choice, stop_ids=tuple(m.stop_ids))
         self._live[rid] = Live(rid, m.params, peer=peer, transfer=transfer, num_prompt=len(prompt),
-                               room=m.room if self._rooms is not None else None)
+                               room=m.room if self._rooms is not None else None, tenant=m.tenant)
         self._events.append(Arrived(
             rid=rid, prompt=prompt, max_new=m.max_new, stop=frozenset(m.stop_ids),
             min_new=m.params.min_tokens, namespace=m.namespace, priority=m.params.priority,
@@ -346,7 +364,6 @@ class EngineLoop:
             self._event_log.add(event)
         while True:
             advance = self.recorder.advance(events)
-            events = ()
             outputs += advance.outputs
             if self._storing is not None:
                 self._storing.ask(advance.outputs)
@@ -358,7 +375,11 @@ class EngineLoop:
                 self._paired.say(advance.outputs)
             if self._check:
                 self._core.check()
-            if advance.plan is None:
+            self._release()
+            events, self._events = self._events, []
+            for event in events:
+                self._event_log.add(event)
+            if advance.plan is None and not events:
                 break
         self._event_log.outputs(outputs, self._core.stats)
         return chunks + self._chunks_of(outputs) + self._computed()
@@ -423,9 +444,11 @@ class EngineLoop:
             match output:
                 case Token():
                     live.token(output)
+                    self._fair.charge(live.tenant, 1)
                     touched[rid] = live
                 case Started():
                     live.start(output)
+                    self._fair.started(live)
                     touched[rid] = live
                 case Entered():
                     self._timers.set(output, live.num_prompt)
@@ -438,6 +461,7 @@ class EngineLoop:
                     elif live.room is not None:
                         chunks += self._left_room(live, live.room, output)
                     del self._live[rid]
+                    self._fair.ended(live)
                     if live.peer is not None:
                         live.peer.forget(live.transfer, rid)
                     self._executor.close(rid)
@@ -463,7 +487,7 @@ class EngineLoop:
     # ------------------------------------------------------------ for operators
     def stats(self) -> dict[str, float]:
         """Gauges and counters of the core, the executor and the loop, by metric name."""
-        return {**self._core.stats(), **self._executor.stats(),
+        return {**self._fair.counted(self._core.stats()), **self._executor.stats(),
                 **({} if self._paired is None else self._paired.stats()),
                 "generation_tokens_total": float(self.num_tokens),
                 "steps_in_flight": float(self.steps_in_flight),

@@ -129,7 +129,7 @@ def key_of(room: Room) -> Key:
 
 def alike(one: Submit, other: Submit) -> bool:
     """Whether both have the same prompt, and choose the first token alike."""
-    return one.prompt == other.prompt and _choosing(one.params) == _choosing(other.params)
+    return tuple(one.prompt) == tuple(other.prompt) and _choosing(one.params) == _choosing(other.params)
 
 
 def _choosing(params: SamplingParams) -> SamplingParams:

@@ -116,13 +116,15 @@ class OpenAI:
                  choices_max: int, encoder: Encoder | None = None, also: Sequence[str] = (),
                  secret: bytes | None = None, routed: Routed = ALONE, clips: bool = False,
                  unlisted: Sequence[str] = (),
-                 is_admin: Callable[[bytes], bool] = lambda tenant: True) -> None:
+                 is_admin: Callable[[bytes], bool] = lambda tenant: True,
+                 turn_of: Callable[[bytes], int] = lambda tenant: 0) -> None:
         """secret: what tenants' namespaces are made with, None: drawn. routed: which part of a pair.
 
         also: more names of the model. unlisted: names that are taken and not shown in the list of models.
         clips: a maximum that does not fit the context is clipped, where it would be refused.
-        is_admin: whether a tenant may go before others."""
-        self.clips, self._is_admin = clips, is_admin
+        is_admin: whether a tenant may go before others. turn_of: the number by which its turn among others is
+        counted, 0: there are no others."""
+        self.clips, self._is_admin, self._turn_of = clips, is_admin, turn_of
         self.routed = routed
         self.engine = engine
         self.text = text
@@ -315,7 +317,7 @@ class OpenAI:
         clipped = self._check_room(prompts, request)
         if params.priority < 0 and not self._is_admin(tenant):
             raise RequestError(f"priority is {params.priority}: of a key that is no admin's 0 or more, which "
-                               "lets others go first; below 0 it would go before other keys' requests",
+                               "orders this key's own requests; below 0 it would go before other keys'",
                                "priority")
         if params.stop and self.tokenizer is None:
             raise RequestError("this model has no tokenizer: use stop_token_ids", "stop")
@@ -323,6 +325,7 @@ class OpenAI:
         await self._check_grammar(params, prompts.ids[0], tenant, blamed)
         root = namespace(self._secret, tenant, request.cache_salt)
         room = self.routed.room(request)
+        turn = 0 if params.priority < 0 or room is not None else self._turn_of(tenant)
         engine = self.engine.of(request.data_parallel_rank)
         generation = Generation(engine, self.tokenizer, self.metrics, began=began, shown=shown,
                                 silent=isinstance(request, CompletionRequest) and request.silent)
@@ -331,7 +334,7 @@ class OpenAI:
             with self.running.of(tenant, out.id, request.rid):
                 for prompt in prompts.ids:
                     generation.submit(
-                        prompt, params, eos_ids=self.eos_ids, namespace=root, room=room,
+                        prompt, params, eos_ids=self.eos_ids, namespace=root, room=room, tenant=turn,
                         context=prompt if isinstance(request, CompletionRequest) else ())
                 if request.stream and not self.routed.prefills:
                     await self._stream(generation, request, out, reply)

@@ -91,6 +91,10 @@ class Keys:
         """Whether this tenant may see and change what belongs to all of them."""
         return not self._hashes or tenant in self._admins
 
+    def turn_of(self, tenant: bytes) -> int:
+        """The number by which this key's turn among the others is counted; 0: there are no others."""
+        return int.from_bytes(tenant[:7], "little") + 1 if len(self._hashes) > 1 else 0
+
     @property
     def says(self) -> str:
         """A line for the start: who may read metrics; "" where it needs no word."""

@@ -248,7 +248,8 @@ class _Server:
                      unlisted=() if config.model.served_model_name else (config.model.model,),
                      choices_max=len(self._engine.members) * (schedule.max_num_seqs + schedule.max_waiting),
                      secret=self._secret, routed=routed_of(config, self._engine.ready),
-                     clips=config.server.clip_max_tokens, is_admin=self._keys.is_admin)
+                     clips=config.server.clip_max_tokens, is_admin=self._keys.is_admin,
+                     turn_of=self._keys.turn_of)
         app = build_app(api, self._health, self._keys, config.server,
                         {"model": api.model, "sampling_defaults": text.sampling,
                          "pid": self._engine.ready.pid, **self._engine.ready.info},
