@@ -90,7 +90,7 @@ class _Stream:
 
 
 class Scripted:
-    """An app whose model says `says`, whatever it is asked. `params`, `prompt`, `tenant`: of the last request.
+    """An app whose model says `says`, whatever it is asked. Of the last: `params`, `prompt`, `tenant`.
 
     marks   a tokenizer in which the format's marks are one token each
     """

@@ -15,7 +15,8 @@ from penstock.serve import wire
 from penstock.serve.engine.loop import EngineLoop
 from penstock.serve.http.limits import Keys
 
-_spec = importlib.util.spec_from_file_location("loop_hostile", Path(__file__).with_name("test_loop_hostile.py"))
+_spec = importlib.util.spec_from_file_location(
+    "loop_hostile", Path(__file__).with_name("test_loop_hostile.py"))
 hostile = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(hostile)
 
@@ -45,8 +46,9 @@ class Rig:
         self.tenant[self.rid] = tenant
         start = self.rid if more.get("leader") is None else more["leader"]
         tokens = [] if more.get("leader") else [(start * 7 + k) % 97 for k in range(prompt)]
-        self.loop.handle(wire.Submit(rid=self.rid, prompt=tokens, params=SamplingParams(n=9, priority=priority),
-                                     stop_ids=[], max_new=max_new, tenant=tenant, **more))
+        params = SamplingParams(n=9, priority=priority)
+        self.loop.handle(wire.Submit(rid=self.rid, prompt=tokens, params=params, stop_ids=[], max_new=max_new,
+                                     tenant=tenant, **more))
         return self.rid
 
     def turn(self):
@@ -76,8 +78,8 @@ def test_each_of_several_keys_has_its_turns_and_an_admin_may_go_before_them():
     app = Scripted("{{ messages[0].content }}", keys=keys, is_admin=keys.is_admin, turn_of=keys.turn_of)
     turns = {}
     for key, priority in (("one", 0), ("one", 7), ("two", 0), ("boss", 0), ("boss", -1)):
-        answer = app.post("/v1/chat/completions", headers={"authorization": f"Bearer {key}"}, priority=priority,
-                          messages=[{"role": "user", "content": "hi"}])
+        answer = app.post("/v1/chat/completions", headers={"authorization": f"Bearer {key}"},
+                          priority=priority, messages=[{"role": "user", "content": "hi"}])
         assert answer.status_code == 200, answer.text
         turns.setdefault(key, []).append(app.tenant)
     one, two, boss = turns["one"], turns["two"], turns["boss"]
@@ -148,7 +150,7 @@ def test_choices_share_one_prompt_when_they_wait_for_their_turn():
     rig.run()
     prompts = [e.prompt for e in rig.arrived if e.rid in (first, *others)]
     assert len(prompts) == 6 and all(p is prompts[0] for p in prompts)
-    assert [e.leader for e in rig.arrived if e.rid in others][0] == first
+    assert next(e.leader for e in rig.arrived if e.rid in others) == first
 
 
 def test_three_keys_with_little_memory_all_end():
