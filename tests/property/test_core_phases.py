@@ -248,7 +248,7 @@ class CoreMachine(RuleBasedStateMachine):
         kv, pages = self.core.kv, known(self.core)
         plain = sorted(tokens for tokens in pages if min(tokens) >= 0)
         tokens = data.draw(st.sampled_from([*plain, (namespace, *prompt)])) + (2, 0)[:more]
-        r = Request(Arrived(RequestId(0), tokens[1:], 1, namespace=tokens[0]), 0, 1, list(tokens[1:]),
+        r = Request(Arrived(RequestId(0), tokens[1:], 1, namespace=tokens[0]), 0, 1, [],
                     len(tokens) - 1, kv.tables(), self.core.cfg.max_len)
         path, _ = kv.match(r, stored=stored)
         end = len(path) * self.core.cfg.page_size

@@ -52,6 +52,10 @@ class FakeRequest:
     def num_output(self):
         return len(self.tokens) - self.num_prompt
 
+    @property
+    def num_tokens(self):
+        return len(self.tokens)
+
 
 class FakeCore:
     """Runs every request at once, one token a step, `depth` steps in flight."""

@@ -101,7 +101,7 @@ def test_a_page_that_is_still_being_loaded_is_not_copied_on_to_the_host() -> Non
     copy = Copy(kv.device[0].pool.acquire(1)[0], ready=False, moves=1, filled_by=MoveId(99))
     kv.tree.attach(node, kv.device[0], copy)
     a = Arrived(RequestId(0), (11, 12, 13), 9, selects=True)
-    r = Request(a, 0, 9, list(a.prompt), 3, kv.tables(), 100)
+    r = Request(a, 0, 9, [], 3, kv.tables(), 100)
     assert not allocate.enter(kv, r, Place.HOST, NONE_LEFT)
     assert not (r.path or copy.pins or node.refs or kv.moves.outbox) and kv.rows.free == 2
     copy.ready, copy.moves = True, 0
@@ -115,7 +115,7 @@ def test_a_page_whose_copy_on_the_host_is_suspect_is_not_fetched_into_a_second()
     node = kv.tree.child(kv.tree.root(0), (11, 12))
     kv.tree.attach(node, kv.disk[0], Copy(kv.disk[0].pool.acquire(1)[0]))
     a = Arrived(RequestId(0), (11, 12, 13), 9)
-    r = Request(a, 0, 9, list(a.prompt), 3, kv.tables(), 100)
+    r = Request(a, 0, 9, [], 3, kv.tables(), 100)
     assert kv.match(r, stored=True)[0] == [node]
     suspect = Copy(kv.host[0].pool.acquire(1)[0], ready=False, moves=1, bad=True)
     kv.tree.attach(node, kv.host[0], suspect)

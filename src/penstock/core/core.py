@@ -186,7 +186,7 @@ class Core(CoreState):
             if self.pairs:
                 self.pairs[a.peer].refused(a.transfer)
             return
-        r = Request(a, self._seq, min(a.max_new, fits), list(a.prompt), n, self.kv.tables(),
+        r = Request(a, self._seq, min(a.max_new, fits), [], n, self.kv.tables(),
                     n if self.prefills_only else self.cfg.max_len + n)
         most = min(n + r.max_new - 1, r.compute_limit)
         r.drafts = self.cfg.draft_tokens if a.drafts is None else min(self.cfg.draft_tokens, a.drafts)

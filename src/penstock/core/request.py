@@ -33,14 +33,14 @@ class ScheduledRow:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request. `tokens` are known (prompt + retired outputs), positions below `retired` have KV
-    from retired steps. With steps in flight, `computed` and `num_placeholders` are upper bounds: of positions
-    with KV, and of tokens sampled but not known yet."""
+    """One request. Its tokens are known: the prompt, which all choices of it share, and retired outputs.
+    Positions below `retired` have KV from retired steps. With steps in flight, `computed` and
+    `num_placeholders` are upper bounds: of positions with KV, and of tokens sampled but not known yet."""
 
     arrived: Arrived
     seq: int                                   # arrival order
     max_new: int                               # clipped to what can ever fit
-    tokens: list[int]
+    outputs: list[int]                         # its tokens behind the prompt, of steps that have retired
     num_prompt: int
     tables: list[PageTable]                        # of each cache group
     compute_limit: int                         # positions that are computed at most
@@ -178,29 +178,45 @@ class Request:
 
     @property
     def num_output(self) -> int:
-        return len(self.tokens) - self.num_prompt
+        return len(self.outputs)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt + len(self.outputs)
+
+    @property
+    def tokens(self) -> list[int]:
+        """A copy of all of its tokens, which may be many: see `between`."""
+        return [*self.arrived.prompt, *self.outputs]
+
+    def between(self, start: int, end: int) -> Sequence[int]:
+        """Its tokens from position `start` to `end`, as far as they are known."""
+        n, prompt = self.num_prompt, self.arrived.prompt
+        if end <= n:
+            return prompt[start:end]
+        return self.outputs[start - n:end - n] if start >= n else [*prompt[start:], *self.outputs[:end - n]]
 
     @property
     def todo(self) -> int:
         """Positions that can be planned now: known or pending tokens without KV."""
-        return min(len(self.tokens) + self.num_placeholders, self.compute_limit) - self.computed
+        return min(self.num_tokens + self.num_placeholders, self.compute_limit) - self.computed
 
     def page_key(self, index: int, page_size: int) -> Sequence[int]:
         """What names page `index` among its siblings: its tokens, and how they were computed where
         that is not what any prefill computes."""
         if self.arrived.attention and (index + 1) * page_size > self.num_prompt:
             return self.output_key(index, page_size, max(0, self.num_prompt - index * page_size))
-        return tuple(self.tokens[index * page_size:(index + 1) * page_size])
+        return tuple(self.between(index * page_size, (index + 1) * page_size))
 
     @property
     def cached_max(self) -> int:
         """Tokens that it may take from what is cached."""
-        return len(self.tokens) if self.arrived.cached_max is None else self.arrived.cached_max
+        return self.num_tokens if self.arrived.cached_max is None else self.arrived.cached_max
 
     def output_key(self, index: int, page_size: int, num_prompt: int) -> Sequence[int]:
         """The key of a page of which all but the first `num_prompt` tokens were decoded as this request
         selects: of that request, and for no prompt, which is computed with all of its KV."""
-        tokens = self.tokens[index * page_size:(index + 1) * page_size]
+        tokens = self.between(index * page_size, (index + 1) * page_size)
         return *tokens, -self.arrived.attention, -num_prompt
 
 

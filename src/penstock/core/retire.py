@@ -29,7 +29,7 @@ def retire(core: CoreState, step: StepId, tokens: tuple[tuple[int, ...], ...]) -
             if token not in r.arrived.stop:
                 r.num_placeholders -= 1
                 r.retired = at = at + 1
-                r.tokens.append(token)
+                r.outputs.append(token)
                 out.append(make(Token, (r.rid, at - r.num_prompt, token)))
                 continue
         looked += 1
@@ -69,14 +69,14 @@ def take(core: CoreState, r: Request, tokens: tuple[int, ...]) -> Outcome | None
     """Append output tokens, as far as they count. Returns why the request ends with them."""
     a, n = r.arrived, r.num_output
     if core.prefills_only:
-        r.tokens += tokens                     # the decode engine tells whom it concerns
+        r.outputs += tokens                     # the decode engine tells whom it concerns
         if r.forks and tokens:
             core.release_forks(r)
         if r.is_runnable:
             core.update_runnable(r)                      # it was dropped: now it must have its grant first
         return None
     for token in tokens:
-        r.tokens.append(token)
+        r.outputs.append(token)
         core.out.append(make(Token, (a.rid, n, token)))
         n += 1
         if r.forks:

@@ -117,7 +117,7 @@ def _wanted(core: CoreState, r: Request) -> int:
 
 
 def _may_decode(r: Request) -> bool:
-    ahead = len(r.tokens) + r.num_placeholders
+    ahead = r.num_tokens + r.num_placeholders
     return r.computed < ahead < r.num_prompt + r.max_new
 
 
@@ -125,7 +125,7 @@ def _width(core: CoreState, r: Request, budget: int) -> int:
     """Positions that a decoding row computes: one, and drafts as far as everything allows."""
     if not r.drafts:
         return 1
-    left = r.num_prompt + r.max_new - len(r.tokens) - r.num_placeholders
+    left = r.num_prompt + r.max_new - r.num_tokens - r.num_placeholders
     width = min(1 + r.drafts, budget, left)
     while r.computed + width > r.capacity:
         if not core.kv.grow(r, r.capacity + 1):          # drafts are worth no victim
@@ -275,8 +275,9 @@ def _issue(core: CoreState, step: StepId, chosen: list[ScheduledRow]) -> StepPla
         if r.phase in DECODING:
             tokens += [-1] * row.count         # the device has sampled it; what follows are drafts
         else:
-            known = r.tokens[at:at + row.count]
-            tokens += known + [-1] * (row.count - len(known))
+            known = r.between(at, at + row.count)
+            tokens += known
+            tokens += [-1] * (row.count - len(known))
         r.computed += row.count
         r.num_placeholders += row.width
         r.last_issue = step
@@ -308,7 +309,7 @@ def unchanged_until(r: Request) -> int:
     """Up to which position `r` decodes one token a step and nothing else happens to its row. Drafts
     and loads to wait for need a look each step."""
     if (r.drafts or r.waits or r.issued is None
-            or r.phase not in DECODING or len(r.tokens) + r.num_placeholders != r.computed + 1):
+            or r.phase not in DECODING or r.num_tokens + r.num_placeholders != r.computed + 1):
         return 0
     return min(r.capacity, r.num_prompt + r.max_new - 1)
 
@@ -316,7 +317,7 @@ def unchanged_until(r: Request) -> int:
 def append_until(core: CoreState, r: Request) -> int:
     """Up to which retired position a result of `r` is one more token: no page is full, no end is
     reached. Stop tokens are looked for."""
-    if r.drafts or r.phase not in DECODING or len(r.tokens) != r.retired + 1 or r.forks:
+    if r.drafts or r.phase not in DECODING or r.num_tokens != r.retired + 1 or r.forks:
         return 0
     return min((len(r.path) + 1) * core.cfg.page_size - 1, r.num_prompt + r.max_new - 2)
 

@@ -139,7 +139,7 @@ class Recorder(Watcher):
             turn.kept = [Flat(e.step, [token for (token,) in e.tokens]) if type(e) is Retired else e
                          for e in turn.kept]
         if turn.ended:
-            turn.tokens += sum(len(r.tokens) for r in turn.ended)
+            turn.tokens += sum(r.num_tokens for r in turn.ended)
         self._tokens += turn.tokens
         self.turns.append(turn)
         while len(self.turns) > self._turns_max or (

@@ -138,7 +138,7 @@ def first_token_generated_again(real: Real, core: Core, r: Request, tokens: tupl
     """It was streamed when it came, but decode begins with the prompt's last position."""
     real(core, r, tokens)
     if r.phase is Phase.RECEIVING and tokens:
-        del r.tokens[-1:]
+        del r.outputs[-1:]
         r.computed = r.retired = r.num_prompt - 1
 
 

@@ -181,7 +181,7 @@ def _find(kv: Pages, r: Request) -> Found:
 def _way(kv: Pages, r: Request, g: int, place: Place, claim: Claim) -> Way:
     """What group g has of `r`, and what is still to be had."""
     t, way = r.tables[g], Way()
-    known, done = min(len(r.tokens), r.compute_limit), t.end(r.computed)
+    known, done = min(r.num_tokens, r.compute_limit), t.end(r.computed)
     # A window moves on: its pages are taken as they are needed. Of everything else so many are sure to come.
     end = t.end(r.computed + 1) if t.group.reach else min(t.end(known), done + kv.cfg.take_pages)
     way.later = 0 if t.group.reach else t.end(known) - end

@@ -18,7 +18,7 @@ def keys(kv: Pages, r: Request) -> tuple[bytes, ...]:
     if len(path) <= r.asked_from:
         return ()                              # the last answer was of no use: it could not be remembered
     size, r.asked_from = kv.cfg.page_size, len(path)
-    end = min((len(r.tokens) - 1) // size, r.cached_max // size, len(path) + PAGES_MAX, kv.cfg.disk_pages)
+    end = min((r.num_tokens - 1) // size, r.cached_max // size, len(path) + PAGES_MAX, kv.cfg.disk_pages)
     at = kv.tree.digest(path[-1]) if path else kv.tree.root_digest(r.arrived.namespace)
     found = []
     for i in range(len(path), end):

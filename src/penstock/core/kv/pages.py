@@ -401,7 +401,7 @@ class Pages:
         node = self.tree.roots.get(r.arrived.namespace)
         if r.path and r.path[0].banished:
             return path                        # what is known by now of its tokens is not what it has
-        while node is not None and (len(path) + 1) * self.cfg.page_size <= len(r.tokens):
+        while node is not None and (len(path) + 1) * self.cfg.page_size <= r.num_tokens:
             node = node.children.get(r.page_key(len(path), self.cfg.page_size))
             path += [] if node is None else [node]
         return path
@@ -459,7 +459,7 @@ class Pages:
         """The page that continues a prefix of so many, if every group that keeps all of it has it, and
         a token is left to compute."""
         size = self.cfg.page_size
-        if (pages + 1) * size >= len(r.tokens) or (pages + 1) * size > r.cached_max:
+        if (pages + 1) * size >= r.num_tokens or (pages + 1) * size > r.cached_max:
             return None
         node = last.children.get(r.page_key(pages, size))
         if node is None or not all([self.is_reachable(node, g, stored)

@@ -19,7 +19,7 @@ _PROMOTING, _STAGING = Phase.PROMOTING, Phase.STAGING
 def seal(kv: Pages, r: Request) -> None:
     """Move pages whose tokens have all retired from the request into the tree."""
     size, first, path, tree = kv.cfg.page_size, len(r.path), r.path, kv.tree
-    known = min(r.retired, len(r.tokens)) // size
+    known = min(r.retired, r.num_tokens) // size
     for i in range(first, known):
         parent = path[-1] if path else tree.root(r.arrived.namespace)
         node = tree.child(parent, r.page_key(i, size))

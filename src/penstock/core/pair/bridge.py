@@ -181,7 +181,7 @@ class Pairing(Watcher):
         r.pushed = end
         if end == n:
             r.is_pushed = True
-            self._apply(side.finish(transfer, tuple(r.tokens[n:n + 1])))
+            self._apply(side.finish(transfer, tuple(r.between(n, n + 1))))
 
     def push_ended(self, id: MoveId, ok: bool) -> None:
         side = self.side

@@ -100,7 +100,7 @@ def ways_in(core: CoreState, r: Request) -> tuple[Trigger, ...]:
         device, host = Trigger.RECEIVE, Trigger.RECEIVE_HOST
     if not r.may_host:
         return (device,)
-    if core.cfg.always_hosted or not fits(core.cfg, Place.DEVICE, min(len(r.tokens), r.compute_limit)):
+    if core.cfg.always_hosted or not fits(core.cfg, Place.DEVICE, min(r.num_tokens, r.compute_limit)):
         return (host,)
     return (device, host)
 
@@ -168,7 +168,7 @@ def _total(cfg: CoreConfig, arena: Arena, pages: list[int], kept: int) -> bool:
 def worth(core: CoreState, r: Request) -> float:
     """Tokens that `r` would still miss on the host, for each that a promotion loads. It has as many steps
     left as it may take, but no more than those that have ended took."""
-    step, load, left = 0, 0, r.num_prompt + r.max_new - len(r.tokens)
+    step, load, left = 0, 0, r.num_prompt + r.max_new - r.num_tokens
     if core.answers:
         left = min(left, -(-core.answered // core.answers))
     for t in r.tables:
