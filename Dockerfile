@@ -1,4 +1,4 @@
-# A server on a CPU, with the demo model unless another is named. docs/install.md says how to run it.
+# A server on a CPU, with the demo model unless another is named. docs/getting-started/install.md says how to run it.
 FROM python:3.12-slim
 ARG PIP_ARGS=""
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev libgomp1 \

@@ -54,7 +54,7 @@ doctor: $(VENV)/.installed  ## this machine and the chosen back-ends
 bench: $(VENV)/.installed-dev  ## measure: make bench ARGS="..."
 	@$(BIN)/penstock bench $(ARGS)
 
-clients: $(VENV)/.installed-dev  ## what people use, each in an environment of its own: docs/clients.md
+clients: $(VENV)/.installed-dev  ## what people use, each in an environment of its own: docs/getting-started/clients.md
 	$(BIN)/python bench/clients/run.py $(ARGS)
 
 # ---------------------------------------------------------------- checking

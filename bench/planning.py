@@ -165,7 +165,7 @@ def admitting(w: Work, clock: Callable[[], float]) -> list[float]:
 
 def missing(pages: float) -> float:
     """Of what a hot buffer of the least size misses, the part that one of `pages` times as many does, as
-    docs/selection.md has it."""
+    docs/guides/sparse-decode-quality.md has it."""
     for (small, a), (large, b) in itertools.pairwise(CURVE):
         if pages < large:
             return a + (b - a) * math.log(max(1.0, pages / small)) / math.log(large / small)

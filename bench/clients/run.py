@@ -2,7 +2,7 @@
 
     python bench/clients/run.py [NAME ...]
 
-Builds what is missing in .cache/clients, and writes docs/clients.md and bench/results/clients.json.
+Builds what is missing in .cache/clients, writes docs/getting-started/clients.md and results/clients.json.
 Owns the environments, the server (the demo model, with a chat template that knows tools) and the table.
 """
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 CACHE = ROOT / ".cache" / "clients"
-TABLE = ROOT / "docs" / "clients.md"
+TABLE = ROOT / "docs/getting-started/clients.md"
 RESULTS = ROOT / "bench" / "results" / "clients.json"
 LIMIT_S = 3600
 LOGPROB = 1e-3

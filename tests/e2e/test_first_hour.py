@@ -1,4 +1,4 @@
-"""docs/first-hour.md, block by block: each command is run, and its answer has the lines that stand behind it.
+"""The quickstart, block by block: each command is run, and its answer has the lines that stand behind it.
 
 The installation is what tests/e2e/test_wheel.py does; here `penstock` is this tree.
 """
@@ -19,7 +19,7 @@ from clients import free_port
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 300
-DOC = (ROOT / "docs" / "first-hour.md").read_text()
+DOC = (ROOT / "docs/getting-started/quickstart.md").read_text()
 BLOCKS = re.findall(r"^```(sh|text)( \w+)?\n(.*?)^```$", DOC, re.MULTILINE | re.DOTALL)
 SERVED, ROUTED = "http://127.0.0.1:8000", "http://127.0.0.1:3000"
 

@@ -128,11 +128,11 @@ def test_twelve_requests_run_on_a_device_that_holds_five(serve, scene, tmp_path)
 
 
 def missing_on_the_board(metrics: str) -> set[str]:
-    """Numbers that docs/grafana.json draws, or labels it sorts them by, which no line of `metrics` has."""
+    """Numbers that the Grafana board draws, or labels it sorts them by, which no line of `metrics` has."""
     lines = [line for line in metrics.splitlines() if not line.startswith("#")]
     known = {line.partition("{")[0].partition(" ")[0] for line in lines}
     labels = {*re.findall(r'(\w+)="', "\n".join(lines)), "instance"}      # the last is Prometheus's own
-    board = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text())
+    board = json.loads((Path(__file__).parents[2] / "docs/guides/grafana.json").read_text())
     drawn = " ".join(t["expr"] for p in board["panels"] for t in p["targets"])
     assert len(board["panels"]) == 20
     by = {name for some in re.findall(r"by \(([^)]*)\)", drawn) for name in some.split(", ")}

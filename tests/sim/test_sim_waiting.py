@@ -1,4 +1,4 @@
-"""Nobody starves: in storms that nobody disturbs, every wait is within the bound of docs/adr/0011."""
+"""Nobody starves: in storms that nobody disturbs, every wait is within the bound of ADR 0011."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -86,7 +86,7 @@ def test_a_fork_waits_for_those_that_got_rows_while_its_leader_was_computed() ->
     assert waited.behind >= {o.rid for o in others} and not waited.num_preemptions
     assert waiting.ratio(waited) < WAIT_MAX
     waited.behind.clear()
-    assert waiting.ratio(waited) > WAIT_MAX, "this is what docs/adr/0011 says of forks"
+    assert waiting.ratio(waited) > WAIT_MAX, "this is what ADR 0011 says of forks"
 
 
 def _played(cfg: CoreConfig) -> Waiting:

@@ -98,11 +98,22 @@ def test_serve_commands_parse(doc: Path) -> None:
             parser.parse(prepare(words[2:]))
 
 
+def test_every_page_has_its_place() -> None:
+    """A decision is docs/design/adr/NNNN-title.md, headed `# NNNN: Title`; pages lie in four folders."""
+    at_top = {"README.md", "performance.md", "flags.md", "combinations.md", "models.md"}
+    rooms = {"getting-started", "guides", "reference", "design"}
+    stray = [ids(doc) for doc in DOCS if doc.is_relative_to(ROOT / "docs")
+             and doc.relative_to(ROOT / "docs").parts[0] not in at_top | rooms]
+    assert not stray, stray
+    for page in (ROOT / "docs/design/adr").glob("0*.md"):
+        assert page.read_text().startswith(f"# {page.name[:4]}: "), page
+
+
 def test_decisions_that_are_missing_are_named() -> None:
-    pages = [int(path.name[:4]) for path in (ROOT / "docs/adr").glob("0*.md")]
+    pages = [int(path.name[:4]) for path in (ROOT / "docs/design/adr").glob("0*.md")]
     have = set(pages)
     assert len(have) == len(pages), "two decisions have one number"
-    said = re.search(r"no page ([\d, or]+)\.", (ROOT / "docs/adr/README.md").read_text())
+    said = re.search(r"no page ([\d, or]+)\.", (ROOT / "docs/design/adr/README.md").read_text())
     assert said and {int(n) for n in re.findall(r"\d+", said[1])} == set(range(1, max(have))) - have
 
 

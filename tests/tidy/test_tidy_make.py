@@ -77,7 +77,7 @@ def test_the_image_is_short_and_said_to_be_untested() -> None:
     assert len(lines) <= 20
     copied = [name for line in lines if line.startswith("COPY") for name in line.split()[1:-1]]
     assert copied and all((ROOT / name).exists() for name in copied)
-    told = (ROOT / "docs/install.md").read_text().split("\n\n")
+    told = (ROOT / "docs/getting-started/install.md").read_text().split("\n\n")
     assert "untested" in next(part for part in told if "`Dockerfile`" in part)
 
 

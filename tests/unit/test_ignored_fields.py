@@ -129,7 +129,7 @@ def test_what_claude_code_sends_is_taken(thinks):
 
 
 def test_the_documents_have_the_table():
-    text = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/reference/http-api.md").read_text()
     assert ignored.table() in text
 
 

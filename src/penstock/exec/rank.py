@@ -118,7 +118,7 @@ class Rank:
     """One rank in this process, on the device of its pools.
 
     start       queues. A CUDA device gets the plan at once, ahead of the answers of steps in flight, unless
-                its step waits for copies (docs/adr/0056), or for tokens that the host needs for its drafts.
+                its step waits for copies (ADR 0056), or for tokens that the host needs for its drafts.
                 Tokens that the device cannot sample by itself are chosen late: when the step behind theirs
                 is launched, or when theirs lands.
     collect     with `block` executes the oldest queued plan, or waits for the oldest in flight, or, with

@@ -20,7 +20,7 @@ from penstock.model.base import Attend, AttendsStates, CacheShape, GlobalLayer, 
 from penstock.model.weights.slots import Slots
 
 # A state of all layers may be larger than everything else that is kept in pages: it is cut by layers into so
-# many groups at most, of pages of about so many bytes (docs/adr/0057-states-are-groups-of-layers.md).
+# many groups at most, of pages of about so many bytes (ADR 0057).
 GROUPS_MAX, PAGE_BYTES = 4, 8 << 20
 
 

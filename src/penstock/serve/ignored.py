@@ -74,7 +74,7 @@ def names(place: type[msgspec.Struct]) -> frozenset[str]:
 
 
 def table() -> str:
-    """All of it in Markdown, as docs/http.md has it."""
+    """All of it in Markdown, as docs/reference/http-api.md has it."""
     rows = [f"| {where} | {', '.join(f'`{n}`' for n in place.__struct_fields__)} |"
             for where, place in _PLACES.items()]
     other = ", ".join(f"`{n}`" for n in OBEYED_ELSEWHERE)

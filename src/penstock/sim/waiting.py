@@ -1,4 +1,4 @@
-"""How long a request waits, measured in the work that is ahead of it: the bound of docs/adr/0011.
+"""How long a request waits, measured in the work that is ahead of it: the bound of ADR 0011.
 
 Watches a core from outside: arrivals, steps with rows, who gives way, ends. Knows how much of an engine
 a request takes, and nothing of pages. Also the storms that put the bound to the test.
@@ -17,7 +17,7 @@ from penstock.sim.scenario import Scenario, draw
 from penstock.sim.view import Live, View, capacity
 from penstock.sim.world import World
 
-GAVE_WAY_MAX = 3                  # docs/adr/0011
+GAVE_WAY_MAX = 3                  # ADR 0011
 WAIT_MAX = GAVE_WAY_MAX + 1       # times the work ahead: each time it gives way it may wait once more
 
 

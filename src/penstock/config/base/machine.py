@@ -135,7 +135,7 @@ def bound_waits() -> None:
     """Make OpenMP's threads sleep soon while they wait for each other; before libgomp or libiomp is loaded.
 
     libgomp's own 300,000 turns are milliseconds at each barrier of a step. Where another process has the core
-    that the last thread needs, they burn the time which that one would have (docs/adr/0065). A wait policy
+    that the last thread needs, they burn the time which that one would have (ADR 0065). A wait policy
     of the user's own stays.
     """
     if not any(name in os.environ for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")):

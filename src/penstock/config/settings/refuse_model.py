@@ -70,7 +70,7 @@ _CHOOSES = "this model chooses {topk} tokens one by one in every layer: leave it
 OF_MODEL: tuple[Refusal[ModelFacts], ...] = (
     Refusal(lambda c, m: (c.model.max_model_len or 0) > m.context, ("model.max_model_len",),
             "this model's context is {context} tokens; --rope-scaling stretches it, with a JSON object that "
-            "docs/sparse.md shows"),
+            "docs/guides/sparse-decode.md shows"),
     Refusal(lambda c, m: c.model.dtype == "gguf" and m.load_format != "gguf", ("model.dtype",),
             "{name} is not a .gguf file: leave the flag out"),
     Refusal(lambda c, m: c.kv.sparse_top_k is not None and not m.topk and not m.kv_heads,

@@ -3,7 +3,7 @@
 NaN times zero and NaN plus minus infinity are NaN, so a token whose KV overflowed would spoil the tokens
 before it that share its chunk. A chunk on a CPU is computed as it is; only if its result is not finite it is
 computed again with zeros in such places, and a query that sees one of them gets NaN. A GPU would have to be
-waited for: there `marked` values are zeros, and NaN is the key that marks them. See docs/adr/0067.
+waited for: there `marked` values are zeros, and NaN is the key that marks them. See ADR 0067.
 
     S keys   K KV heads   H head dim   T queries   N query heads
 """
