@@ -67,8 +67,8 @@ def tool_any():
 @call
 def tool_streamed():
     choice = {"type": "tool", "name": "get_weather"}
-    with client.messages.stream(model=MODEL, max_tokens=60, messages=FRANCE, tools=TOOLS,
-                                tool_choice=choice) as stream:
+    with client.messages.stream(messages=FRANCE, tools=TOOLS, tool_choice=choice,
+                                **{**GREEDY, "max_tokens": 60}) as stream:
         assert stream.get_final_message().content[-1].input["city"] in ("Paris", "Rome")
 
 

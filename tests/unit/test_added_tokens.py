@@ -248,3 +248,29 @@ def test_gguf_splits_text_as_the_family_does(pre, parts):
     text = "".join(parts)
     found = [text[a:b] for _, (a, b) in made.pre_tokenizer.pre_tokenize_str(text)]
     assert found == parts
+
+
+SPLITS = json.loads((Path(__file__).parents[1] / "data" / "gguf_splits.json").read_text())
+
+
+@pytest.mark.parametrize("pre", SPLITS["splits"])
+def test_gguf_splits_equal_those_of_the_published_patterns(pre):
+    """Capitals, endings, marks, numbers, scripts and white space, by another regular-expression engine."""
+    made = tokenizer_of_gguf({
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.ggml.tokens": ALPHABET, "tokenizer.ggml.merges": []}, "file")
+    for text, golden in zip(SPLITS["texts"], SPLITS["splits"][pre], strict=True):
+        found = [text[a:b] for _, (a, b) in made.pre_tokenizer.pre_tokenize_str(text)]
+        assert "¦".join(found) == golden
+
+
+@pytest.mark.parametrize("pre, whole", [
+    ("glm4", True), ("glm5", True), ("llama-bpe", True), ("tekken", True), ("kimi-k2", True),
+    ("gpt-4o", True), ("chatglm-bpe", False), ("qwen2", False), ("qwen35", False), ("deepseek-v3", False)])
+def test_gguf_takes_a_word_that_is_a_token_whole_where_its_family_does(pre, whole):
+    """Of ranks of tiktoken; elsewhere the merges alone decide."""
+    tokens = [*ALPHABET, "xyz"]
+    made = tokenizer_of_gguf({
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": []}, "file")
+    assert [tokens[i] for i in made.encode("xyz").ids] == (["xyz"] if whole else ["x", "y", "z"])

@@ -227,9 +227,19 @@ def test_an_effort_is_what_the_template_reads(scripted):
                        ("/v1/messages", {"messages": user, "output_config": {"effort": "max"},
                                          "max_tokens": 9})):
         assert own.post(path, **body).status_code == 200 and own.prompt.startswith("max"), path
-    without = scripted("{% for m in messages %}{{ m.content }}{% endfor %}")
-    assert refused(without, reasoning_effort="low")["param"] == "reasoning_effort"
-    whole(without, reasoning_effort="none")
+
+
+def test_an_effort_is_without_effect_where_the_template_cannot_be_told(scripted):
+    """Clients send one to every model: as in the peers, each API takes it."""
+    server, user = scripted("{% for m in messages %}{{ m.content }}{% endfor %}"), [
+        {"role": "user", "content": "Weather?"}]
+    for effort in ("low", "max"):
+        for path, body in (("/v1/chat/completions", {"messages": user, "reasoning_effort": effort}),
+                           ("/v1/responses", {"input": user, "reasoning": {"effort": effort}}),
+                           ("/v1/messages", {"messages": user, "max_tokens": 9, "thinking": {
+                               "type": "enabled", "budget_tokens": 9}, "output_config": {"effort": effort}})):
+            assert server.post(path, **body).status_code == 200 and server.prompt == "Weather?", path
+    assert refused(server, reasoning_effort="enormous")["param"] == "reasoning_effort"
 
 
 def test_a_prompt_that_opens_the_reasoning(scripted):

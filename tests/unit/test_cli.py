@@ -160,6 +160,8 @@ def test_no_unbuilt_spelling_hides_a_flag_of_ours() -> None:
     ("demo --page-s 3", "did you mean --page-size"),
     ("demo other", "'other' is one argument too many"),
     ("demo --model other", "'other' is one argument too many"),
+    ("--served-model-name a b demo", "'demo' is one argument too many: put MODEL first, or give it by"),
+    ("--served-model-name a b --port 1 demo", "put MODEL first, or give it by --model, where --served-model"),
     ("--model", "a folder, a .gguf file"),
     ("", "MODEL is missing"),
     ("demo --page-size", "--page-size/--block-size: a value is needed"),

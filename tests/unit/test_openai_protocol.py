@@ -114,6 +114,22 @@ def test_a_field_that_is_not_supported_is_named(name, value):
     assert error.param == name and name in str(error)
 
 
+@pytest.mark.parametrize("fields, advice", [
+    ({"functions": [{"name": "f"}]}, "functions is not supported: use tools, each {"),
+    ({"function_call": {"name": "f"}}, "function_call is not supported: use tool_choice")])
+def test_older_names_of_tools_say_what_to_use(fields, advice):
+    assert advice in str(refused(chat, **fields))
+
+
+@pytest.mark.parametrize("message, advice", [
+    ({"role": "function", "name": "f", "content": "rain"}, "use tool, with tool_call_id"),
+    ({"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+     "use tool_calls")])
+def test_older_messages_of_tools_say_what_to_use(message, advice):
+    with pytest.raises(RequestError, match=advice):
+        plain_message(message, 0)
+
+
 @pytest.mark.parametrize("fields", [
     {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "function_call": None},
     {"response_format": {"type": "text"}, "store": False, "modalities": ["text"], "n": 1},

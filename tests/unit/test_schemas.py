@@ -80,6 +80,24 @@ def test_what_generators_write_is_taken(fields, text):
     assert takes(schema(**fields), text)
 
 
+@pytest.mark.parametrize("low, high", [
+    (-(2**63), 2**63 - 1), (0, 2**64 - 1), (-(2**53) - 1, 2**53 + 1), (-9.223372036854776e18, 1.8e308)])
+@pytest.mark.parametrize("kind, names", [
+    ("integer", ("minimum", "maximum")), ("number", ("exclusiveMinimum", "exclusiveMaximum"))])
+def test_bounds_past_the_exact_integers_are_taken_and_kept(low, high, kind, names):
+    """Every answer is within them; numbers past 2^53 are not made."""
+    bounded = schema(**{"type": kind, names[0]: low, names[1]: high})
+    assert takes(bounded, "7") and takes(bounded, str(2**53 - 1))
+    assert takes(bounded, str(1 - 2**53)) is (low < 0)
+    for past in (2**64, -(2**63) - 1, 2**53 + 3):
+        assert not takes(bounded, str(past))
+
+
+@pytest.mark.parametrize("value", [2**53, -(2**60), 1.5, "9007199254740993"])
+def test_a_value_that_is_exact_is_taken(value):
+    assert takes(schema(enum=[value, None]), json.dumps(value)) and not takes(schema(const=value), "1")
+
+
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_a_known_format_is_enforced(name):
     assert not takes(schema(type="string", format=name), '"x y"')
@@ -94,6 +112,8 @@ def test_a_decimal_has_a_digit(text):
     ({"type": "array", "uniqueItems": True}, "uniqueItems"),
     ({"type": "object", "propertyNames": {"pattern": "^a"}}, "propertyNames"),
     ({"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 1}, "minimum"),
+    ({"type": "integer", "maximum": -(2**63)}, "maximum"), ({"multipleOf": 2**60}, "multipleOf"),
+    ({"const": 2**53 + 1}, "const"), ({"enum": ["a", {"b": [-(2**64) - 1]}]}, "enum"),
     ({"type": "array", "items": {"exclusiveMaximum": -(2**60)}}, "exclusiveMaximum"),
     ({"type": "object", "properties": {"ab": {"type": "integer", "multipleOf": 3}},
       "patternProperties": {"^a": {"type": "integer"}}, "required": ["ab"]}, "multipleOf"),

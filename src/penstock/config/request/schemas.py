@@ -12,7 +12,9 @@ from typing import Any
 from penstock.config.base.errors import RequestError, cut, show
 
 INTEGER_MAX = 1 << 53               # the library counts with doubles
-BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+# Of a bound further out than that, what is left: every answer still matches, and numbers beyond are not made.
+BOUNDS = {"minimum": -INTEGER_MAX, "exclusiveMinimum": -INTEGER_MAX,
+          "maximum": INTEGER_MAX, "exclusiveMaximum": INTEGER_MAX, "multipleOf": None}
 # That are enforced; every other format is a note, as JSON Schema says.
 FORMATS = frozenset({"date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid",
                      "uri"})
@@ -39,13 +41,16 @@ class _Schema:
             return [self.of(s) for s in schema]
         if not isinstance(schema, dict):
             return schema
-        _check_bounds(schema)
         self._check_patterns(schema)
         found: dict[str, Any] = {}
         for name, value in schema.items():
             if _neutral(name, value):
                 continue
-            if name in _LITERAL:
+            if name in BOUNDS:
+                found[name] = _bound(name, value)
+            elif name in _LITERAL:
+                if name in ("enum", "const"):
+                    _check_literal(name, value)
                 found[name] = value
             elif name in _NAMED and isinstance(value, dict):
                 found[name] = {key: self.of(one) for key, one in value.items()}
@@ -111,12 +116,32 @@ def _neutral(name: str, value: Any) -> bool:
     return False
 
 
-def _check_bounds(schema: Mapping[str, Any]) -> None:
-    for name in BOUNDS:
-        value = schema.get(name)
-        if type(value) is int and abs(value) > INTEGER_MAX:
-            raise RequestError(f"{name} is {value}: integers are exact up to {INTEGER_MAX}, leave it out or "
-                               "give a smaller one", "grammar")
+def _bound(name: str, value: Any) -> Any:
+    """A bound that the library keeps exactly. Generators write those of int64 and of floats by themselves.
+
+    Raises RequestError: only numbers past the exact ones are within the bound."""
+    if type(value) not in (int, float) or abs(value) <= INTEGER_MAX:
+        return value
+    most = BOUNDS[name]
+    if most is None or (value < 0) is not (most < 0):
+        raise _inexact(name, value)
+    return most
+
+
+def _check_literal(name: str, value: Any) -> None:
+    """Raises RequestError: an integer in it would be answered as its neighbour."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for one in value:
+            _check_literal(name, one)
+    elif type(value) is int and (abs(value) > 1 << 63 or int(float(value)) != value):
+        raise _inexact(name, value)
+
+
+def _inexact(name: str, value: float) -> RequestError:
+    return RequestError(f"{name} is {show(value)}: integers are exact up to {INTEGER_MAX}, leave it out or "
+                        "give a smaller one", "grammar")
 
 
 def _looks(schema: Any) -> bool:

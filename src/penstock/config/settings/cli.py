@@ -144,6 +144,9 @@ class Parser(argparse.ArgumentParser):
                                   "for it, leave it out")
         for text in unknown:
             if not text.startswith("-"):
+                if NAMES in argv:       # as `prepare` leaves it where MODEL comes later
+                    raise ConfigError(f"{text!r} is one argument too many: put MODEL first, or give it by "
+                                      f"--model, where {NAMES} has several names")
                 raise ConfigError(f"{text!r} is one argument too many (see {self.prog} --help)")
             name, known = spelled(text), [*self._option_string_actions, *_valued(), *ALWAYS, *SWITCHES]
             raise ConfigError(f"{text.split('=')[0]} is not a flag of {self.prog}: "

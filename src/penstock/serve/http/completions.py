@@ -211,11 +211,6 @@ class OpenAI:
 
     # ------------------------------------------------------------ prompts
     @property
-    def takes_effort(self) -> bool:
-        """Whether the template can be told how much to reason."""
-        return self.template is not None and any(map(self.template.reads, ("reasoning_effort", *_SWITCHES)))
-
-    @property
     def only_text(self) -> str:
         """What to say to a part of a message that is not text."""
         return ONLY_TEXT if self.template is None else self.template.only
@@ -243,14 +238,12 @@ class OpenAI:
         return text, ids
 
     def _variables(self, request: ChatRequest, template: ChatTemplate) -> dict[str, Any]:
-        """Of the template, beside what is always there. Raises RequestError."""
+        """Of the template, beside what is always there. Clients ask every model for an effort; where the
+        template cannot be told, the model reasons as it does."""
         effort = request.reasoning_effort
         found: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
         if effort is not None and not template.reads("reasoning_effort"):
             switch = next((s for s in _SWITCHES if template.reads(s)), None)
-            if switch is None and effort != "none":
-                raise RequestError("reasoning_effort: this model's chat template does not read it: leave it "
-                                   "out", "reasoning_effort")
             found = {} if switch is None else {switch: effort not in ("none", "minimal")}
         form = request.response_format
         if form is not None and form.type != "text" and template.reads("response_format"):

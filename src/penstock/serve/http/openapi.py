@@ -55,8 +55,8 @@ def document(served: Collection[str] | None = None) -> dict[str, Any]:
     (error, anthropic, *bodies), schemas = msgspec.json.schema_components(
         [Error, MessagesError, *posts.values()], ref_template=_REF)
     for kind in posts.values():
-        for name, allowed in unbuilt(kind).items():
-            schemas[kind.__name__]["properties"][name]["enum"] = allowed
+        for name, mark in unbuilt(kind).items():
+            schemas[kind.__name__]["properties"][name]["enum"] = mark.values
     objects = {"application/json": {"schema": {"type": "object"}}}
     errors = {"application/json": {"schema": error}}
     others = {"application/json": {"schema": {"anyOf": [error, anthropic]}}}     # a missing key is OpenAI's

@@ -137,8 +137,9 @@ class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):
     audio: Unbuilt = None
     chat_template: Unbuilt = None
     documents: Annotated[Any, Neutral([])] = None
-    function_call: Annotated[Any, Neutral("none")] = None
-    functions: Annotated[Any, Neutral([])] = None
+    function_call: Annotated[Any, Neutral("none", instead="tool_choice")] = None
+    functions: Annotated[
+        Any, Neutral([], instead='tools, each {"type": "function", "function": {...}}')] = None
     modalities: Annotated[Any, Neutral(["text"])] = None
     web_search_options: Unbuilt = None
 

@@ -212,14 +212,16 @@ def plain_message(message: Mapping[str, Any], index: int, shown: Collection[str]
         raise RequestError(f"{where} is not an object with role and content", where)
     role = message.get("role")
     if role not in ROLES:
-        raise RequestError(f"{where}.role is {show(role)}: one of {', '.join(ROLES)}", f"{where}.role")
+        advice = "use tool, with tool_call_id" if role == "function" else f"one of {', '.join(ROLES)}"
+        raise RequestError(f"{where}.role is {show(role)}: {advice}", f"{where}.role")
     if role == "tool" and "tool_calls" not in shown:
         raise RequestError(f"{where}.role is 'tool': this model's chat template shows no calls of tools",
                            f"{where}.role")
     calls = message.get("tool_calls") or None
     for name in (*OBEYED_ELSEWHERE, *(() if role == "assistant" else ("tool_calls",))):
         if message.get(name):
-            raise RequestError(f"{where}.{name} is not supported in a message of the {role}: leave it out",
+            advice = "use tool_calls" if (name, role) == ("function_call", "assistant") else "leave it out"
+            raise RequestError(f"{where}.{name} is not supported in a message of the {role}: {advice}",
                                f"{where}.{name}")
     if calls and "tool_calls" not in shown:
         raise RequestError(f"{where}.tool_calls: this model's chat template does not show it, leave it out",

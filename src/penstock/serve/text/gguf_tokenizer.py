@@ -42,7 +42,7 @@ _SPLITS: dict[str, tuple[tuple[str, ...], bool, bool]] = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), ((LLAMA3,), True, False)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), ((QWEN2,), False, True)),
     "qwen35": ((QWEN35,), False, True),
-    **dict.fromkeys(("glm4", "chatglm-bpe"), ((LLAMA3,), False, False)),
+    **dict.fromkeys(("glm4", "glm5"), ((LLAMA3,), True, False)), "chatglm-bpe": ((LLAMA3,), False, False),
     "gpt-4o": ((GPT4O,), True, False), "tekken": ((TEKKEN,), True, False),
     "deepseek-v3": (DEEPSEEK_V3, False, False), "kimi-k2": ((KIMI,), True, False)}
 _STARTS = ("llama-bpe", "llama3", "llama-v3", "tekken")     # begin with BOS unless the file says otherwise

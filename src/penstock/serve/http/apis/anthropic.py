@@ -72,9 +72,7 @@ class _Conversation(Body, kw_only=True, forbid_unknown_fields=True):
     mcp_servers: Annotated[Any, Neutral([])] = None
 
     def chat(self, api: OpenAI, **more: Any) -> ChatRequest:
-        """The same as a chat request to `api`. Raises RequestError.
-
-        Thinking and effort reach models whose template reads them; clients ask for both of any model."""
+        """The same as a chat request to `api`. Raises RequestError."""
         choice, config = self.tool_choice, self.output_config
         messages = [m for i, given in enumerate(self.messages) for m in _messages(given, i, api.only_text)]
         if self.system:
@@ -83,8 +81,6 @@ class _Conversation(Body, kw_only=True, forbid_unknown_fields=True):
         effort: str | None = None if config is None else config.effort
         if self.thinking is not None:
             effort = "none" if self.thinking.type == "disabled" else effort or "high"
-        if not api.takes_effort:
-            effort = None
         form = None if config is None or config.format is None else ResponseFormat(
             type="json_schema", json_schema=JsonSchemaFormat(schema=config.format.schema))
         prefilled = bool(messages) and messages[-1]["role"] == "assistant"

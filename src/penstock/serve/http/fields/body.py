@@ -14,8 +14,9 @@ from penstock.serve.ignored import OfBody
 class Neutral:
     """Marks a field whose feature is not built: null is taken, and these values, which ask for nothing."""
 
-    def __init__(self, *values: Any) -> None:
-        self.values = [None, *values]
+    def __init__(self, *values: Any, instead: str = "") -> None:
+        """instead: the field that does the same here."""
+        self.values, self.instead = [None, *values], instead
 
 
 Unbuilt: TypeAlias = Annotated[Any, Neutral()]
@@ -34,11 +35,13 @@ class Body(OfBody, kw_only=True, forbid_unknown_fields=True):
     def checked(self) -> None:
         """Raises RequestError for a field that is too long, or not supported at its value."""
         self.bounded()
-        for name, allowed in unbuilt(type(self)).items():
+        for name, mark in unbuilt(type(self)).items():
             value = getattr(self, name)
-            if not any(type(value) is type(ok) and value == ok for ok in allowed):      # 0 is not False here
-                raise RequestError(f"{name} is not supported at this value: it is not built", name)
-
+            if any(type(value) is type(ok) and value == ok for ok in mark.values):      # 0 is not False here
+                continue
+            if mark.instead:
+                raise RequestError(f"{name} is not supported: use {mark.instead}", name)
+            raise RequestError(f"{name} is not supported at this value: it is not built", name)
 
     def bounded(self) -> None:
         """Raises RequestError for a field with too many entries, of a part that is a Body too."""
@@ -56,9 +59,9 @@ class Body(OfBody, kw_only=True, forbid_unknown_fields=True):
 
 
 @cache
-def unbuilt(kind: type[Body]) -> dict[str, list[Any]]:
+def unbuilt(kind: type[Body]) -> dict[str, Neutral]:
     """Fields of features that are not built, each with the values that are taken."""
-    return {name: mark.values for name, hint in get_type_hints(kind, include_extras=True).items()
+    return {name: mark for name, hint in get_type_hints(kind, include_extras=True).items()
             for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Neutral)}
 
 
