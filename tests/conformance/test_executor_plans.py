@@ -386,7 +386,7 @@ def test_logits_that_are_not_finite_fail_their_request_only(params):
     h.send()
     a, b = dense(PROMPT, 2)
     assert h.drain() == [Retired(StepId(1), ((), (a,))), Aborted(RequestId(1), damaged=True),
-                         Retired(StepId(2), ((b,), ()))]
+                         Retired(StepId(2), ((b,), ())), Aborted(RequestId(1), damaged=True)]
     assert "not finite" in h.ex.fault(RequestId(1))
     assert h.ex.fault(RequestId(2)) is None
     assert h.ex.stats()["executor_nonfinite_rows_total"] == 2

@@ -29,7 +29,7 @@ def scene(break_it=lambda engine: None) -> None:
 
 # What sees a fault: a token that is not the reference's, or that its logits do not give; a row's pages; its
 # hot buffer.
-WRONG = r"\Arequest \d"
+WRONG = r"\A(request \d|a request was computed again)"
 UNBOUND = r"\Arow \d (runs before it was bound|computes up to \d+ but has \d+ pages|has \d+ pages and grows)"
 COLD = r"\A(row \d has pages on the host and no hot buffer|a row's hot units are too few)"
 

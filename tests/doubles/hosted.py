@@ -217,6 +217,8 @@ def play(engine: Engine, script=lambda turn: (), new: int = NEW, arrive=lambda r
         if not engine.turn() and not waiting:
             break
     engine.drain()
+    # Nothing is damaged here: a request that was computed again has read what was not its own.
+    assert not engine.core.counters["computed_again"], "a request was computed again"
     for rid, prompt in prompts.items():
         want = resident(prompt, new)
         got = tuple(engine.got[rid])

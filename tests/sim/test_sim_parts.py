@@ -155,17 +155,19 @@ def test_who_gave_up_its_kv_may_have_computed_whatever_has_its_tokens() -> None:
     assert one.path and damage.distrusted(view, two) == []
     core.advance([Dropped(RequestId(2))])
     assert two.phase is Phase.DROPPED and damage.distrusted(view, two) == one.path == list(view.sealed(two))
+    page = one.path[0]
     core.advance([Aborted(RequestId(2), damaged=True)])
-    assert view.is_banished(one.path[0]) and damage.distrusted(view, one) == one.path
+    assert view.is_banished(page) and page not in one.path and one.kv_epoch == 1
 
 
-def test_damage_strikes_what_nobody_else_names_and_fires_in_every_tier() -> None:
+def test_damage_strikes_a_request_beside_sound_ones_and_fires_in_every_tier() -> None:
     seen: Counter[str] = Counter()
     for seed in range(200):
         world = World(draw(seed, "pair=0,damages=8")).play()
         seen += world.stats
     for name in ("damaged", "damaged page in hbm", "damaged page in dram", "damaged page in disk",
-                 "damaged page in flight", "damaged after its drop"):
+                 "damaged page in flight", "damaged after its drop", "damaged beside a sound one",
+                 "computed again for itself"):
         assert seen[name], f"{name}: never fired"
 
 

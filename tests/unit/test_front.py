@@ -22,6 +22,8 @@ from penstock.core.plan import (
 )
 from penstock.exec.front import Front, RanksDisagree
 from penstock.exec.rank import Stepped
+from penstock.exec.sampling.sampler import NOT_FINITE, NOTHING_ADMITTED, Sampling, told
+from penstock.exec.sampling.tokens import Answers
 
 RID, STEP, MOVE = RequestId(1), StepId(1), MoveId(1)
 
@@ -53,7 +55,7 @@ def test_only_a_failed_copy_that_a_step_has_waited_for_excuses_its_rows(ok, wait
     move = Move(MOVE, Group(0), Tier.DRAM, (DramPage(0),), Tier.HBM, (HbmPage(0),), 4, StepId(0))
     front.submit(StepPlan(STEP, (Row(0),), (RID,), (0,), (1,), (True,), (5,), (), (), (move,),
                           waits=(MOVE,) if waits else ()))
-    rank.reports = [Moved(MOVE, ok), Stepped(STEP, ((),), faults=((RID, "not finite"),))]
+    rank.reports = [Moved(MOVE, ok), Stepped(STEP, ((),), faults=((RID, "not finite", True),))]
     excused = waits and not ok
     aborts = [] if excused else [Aborted(RID, damaged=True)]
     assert front.poll(block=False) == [Moved(MOVE, ok), Retired(STEP, ((),)), *aborts]
@@ -90,3 +92,22 @@ def test_what_rows_have_missed_is_told_every_sixteen_steps_of_all_ranks():
             rank.reports = [Stepped(StepId(n), ((7,),), reads=(reads,))]
         told += [event for event in front.poll(block=False) if not isinstance(event, Retired)]
     assert told == [HotUse(StepId(16), ((RID, 16 * 9, 16 * 3),)), HotUse(StepId(32), ((RID, 4 * 9, 4 * 3),))]
+
+
+@pytest.mark.parametrize("code", [NOT_FINITE, NOTHING_ADMITTED])
+def test_a_grammar_that_admits_no_token_damages_no_page(code):
+    """Its request fails, and pages that others share with it stay."""
+    answers = Answers()
+    state = Sampling(SamplingParams(), (5,), (), 0)
+    told([state], [code], None)
+    assert not answers.say(RID, state, 0, code)
+    rank = Scripted()
+    front = Front([rank])
+    front.open(RID, (5,), SamplingParams())
+    front.submit(StepPlan(STEP, (Row(0),), (RID,), (0,), (1,), (True,), (5,), (), (), ()))
+    rank.reports = [Stepped(STEP, ((),), faults=tuple(answers.faults))]
+    damaged = code == NOT_FINITE
+    assert front.poll(block=False) == [Retired(STEP, ((),)), Aborted(RID, damaged=damaged)]
+    assert ("grammar admits no token" in front.fault(RID)) != damaged
+    rank.stats = dict
+    assert front.stats()["executor_nonfinite_rows_total"] == damaged

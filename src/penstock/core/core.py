@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import assert_never
 
-from penstock.core import check, lifecycle, retire, schedule
+from penstock.core import check, faults, lifecycle, retire, schedule
 from penstock.core.kv import allocate, listing, offload, prefetch, promote
 from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import Phase, Role, Trigger
@@ -36,7 +36,6 @@ from penstock.core.plan import (
     StepId,
     Stopped,
     Tier,
-    Unstore,
 )
 from penstock.core.policy import capacity, reclaim
 from penstock.core.policy.queue import Admission
@@ -143,11 +142,11 @@ class Core(CoreState):
                 self._arrive(event)
             case Aborted(rid, damaged):
                 if (r := self.live.get(rid)) is not None:
-                    path = self.kv.tainted_by(r) if damaged else []
-                    self.end(r, Outcome.ABORT)
-                    self.kv.leave(all=damaged)
-                    if keys := self.kv.moves.invalidate(path):
-                        self.out.append(Unstore(keys))
+                    if damaged:
+                        faults.damaged(self, r)
+                    else:
+                        self.end(r, Outcome.ABORT)
+                        self.kv.leave(all=False)
             case Stopped(rid, count):
                 if (r := self.live.get(rid)) is not None and count <= r.num_output:
                     self.end(r, Outcome.STOP)

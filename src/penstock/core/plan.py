@@ -80,8 +80,9 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """The client went away. `damaged`: the executor saw that its KV is not sound, so no other
-    request may start from it."""
+    """The client went away. `damaged`: the executor saw that its KV is not sound, in the step that has just
+    retired: no other request may start from it, and one that began with pages of others is computed again
+    once instead, see `core.faults`."""
 
     rid: RequestId
     damaged: bool = False

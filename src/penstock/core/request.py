@@ -109,6 +109,10 @@ class Request:
     forks: list[Request] = field(default_factory=list)  # who waits for that
     is_saved: bool = False                     # it waits, and what it keeps is pinned
     is_saving: bool = False                    # some of that is still being copied
+    borrows: bool = False                      # it began with pages that it may not have computed itself
+    own_from: int = 1 << 60                    # pages behind so many of its path it may have computed itself
+    retried: bool = False                      # it has failed, and is computed again without what is cached;
+    doubted: list[Node] = field(default_factory=list)  # the pages that it had begun with
     moves: set[MoveId] = field(default_factory=set)  # flying copies of its private pages
     waits: list[MoveId] = field(default_factory=list)  # loads that its next steps wait for
 
@@ -134,6 +138,11 @@ class Request:
         if self.phase is not Phase.PROMOTING:
             self.loading = []
         self.is_saved, self.is_saving, self.hot_wait_until = False, False, StepId(0)
+
+    def disown_steps(self) -> None:
+        """No result of its steps in flight counts, through no fault of the planner."""
+        self.invalid_through = self.last_issue
+        self.excused += 1
 
     def restart(self, tokens: int) -> None:
         """So many of its tokens have KV, and no step in flight computes more."""
@@ -211,6 +220,8 @@ class Request:
     @property
     def cached_max(self) -> int:
         """Tokens that it may take from what is cached."""
+        if self.retried:
+            return 0
         return self.num_tokens if self.arrived.cached_max is None else self.arrived.cached_max
 
     def output_key(self, index: int, page_size: int, num_prompt: int) -> Sequence[int]:

@@ -5,7 +5,7 @@ counted on without a look. Knows nothing of plans to come.
 """
 from __future__ import annotations
 
-from penstock.core import schedule
+from penstock.core import faults, schedule
 from penstock.core.kv import sealing
 from penstock.core.lifecycle import Phase, Trigger
 from penstock.core.plan import Outcome, StepId, Token, make
@@ -59,6 +59,8 @@ def _look(core: CoreState, row: ScheduledRow, step: StepId, new: tuple[int, ...]
         if r.retired >= (len(r.path) + 1) * core.cfg.page_size:
             sealing.seal(core.kv, r)         # before it may end: its pages serve others
         r.append_until = schedule.append_until(core, r)
+        if r.doubted and row.last and new:
+            faults.succeeded(core, r)
     if outcome is not None:
         core.end(r, outcome)
     elif r.phase is _SENDING and not (r.num_output or core.kv.in_flight(r)):

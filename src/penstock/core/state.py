@@ -71,6 +71,7 @@ class CoreState:
         self.counters: dict[str, int] = dict.fromkeys(
             ("pauses", "drops", "spills", "promotions", "prefix_queries", "prefix_hbm_hits",
              "prefix_dram_hits", "prefix_disk_hits", "prefix_recomputed", "failed_moves", "rows_looked_at",
+             "computed_again",
              *(f'prefix_cache_cut_total{{group="{group.name}"}}' for group in cfg.groups if group.reach)), 0)
         self.rates: Rates | None = None        # None: not measured yet
         self.answers = 0                       # requests that have ended with some output,
@@ -98,6 +99,10 @@ class CoreState:
         keep = (*holds, *self.may_hold[target, place])
         leaves = target is Phase.DONE and self.kv.is_long(r)       # it gives up its pages in later turns
         self.kv.release(r, [x for x in Lease if x not in keep and not (leaves and x in PAGES)])
+        if target is Phase.LOADING:
+            r.borrows = bool(r.path) or r.delivered > 0
+        if target in (Phase.LOADING, Phase.RECEIVING) and not r.retried:   # then it begins with none
+            r.own_from = min(r.own_from, len(r.path))
         if source is Phase.LOADING:            # what the device has may be what does not get to the host
             r.failed_saves = r.failed_saves + 1 if target is Phase.DROPPED else 0
         if target in (Phase.DROPPED, Phase.DONE):

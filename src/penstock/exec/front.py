@@ -77,7 +77,7 @@ class _Open:
 
     queued: int = 0              # plans in flight that name it
     closed: bool = False
-    fault: str | None = None     # why this executor aborted it
+    fault: str | None = None     # why a step of it failed last
     logprobs: dict[int, Logprobs] = field(default_factory=dict)
     reads: dict[int, tuple[int, ...]] = field(default_factory=dict)     # READS, by rank
     prompt: PromptScores | None = None
@@ -195,7 +195,7 @@ class Front:
         return state.drafted, state.accepted
 
     def fault(self, rid: RequestId) -> str | None:
-        """Why this executor aborted `rid`, until `close`; None if it did not."""
+        """Why a step of `rid` failed last, until `close`; None if none did."""
         return self._open[rid].fault
 
     # ------------------------------------------------------------ plans
@@ -296,7 +296,7 @@ class Front:
         # A spoiled step has read what a failed copy should have written: the core forgets that row's results,
         # and whatever else is not finite is so again in the next step.
         faults = () if spoiled else stepped.faults
-        aborts: list[Event] = [Aborted(rid, damaged=True) for rid, why in faults if self._fault(rid, why)]
+        aborts: list[Event] = [Aborted(rid, damaged) for rid, why, damaged in faults if self._fault(rid, why)]
         decodes = [count for _, _, count in decoding(plan)]
         said = sum(map(len, stepped.tokens))
         for rid, drafted, accepted in stepped.drafts:
@@ -307,7 +307,7 @@ class Front:
         self._count["decode_tokens"] += said - (sum(plan.samples) - len(decodes) - len(stepped.faults))
         self._count["prefill_tokens"] += len(plan.tokens) - sum(decodes)
         self._count["sampled_tokens"] += said
-        self._count["nonfinite_rows"] += len(stepped.faults)
+        self._count["nonfinite_rows"] += sum(damaged for _, _, damaged in stepped.faults)
         for rid in _named(plan):
             state = self._open[rid]
             state.queued -= 1
@@ -315,12 +315,13 @@ class Front:
         return [Retired(plan.step, stepped.tokens), *aborts]
 
     def _fault(self, rid: RequestId, why: str) -> bool:
-        """Note why `rid` fails. False if it has failed before."""
+        """Note why `rid` fails. False once it has ended: until then the core may compute it again."""
         state = self._open[rid]
-        if state.fault is not None:
+        if state.closed:
             return False
+        if state.fault is None:
+            log.error("request %d: %s", rid, why)
         state.fault = why
-        log.error("request %d aborted: %s", rid, why)
         return True
 
     def stats(self) -> dict[str, float]:

@@ -58,7 +58,8 @@ class Stepped:
     tokens      as in `core.plan.Retired`; () for a row whose logits were not finite. These three are
                 of the last stage, the same on all its lanes; others sample nothing
     logprobs    (request, index of the output token, its logprobs) where they were asked for
-    faults      (request, why) of each row whose logits were not finite
+    faults      (request, why, whether its logits were not finite) of each row that failed: else its grammar
+                admits no token
     tables      each DIGEST_STEPS steps of several ranks: digest of each bound row's pages, by row; all must
                 have the same
     reads       (request, `exec.sparse.rows.READS`) of each row that selects, since its beginning
@@ -69,7 +70,7 @@ class Stepped:
     step: StepId
     tokens: tuple[tuple[int, ...], ...] = ()
     logprobs: tuple[tuple[RequestId, int, Logprobs], ...] = ()
-    faults: tuple[tuple[RequestId, str], ...] = ()
+    faults: tuple[tuple[RequestId, str, bool], ...] = ()
     tables: tuple[tuple[int, str], ...] = ()
     reads: tuple[tuple[RequestId, tuple[int, ...]], ...] = ()
     prompts: tuple[tuple[RequestId, Scores], ...] = ()

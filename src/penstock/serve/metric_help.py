@@ -47,6 +47,8 @@ HELP = {
     "storage_lookups_late": "Look-ups that storage did not answer in time: nobody waits then.",
     "num_requests_paused": "Requests whose KV waits in host memory for a row.",
     "requests_hosted": "Requests that decode from host pages.",
+    "requests_computed_again": "Requests computed once more: they had read pages of one that failed, or "
+    "failed and had begun with cached pages.",
     "rows_free": "Rows that no request holds.",
     "rows_looked_at": "Rows that the planner has considered for a step.",
     "steps": "Steps that the engine has planned.",

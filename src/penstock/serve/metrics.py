@@ -51,6 +51,7 @@ RENAMED = {
     "rows_looked_at": "rows_looked_at_total",
     "steps": "steps_total",
     "failed_moves": "failed_moves_total",
+    "computed_again": "requests_computed_again_total",
     "hbm_evictions": 'evicted_pages_total{tier="hbm"}',
     "dram_evictions": 'evicted_pages_total{tier="dram"}',
     "disk_evictions": 'forgotten_pages_total{tier="disk"}',

@@ -1,12 +1,13 @@
 """What a fault of an engine does to one request's KV: wrong values, which nobody else may ever read.
 
-The engine aborts the request as damaged; whoever starts from its pages after that gets wrong tokens,
-and the judge sees them. Pages that others name at that moment are left as they are: who named them goes on
-with them. The judge knows them, and lets nobody else start from them.
+The engine reports the request as damaged; a request that starts from its pages after that, or goes on with
+them, gets wrong tokens, and the judge sees them. Those that name its pages at that moment are sound: they are
+computed again, and must answer as if they were alone.
 """
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from random import Random
 
 from penstock.core.lifecycle import Phase
@@ -26,6 +27,17 @@ def victim(view: View, rng: Random) -> RequestId | None:
     return rng.choice(live).rid if live else None
 
 
+def is_stale(view: View, r: Live) -> bool:
+    """Whether what is reported now was seen in a step whose results of `r` count no more."""
+    return 0 < r.invalid_through and view.retired <= r.invalid_through
+
+
+def sharers(view: View, r: Live) -> list[Live]:
+    """Other requests that name a page of those that are given up with `r`."""
+    gone = distrusted(view, r)[:1]
+    return [q for q in view.live if q is not r and any(sealed in q.path for sealed in gone)]
+
+
 def strike(view: View, executor: SimExecutor, r: Live, rng: Random) -> Counter[str]:
     """`r` is about to be aborted as damaged: from some page on that nobody else names, its KV is wrong
     in every tier. Returns what there was to damage."""
@@ -38,8 +50,13 @@ def strike(view: View, executor: SimExecutor, r: Live, rng: Random) -> Counter[s
     # What nobody finds any more may be read for somebody who has left it.
     others |= {sealed for sealed in known if view.is_banished(sealed) and any(
         copy.last_step > view.retired for copy in view.copies(sealed))}
-    own = [i for i, sealed in enumerate(known)
-           if view.readers(sealed) == int(not dropped) and sealed not in others]
+    mine = range(min(r.own_from, len(known)), len(known))      # what it may have computed itself
+    own: Sequence[int] = [i for i in mine
+                          if view.readers(known[i]) == int(not dropped) and known[i] not in others]
+    shared = sharers(view, r) if view.cfg.role == "unified" and rng.random() < 0.5 else []
+    if shared and not others:
+        own = mine                             # theirs too: what they have is computed again
+        told["damaged beside a sound one"] = len(shared)
     first = rng.choice([*own, len(known)])
     pages: set[tuple[Tier, int]] = set()
     for sealed in known[first:]:
@@ -52,7 +69,7 @@ def strike(view: View, executor: SimExecutor, r: Live, rng: Random) -> Counter[s
         begin = first * view.cfg.page_size // (group.page_tokens or view.cfg.page_size)
         for tier, column in ((Tier.HBM, t.device), (Tier.DRAM, t.host)):
             pages |= {(tier, page.page) for page in column[begin:] if page is not None and page.node is None}
-    executor.damage({r.rid, *(q.rid for q in late if q.phase is Phase.DONE)}, pages)
+    executor.damage({r.rid, *(q.rid for q in shared), *(q.rid for q in late if q.phase is Phase.DONE)}, pages)
     return told
 
 
@@ -62,8 +79,8 @@ def path(view: View, r: Live) -> list[Sealed]:
 
 
 def distrusted(view: View, r: Live) -> list[Sealed]:
-    """The pages that nobody may start from once `r` is found to be damaged: its own, and if it has ever
-    given up its KV all that have its tokens, for those it may have computed. Where it goes on with pages
-    that nobody finds any more, what is found now is not of its making."""
-    lost_track = r.kv_epoch > 0 and not (r.path and view.is_banished(r.path[0]))
-    return list(view.sealed(r)) if lost_track else r.path
+    """The pages that no request may start from once `r` is found to be damaged: those that it may have
+    computed, and if it has ever given up its KV all such that have its tokens."""
+    if not r.kv_epoch:
+        return r.path[r.own_from:]
+    return [] if r.path and view.is_banished(r.path[-1]) else list(view.sealed(r))[r.own_from:]

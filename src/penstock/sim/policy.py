@@ -70,10 +70,11 @@ class Policy:
         assert trigger is Trigger.SPILL or alone or r not in running[:1], "the oldest gives way"
 
     def taken(self, r: Live, source: Phase) -> None:
-        """Who has got a row begins behind the longest prefix that anybody has computed."""
+        """A request that has got a row begins behind the longest prefix that has been computed, and with none
+        once it has failed."""
         if r.row is not None and source in (Phase.QUEUED, Phase.DROPPED) and (
                 r.place is Place.DEVICE and not self.refused):
-            assert r.computed == self.longest, (
+            assert r.computed == (0 if r.retried else self.longest), (
                 f"request {r.rid} begins at {r.computed}, and {self.longest} positions are cached")
 
     def _last_resort(self, r: Live, trigger: Trigger, failed: bool) -> None:

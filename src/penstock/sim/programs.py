@@ -124,7 +124,8 @@ MUST_FIRE = (
     # of storage, of clocks, of KV that is found to be damaged
     "storage slow", "storage full", "storage hung", "storage lied", "lie found", "clock leapt",
     "damaged", "damaged page in hbm", "damaged page in dram", "damaged page in disk",
-    "damaged page in flight", "storage dead", "storage forgot a page",
+    "damaged page in flight", "damaged beside a sound one", "computed again for itself",
+    "storage dead", "storage forgot a page",
     # of two engines on one storage
     "engine on a shared storage died", "store of the dead lost", "hits after a restart",
     "hits of the second engine",

@@ -272,10 +272,22 @@ class World(Watcher):
 
     def event(self, event: Event) -> None:
         if isinstance(event, Aborted) and event.damaged and (r := self.view.get(event.rid)) is not None:
-            self.judge.distrusted.update(damage.distrusted(self.view, r))
-            self.stats += damage.strike(self.view, self.executor, r, self._damage_rng)
+            self._damaged(r)
         asked = self.view.get(event.rid) if isinstance(event, ASKED) else None
         self._asked = None if asked is None else (asked, asked.visit)
+
+    def _damaged(self, r: Live) -> None:
+        if damage.is_stale(self.view, r):
+            self.stats["damage of a step behind a drop"] += 1
+            return
+        self.judge.distrusted.update(damage.distrusted(self.view, r))
+        self.judge.forced.update({r.rid, *(q.rid for q in damage.sharers(self.view, r))})
+        self.stats += damage.strike(self.view, self.executor, r, self._damage_rng)
+        if r.borrows and not r.retried:
+            self.stats["computed again for itself"] += 1       # it goes on, and says what it would have said
+        else:
+            self.load.made[r.rid].aborted = True
+            self.ending.append(r.rid)
 
     def applied(self, event: Event) -> None:
         if self._asked is not None and self._asked[0].visit != self._asked[1]:
@@ -405,7 +417,7 @@ class World(Watcher):
             case PeerLeft():
                 self.line = None
                 self.stats["cut off"] += 1
-            case Aborted(rid):
+            case Aborted(rid, damaged=False):     # else see `event`
                 if rid < len(made) and made[rid].sent and made[rid].finished is None:
                     self.stats["aborted twice" if made[rid].aborted else "aborted"] += 1
                     made[rid].aborted = True

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from mutants.registry import Real, holding, instead_of, mutant, swapped
+from penstock.core import faults
 from penstock.core.core import Core
 from penstock.core.kv import allocate, moves, offload, page_table, sealing
 from penstock.core.kv.allocate import KVCache, Load
@@ -15,6 +16,7 @@ from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree
 from penstock.core.lifecycle import Lease, Phase
 from penstock.core.plan import Advance, Arrived, Event, Moved, Outcome, StepId, Tier
 from penstock.core.request import Request
+from penstock.core.state import CoreState
 
 
 # ---------------------------------------------------------------- fences
@@ -184,6 +186,19 @@ def damaged_pages_stay_cached(real: Real, copies: Moves, path: list[Node]) -> No
 def damage_that_shows_after_a_drop(real: Real, kv: KVCache, r: Request) -> list[Node]:
     """A request that was dropped with a step in flight names no page any more."""
     return list(r.path)
+
+
+@instead_of(faults, "compute_again", mode=DAMAGES)
+def who_shares_damaged_pages_goes_on(real: Real, core: CoreState, r: Request) -> None:
+    """Requests that name banished pages go on with them."""
+
+
+@instead_of(faults, "compute_again", mode=DAMAGES)
+def results_of_damaged_pages_count(real: Real, core: CoreState, r: Request) -> None:
+    """What steps in flight sampled from banished pages is said."""
+    before = r.invalid_through
+    real(core, r)
+    r.invalid_through = before
 
 
 # ---------------------------------------------------------------- what is counted

@@ -240,8 +240,8 @@ class Moves:
 
     def invalidate(self, path: list[Node]) -> tuple[bytes, ...]:
         """The KV of a request that has left is damaged: nobody else may start from its pages, nor from what
-        was computed from them. Who has done so already goes on, but to pages of its own: what nobody names
-        goes at once, or once its copies have landed. Returns the keys under which storage may have any."""
+        was computed from them. What nobody names goes at once, or once its copies have landed.
+        Returns the keys under which storage may have any."""
         keys: tuple[bytes, ...] = ()
         if path:
             if self.cfg.store_root and not path[0].banished:

@@ -396,10 +396,10 @@ class Pages:
         """The pages that `r` names, and if it has ever given up its KV all that have its tokens: a step in
         flight when it was dropped may be what shows that they are damaged."""
         if not r.kv_epoch:
-            return r.path
+            return list(r.path)
         path: list[Node] = []
         node = self.tree.roots.get(r.arrived.namespace)
-        if r.path and r.path[0].banished:
+        if r.path and r.path[-1].banished:
             return path                        # what is known by now of its tokens is not what it has
         while node is not None and (len(path) + 1) * self.cfg.page_size <= r.num_tokens:
             node = node.children.get(r.page_key(len(path), self.cfg.page_size))

@@ -171,8 +171,8 @@ class Tree:
         return key_under(self._store_root, (namespace,))
 
     def banish(self, node: Node) -> None:
-        """Nobody finds this page any more, nor what builds on it. Requests that name it go on with it; when
-        they leave it, its copies are the first to be evicted."""
+        """Nobody finds this page any more, nor what builds on it. Requests that name it are computed
+        again, see `core.faults`; when they leave it, its copies are the first to be evicted."""
         parent = node.parent
         if parent is None or parent.children.get(node.key) is not node:
             return

@@ -22,6 +22,7 @@ from penstock.exec.sampling.grammar import Grammars
 from penstock.exec.sampling.on_device import Draws, turns_of
 from penstock.exec.sampling.sampler import (
     FINE,
+    NOT_FINITE,
     Logprobs,
     Recorded,
     Redraw,
@@ -62,7 +63,7 @@ class Answers:
     counts: Sequence[Sequence[int]] = ()
     tokens: list[tuple[int, ...]] = field(default_factory=list)
     logprobs: list[tuple[RequestId, int, Logprobs]] = field(default_factory=list)
-    faults: list[tuple[RequestId, str]] = field(default_factory=list)
+    faults: list[tuple[RequestId, str, bool]] = field(default_factory=list)
     drafts: list[tuple[RequestId, int, int]] = field(default_factory=list)
 
     def choose(self) -> None:
@@ -112,7 +113,7 @@ class Answers:
         if code != FINE:                    # no token is better than a made-up one
             self.faults.append((rid, s.fault or (
                 f"the model's logits for output token {index} are not finite: its weights are damaged or "
-                "overflow in this dtype")))
+                "overflow in this dtype"), code == NOT_FINITE))
             return False
         s.outputs.append(token)
         if index in s.logprobs:

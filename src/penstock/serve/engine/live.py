@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from penstock.config.request.grammar import Grammar
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.scores import PromptScores, Scores
-from penstock.core.plan import Executor, Finished, RequestId, Started, Token
+from penstock.core.plan import Executor, Finished, Outcome, RequestId, Started, Token
 from penstock.serve.wire import Chunk, Logprob, Room
 
 if TYPE_CHECKING:
@@ -79,7 +79,8 @@ class Live:
         by_tier, peer_tokens = (None, 0) if cached is None else _by_tier(cached, self.peer_cached)
         finish, reason = None, ""
         if end is not None:
-            finish, reason = end.outcome.value, end.reason or executor.fault(self.rid) or ""
+            fault = executor.fault(self.rid) if end.outcome is Outcome.ABORT else None
+            finish, reason = end.outcome.value, end.reason or fault or ""
             if self.given_up:
                 finish, reason = self.verdict, self.excuse
         return Chunk(
