@@ -11,7 +11,9 @@ machine had to give meanwhile, 1.0 is a quiet one.
     python bench/planning.py --rows 256 --hosted
     python bench/planning.py --rows 256 --groups 3
     python bench/planning.py --rows 64 --context 1000000 --shared --page-size 64
-    python bench/planning.py --rows 64 --worst --groups 3
+    python bench/planning.py --worst                         # every case at every size: an hour
+    python bench/planning.py --worst hits pause --size 262144 --rows 8
+    python bench/planning.py --worst admission --groups 3 --count
     python bench/planning.py --rows 256 --drafts 32 --cpu
     python bench/planning.py --residency
     python bench/planning.py --blocked --cpu
@@ -24,12 +26,15 @@ import itertools
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
+
+import worst
+from worst import answer
 
 from penstock.core.core import Core
 from penstock.core.lifecycle import Phase
-from penstock.core.plan import Arrived, Event, Finished, HotUse, Moved, RequestId, Retired, StepPlan
+from penstock.core.plan import Arrived, Event, Finished, HotUse, RequestId
 from penstock.core.request import Request
 from penstock.core.settings import CacheGroup, CoreConfig
 from penstock.replay.recorder import Recorder
@@ -90,10 +95,6 @@ def requests(w: Work) -> list[Arrived]:
     return made
 
 
-def answer(plan: StepPlan, token: int) -> list[Event]:
-    return [Retired(plan.step, ((token,),) * sum(plan.samples)), *(Moved(m.id, True) for m in plan.moves)]
-
-
 def fixed_work() -> None:
     """The same work whenever it is called: a quarter of a millisecond, or what the machine makes of it."""
     total = 0
@@ -132,35 +133,6 @@ def decode_turns(w: Work, *, record: bool, clock: Callable[[], float] = time.per
         beside.append(clock() - started)
     assert len(inner.running) == w.rows and len(inner.waiting) == w.waiting
     return taken, beside, (inner.counters["rows_looked_at"] - looked) / len(taken)
-
-
-def admitting(w: Work, clock: Callable[[], float]) -> list[float]:
-    """Seconds of each turn from the arrival of a prompt of a million tokens to its end, beside `w.rows` rows
-    that decode. The pool is full of another such prompt, which has to be evicted."""
-    long = 1_000_000
-    pages = long // w.page_size + w.rows * len(settings(w).groups) * (w.context // w.page_size + 2)
-    core = Core(replace(settings(w), rows=w.rows + 1, hbm_pages=pages, max_len=2 * long, step_tokens=4096))
-    first, second = (Arrived(RequestId(i), tuple(range(i, i + long)), 1) for i in (0, w.rows + 1))
-    taken: list[float] = []
-
-    def turn(events: list[Event]) -> list[Event]:
-        started = clock()
-        plan = core.advance(events).plan
-        taken.append(clock() - started)
-        return answer(plan, 1) if plan is not None else []
-
-    events = turn([first])
-    while core.live:
-        events = turn(events)
-    events += requests(w)
-    while len(core.running) < w.rows or core.transient:
-        events = turn(events)
-    taken.clear()
-    events = turn([*events, second])
-    while second.rid in core.live:
-        events = turn(events)
-    assert len(core.running) == w.rows
-    return taken
 
 
 def missing(pages: float) -> float:
@@ -284,9 +256,33 @@ def report_blocked(clock: Callable[[], float]) -> None:
               f"p99 {1e3 * times[len(times) * 99 // 100]:.3f} ms")
 
 
+def report_worst(args: argparse.Namespace) -> None:
+    """Exits with 1 if a turn of some case is longer than its bar."""
+    one = Work(rows=1, context=600, page_size=args.page_size, turns=1, hosted=False, groups=args.groups,
+               shared=False, waiting=0, drafts=0)
+    unit, failed = "instructions" if args.count else "ms", []
+    for rows in args.rows or (64,):
+        scene = worst.Scene(rows=rows, page=args.page_size, groups=settings(one).groups, limit_s=args.limit,
+                            meter=worst.instructions if args.count else worst.cpu_ms)
+        for name in args.worst or worst.CASES:
+            case = worst.CASES[name]
+            for size in args.size or case.sizes:
+                r = case.measure(scene, size)
+                gc.collect()
+                bar = f"bar {r.bar_ms:g} ms" if r.bar_ms else f"bar {worst.BAR:g}"
+                fails = r.fails and not (args.count and r.bar_ms)
+                print(f"{name} {size:,} {case.of}, {rows} rows: longest turn {r.longest:,.2f} {unit}, median "
+                      f"{r.median:,.3f}, {r.multiple:,.1f} times ({bar}), {r.turns} turns"
+                      f"{', stopped by --limit' if r.stopped else ''}{', FAILS' if fails else ''}",
+                      flush=True)
+                failed += [f"{name} {size:,}"] if fails else []
+    print(f"fail: {', '.join(failed)}" if failed else "all within their bars")
+    raise SystemExit(bool(failed))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, nargs="+", default=[8, 256, 1024])
+    parser.add_argument("--rows", type=int, nargs="+", help="that decode (8 256 1024)")
     parser.add_argument("--context", type=int, default=600, help="tokens of prompt and output")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--turns", type=int, default=300)
@@ -303,8 +299,15 @@ def main() -> None:
                         "does; its ring is full after 512 turns: --context 1400 --turns 1200")
     parser.add_argument("--cpu", action="store_true", help="processor time, not wall time: for a machine "
                         "that does other things too")
-    parser.add_argument("--worst", action="store_true", help="the longest turn while 1,000,000 tokens are "
-                        "admitted beside rows that decode")
+    parser.add_argument("--worst", nargs="*", metavar="CASE", choices=[[], *worst.CASES],
+                        help=f"the longest turn of these cases, of all without a name, in processor time: "
+                        f"{', '.join(worst.CASES)}. --rows decode next to it (64)")
+    parser.add_argument("--size", type=int, nargs="+", help="of --worst: tokens, rows, requests that wait or "
+                        "pages of a pool, instead of each case's own sizes")
+    parser.add_argument("--count", action="store_true", help="of --worst: bytecode instructions in place of "
+                        "time. Slower, and the same on a busy machine; no bar of milliseconds holds")
+    parser.add_argument("--limit", type=float, default=60.0, help="of --worst: seconds of processor time, "
+                        "then a case stops")
     parser.add_argument("--residency", action="store_true", help="what promotions cost and what lies idle "
                         "where the device holds a part of the rows")
     parser.add_argument("--blocked", action="store_true", help="rows that decode beside a long prompt that "
@@ -314,21 +317,16 @@ def main() -> None:
         return report_residency()
     if args.blocked:
         return report_blocked(time.thread_time if args.cpu else time.perf_counter)
-    if args.gc == "engine" or (args.worst and args.gc is None):
+    if args.gc == "engine" or (args.worst is not None and args.gc is None):
         collector.spare(FULL)
     elif args.gc == "off":
         gc.disable()
-    for rows in args.rows:
+    if args.worst is not None:
+        return report_worst(args)
+    for rows in args.rows or (8, 256, 1024):
         w = Work(rows=rows, context=args.context, page_size=args.page_size, turns=args.turns,
                  hosted=args.hosted, groups=args.groups, shared=args.shared, waiting=args.waiting,
                  drafts=min(rows, args.drafts))
-        if args.worst:
-            times = sorted(admitting(w, time.thread_time if args.cpu else time.perf_counter))
-            p50 = times[len(times) // 2]
-            print(f"{rows} rows and 1,000,000 tokens: longest turn {1e3 * times[-1]:.1f} ms, the next "
-                  f"{1e3 * times[-2]:.1f} ms, p50 {1e3 * p50:.3f} ms, {len(times)} turns")
-            assert times[-1] <= 20 * p50, "a long prompt keeps rows that decode waiting"
-            continue
         times, beside, looked = decode_turns(w, record=args.record,
                                              clock=time.thread_time if args.cpu else time.perf_counter)
         times.sort()
