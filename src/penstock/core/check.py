@@ -46,6 +46,12 @@ def check(core: CoreState, pairs: Mapping[PeerId, Pairing]) -> None:
             promised[Tier.DRAM if r.place is Place.HOST and t.hosted else Tier.HBM][g] += r.later[g]
     assert all([arena.promised == promised[tier] and arena.promises == sum(promised[tier])
                 for tier, arena in kv.arenas.items()]), PROMISED
+    assert all([r.phase in (Phase.QUEUED, Phase.DROPPED) for r in kv.entering])
+    for entry in kv.entering.values():
+        pinned += entry.pins + entry.spare
+    for back in kv.returned:
+        pinned += back.pins
+        named += back.path
     for r in kv.leaving:
         assert r.phase is Phase.DONE and not (r.moves or any(r.reserve) or any(t.hot for t in r.tables))
         _columns(kv, r, pinned, read, pages)

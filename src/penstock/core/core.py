@@ -64,6 +64,7 @@ class Core(CoreState):
         self.out, self.revoke_pending = [], self.revoke_pending and not events
         self._hear(events)
         if events:
+            self.kv.hits_left = self.cfg.hit_pages
             self.kv.leave(all=not self.running)
         # To a fixed point: planning may free, freeing may admit. Each request moves a few times at most.
         for _ in range(100 + 20 * len(self.live)):
@@ -73,6 +74,10 @@ class Core(CoreState):
             plan = schedule.plan(self)
             self.kv.drain()
             idle = (self.edges_taken, self.kv.freed) == before and not self.admission.is_due()
+            if plan is None and idle and self.admission.is_underway and not (
+                    self.in_flight or self.kv.moves.flying):
+                self.kv.hits_left = 1 << 60      # nothing is to come that would make it go on
+                continue
             if plan is not None or idle:
                 for pair in self.pairs.values():
                     self.out += pair.flush()
@@ -231,6 +236,8 @@ class Core(CoreState):
                 self.copies_lost(r, event.id, gone)
         for r in kv.leaving if lost else ():
             offload.lose(kv, r, gone)
+        if gone:
+            kv.lose_pins(gone)
         kv.moves.finish(flight)
         kept = flight.dst.tier is Tier.DRAM and any([target.pins for _, target in flight.pairs])
         for r in self.saving if kept or lost else ():

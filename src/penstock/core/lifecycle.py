@@ -50,6 +50,10 @@ class Trigger(Enum):
     END = "end"              # stop, length, abort, refusal: legal from every live phase
 
 
+# Those that lead to a row.
+WAYS_IN = frozenset((Trigger.ADMIT, Trigger.ADMIT_HOST, Trigger.RESUME, Trigger.RESUME_HOST))
+
+
 class Lease(Enum):
     __hash__ = object.__hash__
 

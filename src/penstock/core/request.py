@@ -9,7 +9,7 @@ from penstock.core.kv.page_table import PageTable
 from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.lifecycle import Phase, Place
 from penstock.core.pair.protocol import Granted
-from penstock.core.plan import Arrived, MoveId, RequestId, Row, StepId
+from penstock.core.plan import Arrived, HbmPage, MoveId, RequestId, Row, StepId
 
 MISSED = 0.2                # of what a hosted row selects, until a HotUse says how much
 FAILED_SAVES_MAX = 3        # copies to the host that fail again and again help nobody
@@ -98,6 +98,10 @@ class Request:
     # Leases. `path` are its sealed pages in the tree.
     row: Row | None = None
     path: list[Node] = field(default_factory=list)
+    known: Sequence[Node] = ()                 # what was once matched, as a hint: the tree may have lost it
+    prefix: Sequence[list[HbmPage]] = ()       # of each group: pages on the device that its path begins with,
+                                               # as it got its row; empty: look at the table
+    is_in_place: bool = False                  # all that it got with its row was in place
     cut: Mapping[int, int] = field(default_factory=dict)   # pages behind it, by the group that lacks a part
     reserve: list[list[int]] = field(init=False)  # per group: host pages not used yet
     later: list[int] = field(init=False)       # per group: pages that it is promised, and has not taken
@@ -163,7 +167,7 @@ class Request:
         self.hot_drafts = 0
 
     def leave_row(self) -> None:
-        self.row, self.bound = None, False
+        self.row, self.bound, self.prefix, self.is_in_place = None, False, (), False
 
     def look(self) -> None:
         """Its row has news."""

@@ -89,6 +89,11 @@ class CoreConfig:
         return self.pp_size + int(self.overlap)
 
     @property
+    def hit_pages(self) -> int:
+        """Cached pages that requests which wait match and pin in one turn, if another has a row."""
+        return 2 * self.take_pages
+
+    @property
     def host_units(self) -> int:
         """What requests compete for in the host: pages, or, of several groups, slabs, since a page that
         stays behind keeps all of its slab."""

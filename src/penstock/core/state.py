@@ -18,6 +18,7 @@ from penstock.core.lifecycle import (
     LINE,
     ON_HOST,
     WAITING,
+    WAYS_IN,
     IllegalTransition,
     Lease,
     Mode,
@@ -93,6 +94,8 @@ class CoreState:
         source, place = r.phase, lifecycle.place_after(r.phase, trigger, r.place)
         holds = self.holds[target, place]
         gains = any(x not in self.holds[source, r.place] for x in holds) or target is Phase.PAUSED
+        if trigger not in WAYS_IN and r in self.kv.entering:
+            self.kv.abandon(r)
         if gains and not (trial := self.kv.acquire(r, target, holds, place, headroom)):
             return trial
         r.phase, r.place = target, place
@@ -158,6 +161,8 @@ class CoreState:
         """`r` has begun to answer, or never will: its forks wait no more."""
         for fork in r.forks:
             fork.leader = None
+            if fork.arrived.prompt is r.arrived.prompt and fork.arrived.namespace == r.arrived.namespace:
+                fork.known = r.path            # pages of outputs are not looked at, see `_name`
             self.enqueue(fork)
         r.forks = []
 

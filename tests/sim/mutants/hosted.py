@@ -157,12 +157,11 @@ def hot_buffer_grows_again_before_the_device_knows_that_it_shrank(real: Real, re
 # ---------------------------------------------------------------- on the way to the host
 @instead_of(allocate, "_way")
 def hot_buffer_skipped_on_resume(real: Real, kv: KVCache, r: Request, g: int, place: Place,
-                                 claim: Claim) -> Way:
+                                 claim: Claim, way: Way) -> None:
     """One way to host pages forgets the hot buffer."""
     units, r.hot_units = r.hot_units, r.hot_units * (r.phase is not Phase.PAUSED)
-    way: Way = real(kv, r, g, place, claim)
+    real(kv, r, g, place, claim, way)
     r.hot_units = units
-    return way
 
 
 @instead_of(offload, "is_staged")

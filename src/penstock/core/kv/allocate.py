@@ -11,12 +11,22 @@ from dataclasses import dataclass, field
 
 from penstock.core.kv import claims, offload, prefetch, promote
 from penstock.core.kv.claims import Claim, mirror
+from penstock.core.kv.listing import Found
 from penstock.core.kv.page_table import Column, enter_pinned, own, take_all, unpin
-from penstock.core.kv.pages import NO_ROW, NONE_LEFT, Early, Found, Headroom, Pages, Trial
+from penstock.core.kv.pages import (
+    NO_ROW,
+    NONE_LEFT,
+    UNDERWAY,
+    Early,
+    Entering,
+    Headroom,
+    Pages,
+    Trial,
+)
 from penstock.core.kv.pool import Fence
 from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.lifecycle import Lease, Phase, Place
-from penstock.core.plan import Row, Tier
+from penstock.core.plan import HbmPage, Row, Tier
 from penstock.core.request import FAILED_SAVES_MAX, Request
 
 
@@ -95,6 +105,17 @@ class Way:
     saves: list[Load] = field(default_factory=list)      # device to host
     buffer: list[Copy] = field(default_factory=list)
     later: int = 0           # pages of its prompt that it takes when it comes to them
+    pages: list[HbmPage] = field(default_factory=list)       # those of `up`, as far as all are cached
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Entry(Entering):
+    """The trial of such a request."""
+
+    claim: Claim
+    ways: list[Way]
+    is_fresh: bool = False   # it was matched to its end in this turn,
+    again: bool = False      # or once more, with pages at its end that a group lacks: that may be long
 
 
 def enter(kv: Pages, r: Request, place: Place, headroom: Headroom) -> Trial:
@@ -102,14 +123,22 @@ def enter(kv: Pages, r: Request, place: Place, headroom: Headroom) -> Trial:
     still to be computed it takes the first pages now; the others are promised to it."""
     if not kv.rows.free:
         return NO_ROW
-    found = None
-    if r.phase not in (Phase.PAUSED, Phase.RECEIVING):
-        found = _find(kv, r)
-        if place is Place.HOST and r.failed_saves >= FAILED_SAVES_MAX:
-            kv.forget_path(r)                # computed in host pages, nothing is to be copied
-            r.restart(0)
-    claim = Claim(kv, r, path=r.phase in (Phase.QUEUED, Phase.DROPPED))
-    ways = [_way(kv, r, g, place, claim) for g in range(len(r.tables))]
+    found, ways = None, [Way() for _ in r.tables]
+    if r.phase in (Phase.QUEUED, Phase.DROPPED):
+        if (entry := _name(kv, r, place)) is None:
+            return UNDERWAY
+        found, claim, ways = entry.found, entry.claim, entry.ways
+        r.cut = entry.by
+        r.restart(len(r.path) * kv.cfg.page_size)
+    else:
+        if r.phase is Phase.FETCHING:
+            found = _find(kv, r)
+            if place is Place.HOST and r.failed_saves >= FAILED_SAVES_MAX:
+                kv.forget_path(r)            # computed in host pages, nothing is to be copied
+                r.restart(0)
+        claim = Claim(kv, r)
+    for g, way in enumerate(ways):
+        _way(kv, r, g, place, claim, way)
     claim.promise(place, [w.later for w in ways])
     if (early := _early(ways)) is not None:
         return claim.refuse(early)
@@ -125,6 +154,8 @@ def enter(kv: Pages, r: Request, place: Place, headroom: Headroom) -> Trial:
     below = {id(n) for g, w in enumerate(ways) for n in _take(kv, r, g, w)}
     r.loads = len(below)
     r.capacity = kv.covered(r, place)
+    r.prefix = [w.pages if len(w.pages) == len(r.path) else [] for w in ways]
+    r.is_in_place = place is Place.DEVICE and claim.is_ready and not any([w.loads for w in ways])
     if place is Place.HOST:
         kv.soften(r)
     elif r.may_host and kv.cfg.role != "prefill":
@@ -132,6 +163,91 @@ def enter(kv: Pages, r: Request, place: Place, headroom: Headroom) -> Trial:
             if t.hosted and t.end(r.computed) < len(t.device) and not r.later[g]:
                 mirror(kv, g, t, len(t.device) - 1)
     return True
+
+
+def _name(kv: Pages, r: Request, place: Place) -> Entry | None:
+    """Match, name and pin what is cached of a request that has nothing yet, as far as this turn allows. None:
+    the next turn goes on."""
+    entry = kv.entering.get(r)
+    assert entry is None or isinstance(entry, Entry)
+    if entry is not None and (entry.place is not place or (r.path and r.path[-1].banished)):
+        kv.abandon(r)
+        entry = None
+    if entry is not None:
+        entry.is_fresh = False
+    else:
+        size, claim = kv.cfg.page_size, Claim(kv, r, path=True)
+        useful = min(r.num_tokens - 1, r.cached_max) // size
+        entry = kv.entering[r] = Entry(
+            place, list(r.known[:useful]), claim.pins, claim.spare, claim=claim,
+            ways=[Way() for _ in r.tables])
+        if place is Place.HOST and r.failed_saves >= FAILED_SAVES_MAX:
+            entry.nodes, entry.found = [], Found(None, 0, 0, {})     # nothing is to be copied
+            entry.is_fresh = True
+    while entry.found or _match(kv, r, entry):
+        if not _pin(kv, r, entry):
+            if entry.found or r not in kv.entering:
+                return None
+        elif entry.is_fresh or (entry.by and entry.again):
+            break
+        else:                                  # the tree may know more by now
+            entry.again, entry.by, entry.end, entry.found = bool(entry.by), {}, None, None
+    else:
+        return None
+    del kv.entering[r]
+    r.known = ()
+    return entry
+
+
+def _match(kv: Pages, r: Request, entry: Entry) -> bool:
+    """Find the end of what is cached. False: the turn's share is used up."""
+    nodes = entry.nodes
+    if entry.end is None:
+        n = len(nodes)
+        ended = kv.extend(r, nodes, most=kv.hits_most)
+        kv.hits_left -= len(nodes) - n
+        if not ended:
+            return False
+        entry.end = nodes[-1] if nodes else None, len(nodes)
+    if entry.found is None:
+        n = len(nodes)
+        ended = kv.cut_back(r, nodes, entry.by, most=kv.hits_most)
+        kv.hits_left -= n - len(nodes)
+        if not ended:
+            return False
+        last, known = entry.end
+        entry.found, entry.is_fresh = Found(last, known, known - len(nodes), entry.by), True
+    return True
+
+
+def _pin(kv: Pages, r: Request, entry: Entry) -> bool:
+    """Name what was matched, and pin the copies that it needs, page by page. False: the turn's share is used
+    up; or the tree has lost some since, and what is left is to be matched again."""
+    nodes, path, at = entry.nodes, r.path, len(r.path)
+    if at > len(nodes):
+        kv.abandon(r)                          # it ends earlier now
+        return False
+    last = path[-1] if path else kv.tree.roots.get(r.arrived.namespace)
+    whole = [g for g, t in enumerate(r.tables) if not t.reach]
+    for i in range(at, min(len(nodes), at + kv.hits_most)):
+        node = nodes[i]
+        if (node.parent is not last or node.banished or not node.copies
+                or not all([kv.is_reachable(node, g) for g in whole])):
+            del nodes[i:]
+            entry.end, entry.found, entry.by = None, None, {}
+            break
+        path.append(node)
+        for g in whole:                        # pinned first: then it has no place in an order of eviction
+            way, copy = entry.ways[g], node.copies.get(kv.device[g])
+            if copy is None or copy.bad or (entry.place is Place.HOST and r.tables[g].hosted):
+                _page(kv, r, g, i, node, way, entry.claim, entry.place)
+            else:
+                way.up.append(entry.claim.pin(copy))
+                way.pages.append(HbmPage(copy.page))
+        kv.tree.ref(node)
+        last = node
+    kv.hits_left -= len(path) - at
+    return entry.found is not None and len(path) == len(nodes)
 
 
 def receive(kv: Pages, r: Request, place: Place, headroom: Headroom) -> Trial:
@@ -178,29 +294,36 @@ def _find(kv: Pages, r: Request) -> Found:
     return found
 
 
-def _way(kv: Pages, r: Request, g: int, place: Place, claim: Claim) -> Way:
-    """What group g has of `r`, and what is still to be had."""
-    t, way = r.tables[g], Way()
+def _way(kv: Pages, r: Request, g: int, place: Place, claim: Claim, way: Way) -> None:
+    """What group g has of `r`, and what is still to be had, behind what its way has already."""
+    t = r.tables[g]
     known, done = min(r.num_tokens, r.compute_limit), t.end(r.computed)
     # A window moves on: its pages are taken as they are needed. Of everything else so many are sure to come.
     end = t.end(r.computed + 1) if t.group.reach else min(t.end(known), done + kv.cfg.take_pages)
     way.later = 0 if t.group.reach else t.end(known) - end
     begin = t.begin(r.computed)
     hosted = place is Place.HOST and t.hosted
-    way.up = [None] * begin
-    way.down = [None] * begin if hosted else []
-    for i in range(begin, max(end, done)):
-        node = kv.node(r, t, i)
+    if not way.up:
+        way.up = [None] * begin
+        way.down = [None] * begin if hosted else []
+    for i in range(len(way.up), done):
+        _page(kv, r, g, i, kv.node(r, t, i), way, claim, place)
+    for _ in range(len(way.up), end):
         if hosted:
-            way.down.append(_entry(kv, r, g, i, node, way, claim, host=True) if i < done
-                            else claim.want(Tier.DRAM, g))
-            copy = node.good(kv.device[g]) if node is not None else None
-            way.up.append(claim.borrow(copy) if copy is not None and copy.ready else None)
-        else:
-            way.up.append(_entry(kv, r, g, i, node, way, claim, host=False) if i < done
-                          else claim.want(Tier.HBM, g))
+            way.down.append(claim.want(Tier.DRAM, g))
+        way.up.append(None if hosted else claim.want(Tier.HBM, g))
     way.buffer = [claim.want(Tier.HBM, g) for _ in range(r.hot_units if hosted else 0)]
-    return way
+
+
+def _page(kv: Pages, r: Request, g: int, i: int, node: Node | None, way: Way, claim: Claim,
+          place: Place) -> None:
+    """Page i of group g, which has KV, becomes the next of its way."""
+    if place is Place.HOST and r.tables[g].hosted:
+        way.down.append(_entry(kv, r, g, i, node, way, claim, host=True))
+        copy = node.good(kv.device[g]) if node is not None else None
+        way.up.append(claim.borrow(copy) if copy is not None and copy.ready else None)
+    else:
+        way.up.append(_entry(kv, r, g, i, node, way, claim, host=False))
 
 
 def _entry(kv: Pages, r: Request, g: int, i: int, node: Node | None, way: Way, claim: Claim, *,
@@ -267,6 +390,8 @@ def _start(kv: Pages, r: Request, g: int, fills: list[Load], *, up: bool) -> Non
 def missing(r: Request) -> list[Copy] | None:
     """Device pages that are still being loaded; None if something else is not in place either."""
     out: list[Copy] = []
+    if r.is_in_place:
+        return out
     for t in r.tables:
         if not all(c is None or c.ready for c in t.host):
             return None

@@ -29,8 +29,9 @@ class Claim:
 
     def __init__(self, kv: Pages, r: Request, *, path: bool = False, keep: bool = False) -> None:
         self._kv, self._r, self._path, self._keep = kv, r, path, keep
-        self._pins: list[Copy] = []
-        self._spare: list[Copy] = []
+        self.pins: list[Copy] = []
+        self.spare: list[Copy] = []
+        self.is_ready = True                   # so is all that it has pinned
         self._new = {tier: [list[Copy]() for _ in r.tables] for tier in (_DRAM, _HBM)}
         self._later: tuple[Place, Sequence[int]] | None = None
         if keep:
@@ -38,12 +39,13 @@ class Claim:
 
     def pin(self, copy: Copy) -> Copy:
         """A page that is there, or on its way."""
-        self._pins.append(copy)
+        self.pins.append(copy)
+        self.is_ready &= copy.ready
         return pin(copy)
 
     def borrow(self, copy: Copy) -> Copy:
         """One that it can do without: `commit` gives it back if it is in its own way, see `has_borrowed`."""
-        self._spare.append(copy)
+        self.spare.append(copy)
         return pin(copy)
 
     def want(self, tier: Tier, g: int) -> Copy:
@@ -58,15 +60,15 @@ class Claim:
 
     @property
     def has_borrowed(self) -> bool:
-        return bool(self._spare)
+        return bool(self.spare)
 
     def commit(self, headroom: Headroom = NONE_LEFT, beside: Sequence[int] = ()) -> Literal[True] | Shortage:
         """Take everything, or nothing. So much must be left over that those of `headroom` can grow, and
         so many host pages of each group as `beside` says."""
         kv, room = self._kv, self._room(headroom, beside)
-        if not room and room.tier is _HBM and self._spare:
-            self._give_back(self._spare)
-            self._spare = []
+        if not room and room.tier is _HBM and self.spare:
+            self._give_back(self.spare)
+            self.spare = []
             room = self._room(headroom, beside)
         if not room:
             return self.refuse(room)
@@ -80,8 +82,11 @@ class Claim:
         """Take nothing."""
         if self._later is not None:
             self._kv.promise(self._r, *self._later, -1)
-        self._give_back(self._spare)
-        self._give_back(self._pins)
+        if self._path and len(self.pins) + len(self.spare) > self._kv.cfg.hit_pages:
+            self._kv.give_back(self._r, self.pins + self.spare)
+            return why
+        self._give_back(self.spare)
+        self._give_back(self.pins)
         if self._keep:
             self._kv.soften(self._r)
         if self._path:
@@ -94,7 +99,7 @@ class Claim:
                         for tier, new in self._new.items())
         if beside:
             host = [n + more for n, more in zip(host, beside, strict=True)]
-        return kv.make_both_free(host, device, has_pinned=bool(self._pins or self._spare))
+        return kv.make_both_free(host, device, has_pinned=bool(self.pins or self.spare))
 
     def _give_back(self, copies: Iterable[Copy]) -> None:
         for copy in copies:

@@ -1,18 +1,128 @@
-"""Which pages of a prompt storage has that this process does not know of: what to ask for, and the answer.
+"""What is known of the pages of a prompt: matched in the prefix tree, or listed by storage.
 
-Pages are named by what they hold (`prefix_tree.key_under`), so whoever has stored one, this engine has it.
-Takes no host page: what the answer says is read later, by `prefetch`.
+`Matching` finds pages that this process knows. Storage names pages by what they hold
+(`prefix_tree.key_under`), so this engine finds those of any other: `keys` says what to ask for, `listed`
+remembers the answer. Takes no host page: that is read later, by `prefetch`.
 """
 from __future__ import annotations
 
-from penstock.core.kv.pages import Pages
-from penstock.core.kv.prefix_tree import Copy, Node, key_under
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from penstock.core.kv.moves import Moves
+from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree, key_under
 from penstock.core.request import Request
+from penstock.core.settings import CoreConfig
 
 PAGES_MAX = 1024          # asked for at once: a page's key takes 1 us
 
 
-def keys(kv: Pages, r: Request) -> tuple[bytes, ...]:
+class Found(NamedTuple):
+    """How far the prefix tree knew a request: the last of so many pages. From the `cut` last ones a group
+    that keeps only a part cannot go on, each of these so often."""
+
+    last: Node | None
+    pages: int
+    cut: int
+    by: Mapping[int, int]
+
+
+class Matching:
+    """What the prefix tree has of the tokens of a request."""
+
+    cfg: CoreConfig
+    tree: Tree
+    moves: Moves
+    device: list[TierGroup]
+    host: list[TierGroup]
+    disk: list[TierGroup]
+
+    def is_reachable(self, node: Node, g: int, stored: bool = False) -> bool:
+        """Whether a request can get this page on the device: it is there, coming, or below."""
+        below = node.copies.get(self.host[g])
+        if stored and (not below.bad if below is not None else node.ready(self.disk[g])):
+            return True
+        return node.good(self.device[g]) is not None or (below is not None and below.ready)
+
+    def match(self, r: Request, *, stored: bool = False) -> tuple[list[Node], Found]:
+        """The longest path of whole pages that every group can serve and that leaves at least one
+        token to compute, and how far the tree knows it; with `stored`, storage counts too."""
+        path: list[Node] = []
+        self.extend(r, path, stored)
+        known = len(path)
+        last = path[-1] if path else None
+        by: dict[int, int] = {}
+        self.cut_back(r, path, by, stored)
+        return path, Found(last, known, known - len(path), by)
+
+    def extend(self, r: Request, path: list[Node], stored: bool = False, most: int = 1 << 60) -> bool:
+        """Match up to `most` pages more. False: there are more of them."""
+        node = path[-1] if path else self.tree.roots.get(r.arrived.namespace)
+        for _ in range(most):
+            if node is None or (node := self._next(r, node, len(path), stored)) is None:
+                return True
+            path.append(node)
+        return node is None or self._next(r, node, len(path), stored) is None
+
+    def cut_back(self, r: Request, path: list[Node], by: dict[int, int], stored: bool = False,
+                 most: int = 1 << 60) -> bool:
+        """Give up to `most` last pages up, as long as a group that keeps only a part cannot go on behind
+        them; such groups serve fewer boundaries. False: there are more of them."""
+        for _ in range(most):
+            if not path or (g := self._refuses(r, path, stored)) is None:
+                return True
+            path.pop()
+            by[g] = by.get(g, 0) + 1
+        return not path or self._refuses(r, path, stored) is None
+
+    def recomputed(self, r: Request) -> int:
+        """Prompt tokens behind the path of `r` that the tree has as outputs of one who selected as `r`
+        does: a prompt is computed with all of its KV, so they are computed again."""
+        size, pages = self.cfg.page_size, len(r.path)
+        node = r.path[-1] if r.path else self.tree.roots.get(r.arrived.namespace)
+        ways = range(size)                     # how much of the first page was that one's prompt
+        while r.arrived.attention and node is not None and (pages + 1) * size <= r.num_prompt:
+            node = next((n for i in ways if (n := node.children.get(r.output_key(pages, size, i)))), None)
+            pages, ways = pages + (node is not None), range(1)
+        return (pages - len(r.path)) * size
+
+    def _next(self, r: Request, last: Node, pages: int, stored: bool = False) -> Node | None:
+        """The page that continues a prefix of so many, if every group that keeps all of it has it, and
+        a token is left to compute."""
+        size = self.cfg.page_size
+        if (pages + 1) * size >= r.num_tokens or (pages + 1) * size > r.cached_max:
+            return None
+        node = last.children.get(r.page_key(pages, size))
+        if node is None or not all([self.is_reachable(node, g, stored)
+                                    for g, t in enumerate(r.tables) if not t.reach]):
+            return None
+        return node
+
+    def _refuses(self, r: Request, path: list[Node], stored: bool) -> int | None:
+        """The first group that keeps only a part and cannot go on behind this path; None: all can."""
+        size = self.cfg.page_size
+        end = len(path) * size
+        return next((g for g, t in enumerate(r.tables) if t.group.reach
+                     and ((t.group.snapshot and end % t.unit)
+                          or not all(self.is_reachable(path[(i + 1) * t.unit // size - 1], g, stored)
+                                     for i in range(t.begin(end), t.end(end))))), None)
+
+    def tainted_by(self, r: Request) -> list[Node]:
+        """The pages that `r` names, and if it has ever given up its KV all that have its tokens: a step in
+        flight when it was dropped may be what shows that they are damaged."""
+        if not r.kv_epoch:
+            return list(r.path)
+        path: list[Node] = []
+        node = self.tree.roots.get(r.arrived.namespace)
+        if r.path and r.path[-1].banished:
+            return path                        # what is known by now of its tokens is not what it has
+        while node is not None and (len(path) + 1) * self.cfg.page_size <= r.num_tokens:
+            node = node.children.get(r.page_key(len(path), self.cfg.page_size))
+            path += [] if node is None else [node]
+        return path
+
+
+def keys(kv: Matching, r: Request) -> tuple[bytes, ...]:
     """Keys of the next pages behind those of `r` that can be had; the last token is always computed."""
     path, _ = kv.match(r, stored=True)
     if len(path) <= r.asked_from:
@@ -26,7 +136,7 @@ def keys(kv: Pages, r: Request) -> tuple[bytes, ...]:
     return tuple(found)
 
 
-def listed(kv: Pages, r: Request, present: bytes) -> bool:
+def listed(kv: Matching, r: Request, present: bytes) -> bool:
     """Remember what storage has of the pages that it was asked for. Returns whether it has all of them: then
     it may have more."""
     size, tree = kv.cfg.page_size, kv.tree
@@ -52,7 +162,7 @@ def listed(kv: Pages, r: Request, present: bytes) -> bool:
     return complete
 
 
-def _remember(kv: Pages, node: Node, groups: int) -> bool:
+def _remember(kv: Matching, node: Node, groups: int) -> bool:
     """False: there is no slot to be had."""
     for g, space in enumerate(kv.disk):
         if groups >> g & 1 and space not in node.copies:

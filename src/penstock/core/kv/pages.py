@@ -6,10 +6,11 @@ hosted rows can do without are taken back. Knows no policy: who must give way is
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
+from penstock.core.kv.listing import Found, Matching
 from penstock.core.kv.moves import Moves
 from penstock.core.kv.page_table import Column, PageTable, cut, give_up, own, pin, read, take, take_all, unpin
 from penstock.core.kv.pool import Arena, Fence, Pool
@@ -54,18 +55,29 @@ class Early(Refused):
     source: Copy
 
 
-NO_ROW = Refused()
+NO_ROW, UNDERWAY = Refused(), Refused()     # UNDERWAY: its prefix is long, the next turn goes on
 Trial: TypeAlias = Literal[True] | Refused
 
 
-class Found(NamedTuple):
-    """How far the prefix tree knew a request: the last of so many pages. From the `cut` last ones a group
-    that keeps only a part cannot go on, each of these so often."""
+@dataclass(slots=True, eq=False)
+class Entering:
+    """What a request that waits has pinned so far, of a prefix too long for one turn: of its path."""
 
-    last: Node | None
-    pages: int
-    cut: int
-    by: Mapping[int, int]
+    place: Place
+    nodes: list[Node]              # what was matched: not all of it is named yet
+    pins: list[Copy]               # what it needs,
+    spare: list[Copy]              # and what it can do without
+    end: tuple[Node | None, int] | None = None     # how far the tree knows it; None: not seen yet
+    by: dict[int, int] = field(default_factory=dict)       # see `Found`
+    found: Found | None = None     # all of that is known
+
+
+@dataclass(slots=True, eq=False)
+class Returned:
+    """Pinned copies and named pages that a request has given up: they go back in portions."""
+
+    pins: list[Copy]
+    path: list[Node]
 
 
 class Headroom(NamedTuple):
@@ -78,7 +90,7 @@ class Headroom(NamedTuple):
 NONE_LEFT = Headroom()
 
 
-class Pages:
+class Pages(Matching):
     """Pools, prefix tree, transfers, and what the page tables of requests pin of them."""
 
     def __init__(self, cfg: CoreConfig) -> None:
@@ -100,6 +112,9 @@ class Pages:
         self.freed = 0                                   # units that came back, in all
         self.grown: list[Request] = []           # whose hot buffers have more than their least
         self.leaving = deque[Request]()          # have ended, and have pages that nobody has needed yet
+        self.returned = deque[Returned]()
+        self.entering: dict[Request, Entering] = {}
+        self.hits_left = cfg.hit_pages           # of this turn
         # Pages of each group that were sealed when the host was full.
         self.late = [deque[Node](maxlen=max(1, cfg.dram_pages)) for _ in cfg.groups]
 
@@ -174,8 +189,11 @@ class Pages:
         return lacking[0] if lacking else self.make_free(*wants[0]) and self.make_free(*wants[1])
 
     def lacks(self, tier: Tier, want: Sequence[int]) -> int:
-        """How much is missing for `want`, with all that can be had, also of those who have ended."""
-        while (short := self.arenas[tier].lacks(want)) and self.leaving:
+        """How much is missing for `want`, with all that can be had, also of requests that have ended, and
+        of those that wait and have pinned a part of their prefix, the last first."""
+        while (short := self.arenas[tier].lacks(want)) and (self.leaving or self.returned or self.entering):
+            if not (self.leaving or self.returned):
+                self.abandon(next(reversed(self.entering)))
             self.leave()
         return short
 
@@ -188,6 +206,10 @@ class Pages:
         """Give up some pages of a request that has ended, or all of all. The last ones go first: what others
         may find is worth least where it ends."""
         n = self.cfg.take_pages
+        while self.returned:
+            self._return(self.returned[0], n)
+            if not all:
+                return
         while self.leaving:
             r = self.leaving[0]
             columns = [(space, column) for t, up, down in zip(r.tables, self.device, self.host, strict=True)
@@ -204,6 +226,42 @@ class Pages:
                 self.leaving.popleft()
             if not all:
                 return
+
+    def _return(self, back: Returned, n: int) -> None:
+        gone = back.path[-n:]
+        del back.path[-n:]
+        self._unname(gone)
+        for copy in back.pins[-n:]:
+            unpin(copy)
+            if copy.node is not None:
+                self.tree.update_evictable(copy.node)
+        del back.pins[-n:]
+        if not (back.path or back.pins):
+            self.returned.remove(back)
+
+    @property
+    def hits_most(self) -> int:
+        """Pages that a request which waits may still match and pin in this turn: without a limit if no other
+        request has a row, and would wait."""
+        return max(0, self.hits_left) if self.rows.held else 1 << 60
+
+    def abandon(self, r: Request) -> None:
+        """`r`, which waits, gives up the part of its prefix that it has pinned."""
+        if (entry := self.entering.pop(r, None)) is not None:
+            self.give_back(r, entry.pins + entry.spare)
+            r.known = entry.nodes
+
+    def give_back(self, r: Request, pins: list[Copy]) -> None:
+        """In portions: these pins, and the path of `r`."""
+        self.returned.append(Returned(pins, r.path))
+        r.path, r.known = [], r.path
+
+    def lose_pins(self, lost: frozenset[Copy]) -> None:
+        """Copies have gone: requests that wait and have pinned one give up what they have."""
+        for r in [r for r, e in self.entering.items() if not lost.isdisjoint(e.pins + e.spare)]:
+            self.abandon(r)
+        for back in [back for back in self.returned if not lost.isdisjoint(back.pins)]:
+            self._return(back, len(back.pins) + len(back.path))
 
     def promise(self, r: Request, place: Place, pages: Sequence[int], times: int = 1) -> None:
         """`r` takes so many pages of each group later, in `place`; -1: now, or never."""
@@ -376,6 +434,9 @@ class Pages:
     def forget_path(self, r: Request, keep: int = 0) -> None:
         """The request no longer names any sealed page, but for the first `keep`."""
         gone, r.path = r.path[keep:], r.path[:keep]
+        self._unname(gone)
+
+    def _unname(self, gone: list[Node]) -> None:
         self.tree.unref(gone)
         if not self.cfg.prefix_cache:
             for node in reversed(gone):
@@ -392,20 +453,6 @@ class Pages:
         at = (i + 1) * t.unit // self.cfg.page_size - 1
         return r.path[at] if at < len(r.path) else None
 
-    def tainted_by(self, r: Request) -> list[Node]:
-        """The pages that `r` names, and if it has ever given up its KV all that have its tokens: a step in
-        flight when it was dropped may be what shows that they are damaged."""
-        if not r.kv_epoch:
-            return list(r.path)
-        path: list[Node] = []
-        node = self.tree.roots.get(r.arrived.namespace)
-        if r.path and r.path[-1].banished:
-            return path                        # what is known by now of its tokens is not what it has
-        while node is not None and (len(path) + 1) * self.cfg.page_size <= r.num_tokens:
-            node = node.children.get(r.page_key(len(path), self.cfg.page_size))
-            path += [] if node is None else [node]
-        return path
-
     def host_copy(self, node: Node, g: int, mine: Copy | None = None) -> Copy | None:
         """The host copy of a page that the device has, or `mine` is, for somebody who needs it on the host:
         one that is there or on its way. A read from storage is not waited for, it may hang; not even where
@@ -421,60 +468,6 @@ class Pages:
         if copy is None and (read := node.good(self.host[g])) is not None:
             self.moves.detach(node, self.host[g], read)
         return copy
-
-    def is_reachable(self, node: Node, g: int, stored: bool = False) -> bool:
-        """Whether a request can get this page on the device: it is there, coming, or below."""
-        below = node.copies.get(self.host[g])
-        if stored and (not below.bad if below is not None else node.ready(self.disk[g])):
-            return True
-        return node.good(self.device[g]) is not None or (below is not None and below.ready)
-
-    def match(self, r: Request, *, stored: bool = False) -> tuple[list[Node], Found]:
-        """The longest path of whole pages that every group can serve and that leaves at least one
-        token to compute, and how far the tree knows it; with `stored`, storage counts too."""
-        path: list[Node] = []
-        node = self.tree.roots.get(r.arrived.namespace)
-        while node is not None and (node := self._next(r, node, len(path), stored)) is not None:
-            path.append(node)
-        known = len(path)
-        last = path[-1] if path else None
-        by: dict[int, int] = {}                # groups that keep only a part can serve fewer boundaries
-        while path and (g := self._refuses(r, path, stored)) is not None:
-            path.pop()
-            by[g] = by.get(g, 0) + 1
-        return path, Found(last, known, known - len(path), by)
-
-    def recomputed(self, r: Request) -> int:
-        """Prompt tokens behind the path of `r` that the tree has as outputs of one who selected as `r`
-        does: a prompt is computed with all of its KV, so they are computed again."""
-        size, pages = self.cfg.page_size, len(r.path)
-        node = r.path[-1] if r.path else self.tree.roots.get(r.arrived.namespace)
-        ways = range(size)                     # how much of the first page was that one's prompt
-        while r.arrived.attention and node is not None and (pages + 1) * size <= r.num_prompt:
-            node = next((n for i in ways if (n := node.children.get(r.output_key(pages, size, i)))), None)
-            pages, ways = pages + (node is not None), range(1)
-        return (pages - len(r.path)) * size
-
-    def _next(self, r: Request, last: Node, pages: int, stored: bool = False) -> Node | None:
-        """The page that continues a prefix of so many, if every group that keeps all of it has it, and
-        a token is left to compute."""
-        size = self.cfg.page_size
-        if (pages + 1) * size >= r.num_tokens or (pages + 1) * size > r.cached_max:
-            return None
-        node = last.children.get(r.page_key(pages, size))
-        if node is None or not all([self.is_reachable(node, g, stored)
-                                    for g, t in enumerate(r.tables) if not t.reach]):
-            return None
-        return node
-
-    def _refuses(self, r: Request, path: list[Node], stored: bool) -> int | None:
-        """The first group that keeps only a part and cannot go on behind this path; None: all can."""
-        size = self.cfg.page_size
-        end = len(path) * size
-        return next((g for g, t in enumerate(r.tables) if t.group.reach
-                     and ((t.group.snapshot and end % t.unit)
-                          or not all(self.is_reachable(path[(i + 1) * t.unit // size - 1], g, stored)
-                                     for i in range(t.begin(end), t.end(end))))), None)
 
     def is_complete(self, r: Request) -> bool:
         """Whether a parked request still has all that it was parked with."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from penstock.core import lifecycle
 from penstock.core.kv import prefetch
-from penstock.core.kv.pages import Early, Headroom, Shortage
+from penstock.core.kv.pages import UNDERWAY, Early, Headroom, Shortage
 from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import Phase, Place, Trigger
 from penstock.core.plan import StepId, Tier
@@ -33,6 +33,17 @@ class Blocked(NamedTuple):
     early: list[Copy]                      # were still being filled
 
 
+class Round(NamedTuple):
+    """How far the trial of a request has come that goes on in the next turn."""
+
+    request: Request
+    visit: int
+    trigger: Trigger                       # the way in that is under way,
+    state: tuple[int, ...] | None          # and why those before it led nowhere
+    shortages: list[Shortage]
+    early: list[Copy]
+
+
 class Admission:
     """The head of one engine's queue, and why it waits."""
 
@@ -40,13 +51,15 @@ class Admission:
         self.core = core
         self._blocked: Blocked | None = None   # the head of the queue, when it last did not fit
         self._skipped: Request | None = None   # the same, if it was not tried in this turn
+        self._round: Round | None = None
+        self.is_underway = False               # a trial of this turn goes on in the next
         # Edges and steps when nobody could make way for it, and what those lacked who would have.
         self._vain = -1, StepId(0), list[Shortage]()
 
     def admit(self) -> None:
         """Give rows and pages to the waiting, in order; the first that does not fit blocks the rest,
         so that nobody starves behind smaller requests."""
-        self._skipped, passed = None, False
+        self._skipped, passed, self.is_underway = None, False, False
         if not self.core.runnable:
             self._blocked = None
         for r in list(self.core.runnable):
@@ -61,6 +74,8 @@ class Admission:
             if self._enter(r):
                 if passed:
                     return
+            elif self.is_underway:
+                return
             elif reclaim.for_admission(self.core, r):
                 passed = True                  # others need not wait as well: one of them goes on
             else:
@@ -103,7 +118,11 @@ class Admission:
         kv, state, no_row = self.core.kv, None, False
         shortages: list[Shortage] = []
         early: list[Copy] = []
-        for trigger in capacity.ways_in(self.core, r):
+        ways = capacity.ways_in(self.core, r)
+        at, self._round = self._round, None
+        if at is not None and (at.request, at.visit) == (r, r.visit) and at.trigger in ways:
+            ways, state, shortages, early = ways[ways.index(at.trigger):], at.state, at.shortages, at.early
+        for trigger in ways:
             place = lifecycle.place_after(r.phase, trigger, r.place)
             left = headroom(self.core, r, place)
             if left is None:
@@ -112,6 +131,10 @@ class Admission:
             trial = self.core.transition(r, trigger, left)
             if trial:
                 return True
+            if trial is UNDERWAY:
+                self._round = Round(r, r.visit, trigger, state, shortages, early)
+                self._blocked, self.is_underway = None, True
+                return False
             if isinstance(trial, Early):
                 early.append(trial.source)
             elif isinstance(trial, Shortage):
