@@ -73,7 +73,7 @@ def known(core: Core) -> dict[tuple[int, ...], Node]:
         tokens, node = stack.pop()
         if node.parent is not None:
             pages[tokens] = node
-        stack += [((*tokens, *key), child) for key, child in node.children.items()]
+        stack += [((*tokens, *child.numbers), child) for child in node.children.values()]
     return pages
 
 

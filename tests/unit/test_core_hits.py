@@ -1,10 +1,13 @@
 """A prompt that is cached gets its pages in portions, as long as another request has a row."""
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 
+from penstock.core.kv.prefix_tree import Tree, pack, unpack
 from penstock.core.lifecycle import Phase
-from penstock.core.plan import Aborted, Dropped, Flushed, RequestId, Tier
+from penstock.core.plan import Aborted, Arrived, Dropped, Flushed, RequestId, Retired, StepId, Tier
 from tests.doubles.driver import Driver
 
 PROMPT, PAGES = range(1000, 1082), 20          # whole pages of 4 tokens
@@ -12,7 +15,8 @@ PROMPT, PAGES = range(1000, 1082), 20          # whole pages of 4 tokens
 
 def cached(**settings: object) -> Driver:
     """Request 9 decodes, and the prompt of another is cached. A turn matches and pins 4 pages at most."""
-    d = Driver(**{"hbm_pages": 90, "take_pages": 2, "step_tokens": 100, "rows": 4, "max_len": 400, **settings})
+    sizes: dict[str, object] = {"hbm_pages": 90, "take_pages": 2, "step_tokens": 100, "max_len": 400}
+    d = Driver(**(sizes | settings))
     d.arrive(9, range(4), 200)
     d.arrive(1, PROMPT, 1)
     while 1 in d.core.live or d.core.kv.leaving:
@@ -116,3 +120,42 @@ def test_who_is_dropped_and_hits_what_it_had_is_admitted_in_portions() -> None:
         assert d.core.live[RequestId(2)].row is None
         d.retire()
     d.run()
+
+
+def test_a_key_is_all_that_it_is_made_of() -> None:
+    """In pages of 2, two large numbers take as many bytes as four small ones."""
+    pages = [(1, 2), (1, 3), (2**31, 5), (5, 1 << 62), (1, 2, -7, 0), (1, 2, -(2**63) + 1, -3), (0, 0),
+             (0, 0, 0, 0)]
+    assert [tuple(unpack(pack(page))) for page in pages] == pages
+    assert len({pack(page) for page in pages}) == len(pages)
+
+
+def test_a_node_has_no_dict_for_one_child() -> None:
+    tree = Tree([])
+    root, keys = tree.root(0), [pack((n, n)) for n in range(3)]
+    nodes = []
+    for n, key in enumerate(keys):
+        nodes.append(tree.child(root, key))
+        assert (root.num_children, root.more is None) == (n + 1, n == 0)
+    assert [root.child(key) for key in keys] == nodes == list(root.children.values())
+    for node in nodes[1:]:
+        root.drop_child(node)
+    assert root.only is nodes[0] and root.more is None and root.child(keys[1]) is None
+    root.drop_child(nodes[0])
+    assert not root.children and root.child(keys[0]) is None
+
+
+def test_a_cached_page_takes_less_than_a_thousand_bytes() -> None:
+    """Of Python's heap, at 16 tokens: 900, where a key that was a tuple of ints made it 1,700."""
+    pages = 2_000
+    d = Driver(page_size=16, rows=1, hbm_pages=pages + 8, max_len=17 * pages, step_tokens=17 * pages)
+    tracemalloc.start()
+    try:
+        d.core.advance([Arrived(RequestId(1), tuple(range(1 << 20, (1 << 20) + 16 * pages + 1)), 1)])
+        d.core.advance([Retired(StepId(1), ((7,),))])
+        while d.core.kv.leaving:
+            d.core.kv.leave(all=True)
+        used = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert len(list(d.core.kv.tree.nodes())) == pages and used < 1_000 * pages, used / pages

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.core.kv.page_table import PageTable
-from penstock.core.kv.prefix_tree import Copy, Node
+from penstock.core.kv.prefix_tree import Copy, Node, pack
 from penstock.core.lifecycle import Phase, Place
 from penstock.core.pair.protocol import Granted
 from penstock.core.plan import Arrived, HbmPage, MoveId, RequestId, Row, StepId
@@ -152,6 +152,15 @@ class Request:
         """So many of its tokens have KV, and no step in flight computes more."""
         self.computed = self.retired = tokens
 
+    def hint(self, nodes: Sequence[Node]) -> None:
+        """The pages that its tokens begin with, as far as the tree has not lost them since."""
+        self.known = nodes
+
+    def take_prefix(self) -> Sequence[list[HbmPage]]:
+        """Of each group the pages that need no look, once."""
+        pages, self.prefix = self.prefix or [[] for _ in self.tables], ()
+        return pages
+
     def follow(self, leader: Request) -> None:
         """It waits until `leader` has begun to answer."""
         self.leader, leader.append_until = leader, 0
@@ -219,7 +228,7 @@ class Request:
         that is not what any prefill computes."""
         if self.arrived.attention and (index + 1) * page_size > self.num_prompt:
             return self.output_key(index, page_size, max(0, self.num_prompt - index * page_size))
-        return tuple(self.between(index * page_size, (index + 1) * page_size))
+        return pack(self.between(index * page_size, (index + 1) * page_size))
 
     @property
     def cached_max(self) -> int:
@@ -232,7 +241,7 @@ class Request:
         """The key of a page of which all but the first `num_prompt` tokens were decoded as this request
         selects: of that request, and for no prompt, which is computed with all of its KV."""
         tokens = self.between(index * page_size, (index + 1) * page_size)
-        return *tokens, -self.arrived.attention, -num_prompt
+        return pack((*tokens, -self.arrived.attention, -num_prompt))
 
 
 def insert(queue: list[Request], r: Request) -> None:

@@ -162,7 +162,7 @@ class CoreState:
         for fork in r.forks:
             fork.leader = None
             if fork.arrived.prompt is r.arrived.prompt and fork.arrived.namespace == r.arrived.namespace:
-                fork.known = r.path            # pages of outputs are not looked at, see `_name`
+                fork.hint(r.path)              # pages of outputs are not looked at, see `_name`
             self.enqueue(fork)
         r.forks = []
 

@@ -177,7 +177,7 @@ class View:
         """The sealed pages that have its tokens, as far as the tree knows them."""
         size, node = self.cfg.page_size, self._kv.tree.roots.get(r.arrived.namespace)
         for i in range(len(r.tokens) // size):
-            node = None if node is None else node.children.get(r.page_key(i, size))
+            node = None if node is None else node.child(r.page_key(i, size))
             if node is None:
                 return
             yield node

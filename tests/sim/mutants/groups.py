@@ -10,7 +10,7 @@ from penstock.core.kv import allocate, sealing
 from penstock.core.kv.allocate import KVCache, Way
 from penstock.core.kv.claims import Claim
 from penstock.core.kv.page_table import PageTable
-from penstock.core.kv.prefix_tree import Copy, Node
+from penstock.core.kv.prefix_tree import Copy, Node, pack, unpack
 from penstock.core.plan import Advance, Event, Grow, StepId, Tier
 from penstock.core.request import Request
 
@@ -74,7 +74,7 @@ class PrefixHitWithoutItsWindow(Core):
 @instead_of(Request, "page_key")
 def decode_identity_left_out_of_the_key(real: Real, r: Request, index: int, page_size: int) -> Sequence[int]:
     """Pages that a selecting decode wrote are shared with requests that compute exactly."""
-    return tuple(r.tokens[index * page_size:(index + 1) * page_size])
+    return pack(r.between(index * page_size, (index + 1) * page_size))
 
 
 @instead_of(Request, "page_key", 400, mode="alike=1,page_size=4,pauses=30,hot_pages=1,model=1")
@@ -82,7 +82,7 @@ def end_of_the_prompt_left_out_of_the_key(real: Real, r: Request, index: int,
                                           page_size: int) -> Sequence[int]:
     """A page that decode finished is shared whatever part of it was a prompt."""
     key: Sequence[int] = real(r, index, page_size)
-    return key[:page_size + 1]
+    return pack(unpack(key)[:page_size + 1])
 
 
 # ---------------------------------------------------------------- grows

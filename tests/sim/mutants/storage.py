@@ -10,7 +10,7 @@ from penstock.core.kv import listing, prefix_tree
 from penstock.core.kv.allocate import KVCache
 from penstock.core.kv.moves import FlyingMove, Moves
 from penstock.core.kv.pages import Pages
-from penstock.core.kv.prefix_tree import Copy, Node, Tree
+from penstock.core.kv.prefix_tree import Copy, Node, Tree, pack
 from penstock.core.lifecycle import Lease, Phase
 from penstock.core.plan import Advance, Event, Move, Moved, MoveId, StepId, Tier, Unstore, Used
 from penstock.core.request import Request
@@ -151,7 +151,7 @@ def storage_not_told_of_damage(real: Real, copies: Moves, path: list[Node]) -> t
 def stored_pages_of_selecting_decode_for_every_prompt(real: Real, r: Request, index: int, page_size: int
                                                       ) -> Sequence[int]:
     """What was computed with a part of its KV is taken for what any prompt computes."""
-    return tuple(r.tokens[index * page_size:(index + 1) * page_size])
+    return pack(r.between(index * page_size, (index + 1) * page_size))
 
 
 @instead_of(listing, "listed", 400, mode=NAMED)

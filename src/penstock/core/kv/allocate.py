@@ -179,7 +179,7 @@ def _name(kv: Pages, r: Request, place: Place) -> Entry | None:
         size, claim = kv.cfg.page_size, Claim(kv, r, path=True)
         useful = min(r.num_tokens - 1, r.cached_max) // size
         entry = kv.entering[r] = Entry(
-            place, list(r.known[:useful]), claim.pins, claim.spare, claim=claim,
+            place, list(r.known[:useful]), claim.needed, claim.spare, claim=claim,
             ways=[Way() for _ in r.tables])
         if place is Place.HOST and r.failed_saves >= FAILED_SAVES_MAX:
             entry.nodes, entry.found = [], Found(None, 0, 0, {})     # nothing is to be copied
@@ -195,7 +195,7 @@ def _name(kv: Pages, r: Request, place: Place) -> Entry | None:
     else:
         return None
     del kv.entering[r]
-    r.known = ()
+    r.hint(())
     return entry
 
 

@@ -29,7 +29,7 @@ class Claim:
 
     def __init__(self, kv: Pages, r: Request, *, path: bool = False, keep: bool = False) -> None:
         self._kv, self._r, self._path, self._keep = kv, r, path, keep
-        self.pins: list[Copy] = []
+        self.needed: list[Copy] = []
         self.spare: list[Copy] = []
         self.is_ready = True                   # so is all that it has pinned
         self._new = {tier: [list[Copy]() for _ in r.tables] for tier in (_DRAM, _HBM)}
@@ -39,7 +39,7 @@ class Claim:
 
     def pin(self, copy: Copy) -> Copy:
         """A page that is there, or on its way."""
-        self.pins.append(copy)
+        self.needed.append(copy)
         self.is_ready &= copy.ready
         return pin(copy)
 
@@ -82,11 +82,11 @@ class Claim:
         """Take nothing."""
         if self._later is not None:
             self._kv.promise(self._r, *self._later, -1)
-        if self._path and len(self.pins) + len(self.spare) > self._kv.cfg.hit_pages:
-            self._kv.give_back(self._r, self.pins + self.spare)
+        if self._path and len(self.needed) + len(self.spare) > self._kv.cfg.hit_pages:
+            self._kv.give_back(self._r, self.needed + self.spare)
             return why
         self._give_back(self.spare)
-        self._give_back(self.pins)
+        self._give_back(self.needed)
         if self._keep:
             self._kv.soften(self._r)
         if self._path:
@@ -99,7 +99,7 @@ class Claim:
                         for tier, new in self._new.items())
         if beside:
             host = [n + more for n, more in zip(host, beside, strict=True)]
-        return kv.make_both_free(host, device, has_pinned=bool(self.pins or self.spare))
+        return kv.make_both_free(host, device, has_pinned=bool(self.needed or self.spare))
 
     def _give_back(self, copies: Iterable[Copy]) -> None:
         for copy in copies:

@@ -82,7 +82,7 @@ class Matching:
         node = r.path[-1] if r.path else self.tree.roots.get(r.arrived.namespace)
         ways = range(size)                     # how much of the first page was that one's prompt
         while r.arrived.attention and node is not None and (pages + 1) * size <= r.num_prompt:
-            node = next((n for i in ways if (n := node.children.get(r.output_key(pages, size, i)))), None)
+            node = next((n for i in ways if (n := node.child(r.output_key(pages, size, i)))), None)
             pages, ways = pages + (node is not None), range(1)
         return (pages - len(r.path)) * size
 
@@ -92,7 +92,7 @@ class Matching:
         size = self.cfg.page_size
         if (pages + 1) * size >= r.num_tokens or (pages + 1) * size > r.cached_max:
             return None
-        node = last.children.get(r.page_key(pages, size))
+        node = last.child(r.page_key(pages, size))
         if node is None or not all([self.is_reachable(node, g, stored)
                                     for g, t in enumerate(r.tables) if not t.reach]):
             return None
@@ -117,7 +117,7 @@ class Matching:
         if r.path and r.path[-1].banished:
             return path                        # what is known by now of its tokens is not what it has
         while node is not None and (len(path) + 1) * self.cfg.page_size <= r.num_tokens:
-            node = node.children.get(r.page_key(len(path), self.cfg.page_size))
+            node = node.child(r.page_key(len(path), self.cfg.page_size))
             path += [] if node is None else [node]
         return path
 
@@ -145,7 +145,7 @@ def listed(kv: Matching, r: Request, present: bytes) -> bool:
         new = i - r.asked_from
         if new >= 0 and not (new < len(present) and present[new]):
             break
-        below = node.children.get(r.page_key(i, size))
+        below = node.child(r.page_key(i, size))
         if below is None and new < 0:
             break                              # it has been evicted since: nobody could reach the others
         node = below or tree.child(node, r.page_key(i, size))

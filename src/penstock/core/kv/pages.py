@@ -249,12 +249,13 @@ class Pages(Matching):
         """`r`, which waits, gives up the part of its prefix that it has pinned."""
         if (entry := self.entering.pop(r, None)) is not None:
             self.give_back(r, entry.pins + entry.spare)
-            r.known = entry.nodes
+            r.hint(entry.nodes)
 
     def give_back(self, r: Request, pins: list[Copy]) -> None:
         """In portions: these pins, and the path of `r`."""
         self.returned.append(Returned(pins, r.path))
-        r.path, r.known = [], r.path
+        r.hint(r.path)
+        r.path = []
 
     def lose_pins(self, lost: frozenset[Copy]) -> None:
         """Copies have gone: requests that wait and have pinned one give up what they have."""

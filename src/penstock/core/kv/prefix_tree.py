@@ -13,7 +13,7 @@ import heapq
 import itertools
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -69,12 +69,15 @@ class Copy:
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A sealed page: its tokens, its place, its copies. `refs` requests have it in their path."""
+    """A sealed page: its tokens, its place, its copies. `refs` requests have it in their path.
 
-    key: Sequence[int]
+    Nearly all nodes have one child at most: a dict for it would take 232 bytes."""
+
+    key: Sequence[int]             # see `pack`; of a root its namespace
     parent: Node | None            # None: a root, whose key is its namespace
     depth: int
-    children: dict[Sequence[int], Node] = field(default_factory=dict)
+    only: Node | None = None       # its child, if it has one,
+    more: dict[Sequence[int], Node] | None = None  # or its children
     copies: dict[TierGroup, Copy] = field(default_factory=dict)
     refs: int = 0
     last_used: int = 0             # the tree's clock when the last request left it, or IN_USE
@@ -82,6 +85,42 @@ class Node:
     reused: bool = False           # a request has begun with it
     serves: bool = True            # of models with states: there is one here or behind it
     digest: bytes = b""            # its key in storage, when somebody has asked for it
+
+    @property
+    def children(self) -> Mapping[Sequence[int], Node]:
+        """By key, oldest first; a new dict most of the time: see `child` and `num_children`."""
+        return self.more or ({} if self.only is None else {self.only.key: self.only})
+
+    @property
+    def num_children(self) -> int:
+        return len(self.more) if self.more else int(self.only is not None)
+
+    def child(self, key: Sequence[int]) -> Node | None:
+        if self.more:
+            return self.more.get(key)
+        return self.only if self.only is not None and self.only.key == key else None
+
+    def add_child(self, node: Node) -> None:
+        if self.more:
+            self.more[node.key] = node
+        elif self.only is not None:
+            self.more, self.only = {self.only.key: self.only, node.key: node}, None
+        else:
+            self.only = node
+
+    def drop_child(self, node: Node) -> None:
+        if self.more:
+            del self.more[node.key]
+            if len(self.more) == 1:
+                [self.only], self.more = self.more.values(), None
+        else:
+            assert self.only is node
+            self.only = None
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """What its key is made of."""
+        return unpack(self.key)
 
     def ready(self, space: TierGroup) -> bool:
         copy = self.copies.get(space)
@@ -120,10 +159,27 @@ def fix(copy: Copy) -> None:
         pool.fix(copy.page)
 
 
+def pack(numbers: Sequence[int]) -> bytes:
+    """The key of a page among its siblings: its tokens, and what else distinguishes it from those.
+
+    All of that and no hash of it, so no two pages are taken for one. A number has 4 bytes; if one of them is
+    too large for that all have 8, and a last byte says so."""
+    try:
+        return array("i", numbers).tobytes()
+    except OverflowError:
+        return array("q", numbers).tobytes() + b"q"
+
+
+def unpack(key: Sequence[int]) -> Sequence[int]:
+    if not isinstance(key, bytes):
+        return key
+    return array("q", key[:-1]) if len(key) % 4 else array("i", key)
+
+
 def key_under(parent: bytes, key: Sequence[int]) -> bytes:
     """What names a page in storage: 16 bytes of the key of its parent and its own 64-bit numbers, the same in
     every process and on every machine."""
-    numbers = array("q", key)
+    numbers = array("q", unpack(key))
     if sys.byteorder == "big":
         numbers.byteswap()
     return hashlib.blake2b(parent + numbers.tobytes(), digest_size=16).digest()
@@ -148,11 +204,11 @@ class Tree:
 
     def child(self, parent: Node, key: Sequence[int]) -> Node:
         """The node of a page that was just sealed under `parent`, new or known."""
-        node = parent.children.get(key)
+        node = parent.child(key)
         if node is None:
-            node = parent.children[key] = Node(key, parent, parent.depth + 1, banished=parent.banished,
-                                               serves=not self._states)
-            if len(parent.children) == 2:
+            node = Node(key, parent, parent.depth + 1, banished=parent.banished, serves=not self._states)
+            parent.add_child(node)
+            if parent.num_children == 2:
                 self._look_above(parent, self._states)
         return node
 
@@ -174,14 +230,14 @@ class Tree:
         """Nobody finds this page any more, nor what builds on it. Requests that name it are computed
         again, see `core.faults`; when they leave it, its copies are the first to be evicted."""
         parent = node.parent
-        if parent is None or parent.children.get(node.key) is not node:
+        if parent is None or parent.child(node.key) is not node:
             return
-        del parent.children[node.key]
+        parent.drop_child(node)
         self._look_above(parent, self._states)
         self._look_serving(parent)
         self._banished -= 1
         node.parent = self.root(self._banished)
-        node.parent.children[node.key] = node
+        node.parent.add_child(node)
         for below in list(self.below(node)):
             below.banished = True
             if not below.refs:
@@ -239,12 +295,12 @@ class Tree:
         or remove it if nothing is left of it."""
         self._enter(node)
         gone: Node | None = node
-        while gone is not None and not (gone.copies or gone.children or gone.refs):
+        while gone is not None and not (gone.copies or gone.only or gone.more or gone.refs):
             if gone.parent is None:
                 self.roots.pop(gone.key[0], None)
-            elif gone.parent.children.get(gone.key) is gone:
-                del gone.parent.children[gone.key]
-                if len(gone.parent.children) == 1:
+            elif gone.parent.child(gone.key) is gone:
+                gone.parent.drop_child(gone)
+                if gone.parent.num_children == 1:
                     self._look_above(gone.parent, self._states)
             gone = gone.parent
 
@@ -319,8 +375,8 @@ class Tree:
     def is_inner(self, node: Node, space: TierGroup) -> bool:
         """Whether a state that this page has, or is about to have, only leads to another: who needs this one
         leaves the path between the two, where so far nobody has."""
-        while len(node.children) == 1:
-            [node] = node.children.values()
+        while node.only is not None:
+            node = node.only
             if space in node.copies:
                 return True
         return False
