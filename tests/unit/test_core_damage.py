@@ -7,7 +7,7 @@ from penstock.core.core import Core
 from penstock.core.kv import allocate, prefetch
 from penstock.core.kv.allocate import KVCache
 from penstock.core.kv.pages import NONE_LEFT
-from penstock.core.kv.prefix_tree import Copy, Node
+from penstock.core.kv.prefix_tree import Copy, Node, pack
 from penstock.core.lifecycle import Place
 from penstock.core.plan import (
     Aborted,
@@ -143,7 +143,7 @@ def test_a_request_that_is_computed_again_gets_no_page_of_the_one_that_damaged_t
 def test_a_page_that_is_still_being_loaded_is_not_copied_on_to_the_host() -> None:
     """Its load and that copy would fly beside each other: the host would get what was there before."""
     kv = KVCache(CoreConfig(page_size=2, rows=2, hbm_pages=8, dram_pages=8, hot_pages=1))
-    node = kv.tree.child(kv.tree.root(0), (11, 12))
+    node = kv.tree.child(kv.tree.root(0), pack((11, 12)))
     copy = Copy(kv.device[0].pool.acquire(1)[0], ready=False, moves=1, filled_by=MoveId(99))
     kv.tree.attach(node, kv.device[0], copy)
     a = Arrived(RequestId(0), (11, 12, 13), 9, selects=True)
@@ -158,7 +158,7 @@ def test_a_page_that_is_still_being_loaded_is_not_copied_on_to_the_host() -> Non
 def test_a_page_whose_copy_on_the_host_is_suspect_is_not_fetched_into_a_second() -> None:
     """It is still being read by somebody, so it cannot go yet."""
     kv = KVCache(CoreConfig(page_size=2, rows=2, hbm_pages=8, dram_pages=8, disk_pages=8))
-    node = kv.tree.child(kv.tree.root(0), (11, 12))
+    node = kv.tree.child(kv.tree.root(0), pack((11, 12)))
     kv.tree.attach(node, kv.disk[0], Copy(kv.disk[0].pool.acquire(1)[0]))
     a = Arrived(RequestId(0), (11, 12, 13), 9)
     r = Request(a, 0, 9, [], 3, kv.tables(), 100)

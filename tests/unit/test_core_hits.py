@@ -159,3 +159,18 @@ def test_a_cached_page_takes_less_than_a_thousand_bytes() -> None:
     finally:
         tracemalloc.stop()
     assert len(list(d.core.kv.tree.nodes())) == pages and used < 1_000 * pages, used / pages
+
+
+def test_damaged_pages_that_are_only_pinned_are_let_go_of() -> None:
+    d = cached()
+    d.arrive(2, (*PROMPT, 5, 6, 7, 8), 60)     # it computes the last page alone
+    d.arrive(3, (*PROMPT, 5, 6, 7, 8, 9), 4)
+    while not (3 in d.core.live and d.core.live[RequestId(3)].path):
+        d.retire()
+    named = d.core.live[RequestId(3)].path[0]
+    d.core.kv.moves.invalidate(list(d.core.live[RequestId(3)].path[:1]))
+    assert named.banished
+    while d.phase(3) is Phase.QUEUED:
+        d.retire()
+    assert named not in d.core.live[RequestId(3)].path
+    d.run()

@@ -28,6 +28,9 @@ def damaged(core: CoreState, r: Request) -> None:
     else:
         core.end(r, Outcome.ABORT)
     for q in _naming(core, own[:1]):
+        if q in kv.entering:                   # it has no row yet, and has read none of them
+            kv.abandon(q)
+            continue
         core.counters["computed_again"] += 1
         compute_again(core, q)
     kv.leave(all=True)
