@@ -87,6 +87,9 @@ def test_the_index_decides_which_copy_of_a_tensor_is_read(tmp_path: Path) -> Non
         "6 tensors are not read: 3 not in the index (b, x, a); 2 buffers and static scales "
         "(model.layers.0.self_attn.k_proj.k_scale, model.layers.0.self_attn.k_scale); 1 not of this model "
         "(model.extra.weight)"]
+    index(tmp_path, {"a": "one.safetensors", "b": "one.safetensors"})
+    assert open_checkpoint(locate(str(tmp_path))).unread(lambda _: False) == [
+        "1 tensor is not read: 1 not in the index (x)"]
 
 
 def test_a_single_file_is_read_in_place_of_a_stale_index(tmp_path: Path) -> None:

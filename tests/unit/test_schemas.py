@@ -75,7 +75,11 @@ def test_a_model_that_likes_line_breaks_comes_to_an_end():
     ({"anyOf": [{"type": "number"}, {"type": "string", "pattern": DECIMAL}]}, '"1.5"'),
     ({"type": "string", "pattern": DECIMAL}, '"-.5"'),
     ({"anyOf": [{"type": "number"}, {"type": "string", "pattern": "^(?=1)1$"}]}, "1.5"),
-    ({"type": "integer", "minimum": -(2**53), "maximum": 2**53}, "7")])
+    ({"type": "integer", "minimum": -(2**53), "maximum": 2**53}, "7"),
+    ({"type": "string", "format": None, "pattern": None, "description": None, "maxLength": 2**63 - 1}, '"x"'),
+    ({"type": "array", "items": {"const": None}, "maxItems": 2**63 - 1, "unevaluatedItems": {}}, "[null]"),
+    ({"type": "object", "required": None, "properties": {"format": {"type": "null"}}, "maxProperties": 2**31,
+      "unevaluatedProperties": True}, '{"format":null}')])
 def test_what_generators_write_is_taken(fields, text):
     assert takes(schema(**fields), text)
 
@@ -110,6 +114,7 @@ def test_a_decimal_has_a_digit(text):
 
 @pytest.mark.parametrize("fields, word", [
     ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+    ({"type": "object", "unevaluatedProperties": False}, "unevaluatedProperties"),
     ({"type": "object", "propertyNames": {"pattern": "^a"}}, "propertyNames"),
     ({"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 1}, "minimum"),
     ({"type": "integer", "maximum": -(2**63)}, "maximum"), ({"multipleOf": 2**60}, "multipleOf"),

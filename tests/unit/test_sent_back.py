@@ -109,3 +109,23 @@ def test_an_assistant_without_content_is_taken(server):
     for empty in ({}, {"content": None}, {"content": ""}, {"content": []}):
         answer = server.post("/v1/chat/completions", messages=[*USER, {"role": "assistant", **empty}, *USER])
         assert answer.status_code == 200, answer.text
+
+
+@FORMS
+def test_calls_and_results_of_other_frameworks_are_taken(server):
+    """Arguments as an object or left out, a result that is null: as the peers take them."""
+    if server.text.calls is None:
+        return
+    prompts = []
+    for function in ({"arguments": "{}"}, {"arguments": {}}, {"arguments": None}, {"arguments": ""}, {}):
+        call = {"id": "abcdef123", "type": "function", "function": {"name": FUNCTION["name"], **function}}
+        for content in ("", None, []):
+            answer = server.post("/v1/chat/completions", tools=[TOOL], messages=[
+                *USER, {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "abcdef123", "content": content}])
+            assert answer.status_code == 200, answer.text
+            prompts.append(server.prompt)
+    assert len({*prompts}) == 1
+    wrong = server.post("/v1/chat/completions", messages=[*USER, {"role": "assistant", "tool_calls": [
+        {"id": "a", "type": "function", "function": {"name": "f", "arguments": [1]}}]}])
+    assert wrong.status_code == 400 and "tool_calls[0]" in wrong.text

@@ -12,6 +12,7 @@ from typing import Any
 from penstock.config.base.errors import RequestError, cut, show
 
 INTEGER_MAX = 1 << 53               # the library counts with doubles
+LENGTH_MAX = 1 << 31                # no answer is so long
 # Of a bound further out than that, what is left: every answer still matches, and numbers beyond are not made.
 BOUNDS = {"minimum": -INTEGER_MAX, "exclusiveMinimum": -INTEGER_MAX,
           "maximum": INTEGER_MAX, "exclusiveMaximum": INTEGER_MAX, "multipleOf": None}
@@ -103,7 +104,9 @@ def ascii_classes(regex: str) -> str:
 
 
 def _neutral(name: str, value: Any) -> bool:
-    """Whether a keyword asks for nothing at this value."""
+    """Whether a keyword asks for nothing at this value. Serializers write null for one that is not set."""
+    if value is None:
+        return name not in _LITERAL
     match name:
         case "uniqueItems":
             return value is False
@@ -111,6 +114,10 @@ def _neutral(name: str, value: Any) -> bool:
             return bool(value is True or value in ({}, {"type": "string"}))
         case "dependentRequired" | "dependentSchemas" | "dependencies":
             return bool(value == {})
+        case "unevaluatedProperties" | "unevaluatedItems":
+            return value is True or value == {}
+        case "maxLength" | "maxItems" | "maxProperties":
+            return type(value) is int and value >= LENGTH_MAX
         case "format":
             return isinstance(value, str) and value not in FORMATS
     return False

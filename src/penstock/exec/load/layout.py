@@ -161,7 +161,7 @@ class Caches:
         if len(self.groups) > 1:
             log(f"kv: {self.words}")
             log(f"kv: slabs of {self.slabs.slab_bytes} bytes: " + ", ".join(
-                f"{n} pages of {group.name} ({self.slabs.unused(g):.0%} unused)"
+                f"{counted(n, 'page')} of {group.name} ({self.slabs.unused(g):.0%} unused)"
                 for g, (group, n) in enumerate(zip(self.groups, self.slabs.slab_pages, strict=True))))
 
 

@@ -23,6 +23,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from penstock.config.base.errors import ConfigError, show
+from penstock.config.base.sizes import counted
 from penstock.kernels.types.scaled import Scaled
 from penstock.model.base import Checkpoint, Wants, everything
 from penstock.model.weights import mxfp4
@@ -143,7 +144,8 @@ class SafetensorsCheckpoint:
         lines = [f"text of {self._files.name}; {self._files.towers(self.stored.towers)}"
                  ] if self._files.wrapper else []
         if why:
-            lines.append(f"{sum(map(len, why.values()))} tensors are not read: " + "; ".join(
+            num = sum(map(len, why.values()))
+            lines.append(f"{counted(num, 'tensor')} {'is' if num == 1 else 'are'} not read: " + "; ".join(
                 f"{len(names)} {kind} ({some(names)})" for kind, names in why.items()))
         return lines
 

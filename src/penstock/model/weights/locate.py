@@ -14,6 +14,7 @@ from typing import Any
 
 from penstock.config.base.errors import ConfigError, show
 from penstock.config.base.paths import hub_cache_dir
+from penstock.config.base.sizes import counted
 from penstock.config.settings.tree import ModelConfig
 from penstock.model.demo import DEMO_NAME, fetch_demo
 from penstock.model.source.overrides import overridden, overrides_of
@@ -117,8 +118,9 @@ class ModelFiles:
         """Say, for the log, that these towers are not served: how many tensors each has by its name."""
         if not found:
             return "vision tower not served"
-        return (f"vision tower not served: {sum(found.values())} tensors of {', '.join(sorted(found))} are "
-                "not read")
+        num = sum(found.values())
+        return (f"vision tower not served: {counted(num, 'tensor')} of {', '.join(sorted(found))} "
+                f"{'is' if num == 1 else 'are'} not read")
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:

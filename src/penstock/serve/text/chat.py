@@ -227,7 +227,7 @@ def plain_message(message: Mapping[str, Any], index: int, shown: Collection[str]
         raise RequestError(f"{where}.tool_calls: this model's chat template does not show it, leave it out",
                            f"{where}.tool_calls")
     content = message.get("content")
-    empty = content in ([], None) if role == "assistant" else role == "tool" and content == []
+    empty = content in ([], None) if role in ("assistant", "tool") else False
     plain = {"role": "system" if role == "developer" and role not in shown else role,
              "content": "" if empty else _plain_content(content, where, only)}
     reasoning = message.get("reasoning_content") or message.get("reasoning")
@@ -243,17 +243,18 @@ def plain_message(message: Mapping[str, Any], index: int, shown: Collection[str]
 
 
 def _plain_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Their arguments, JSON text in a request, are objects in templates; text that is none stays text."""
+    """Their arguments, JSON text in a request, are objects in templates; text that is none stays text. As in
+    the peers, a client may send the object itself, or nothing for none."""
     if not isinstance(calls, list):
         raise RequestError(f"{where} is not a list", where)
     found = []
     for i, call in enumerate(calls):
         at = f"{where}[{i}]"
         match call:
-            case {"function": {"name": str(name), "arguments": str(text)}, **rest} if (
-                    rest.get("type", "function") == "function"
-                    and isinstance(rest.get("id"), str)):
-                arguments = arguments_of(text)
+            case {"function": {"name": str(name), **function}, **rest} if (
+                    rest.get("type", "function") == "function" and isinstance(rest.get("id"), str)
+                    and isinstance(given := function.get("arguments") or "", (str, dict))):
+                arguments = arguments_of(given) if isinstance(given, str) else given
                 found.append({"id": rest["id"], "type": "function",
                               "function": {"name": name, "arguments": arguments}})
             case _:
