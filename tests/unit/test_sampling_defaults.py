@@ -51,6 +51,9 @@ def test_the_models_file_is_read_unless_another_is_named(folder, tmp_path):
     assert of(override_generation_config='{"top_k": 3}', generation_config="none") == {"top_k": 3}
     with pytest.raises(ConfigError, match="missing has no generation_config"):
         of(generation_config=str(tmp_path / "missing"))
+    (other / "generation_config.json").write_text('{"top_p": 0.0}')
+    with pytest.raises(ConfigError, match=r"top_p is 0\.0: .*, or start with --generation-config none"):
+        of(generation_config=str(other))
     with pytest.raises(ConfigError, match="nonsense"):
         of(override_generation_config='{"nonsense": 3}')
 

@@ -129,3 +129,14 @@ def test_calls_and_results_of_other_frameworks_are_taken(server):
     wrong = server.post("/v1/chat/completions", messages=[*USER, {"role": "assistant", "tool_calls": [
         {"id": "a", "type": "function", "function": {"name": "f", "arguments": [1]}}]}])
     assert wrong.status_code == 400 and "tool_calls[0]" in wrong.text
+
+
+@FORMS
+def test_a_refusal_that_another_server_made_is_text(server):
+    parts = [{"type": "refusal", "refusal": "I will not."}]
+    said = {"role": "assistant", "content": parts}
+    for path, name in (("/v1/chat/completions", "messages"), ("/v1/responses", "input")):
+        answer = server.post(path, **{name: [*USER, said, *USER]})
+        assert answer.status_code == 200 and "I will not." in server.prompt
+    wrong = {"role": "assistant", "content": [{"type": "refusal"}]}
+    assert server.post("/v1/chat/completions", messages=[*USER, wrong]).status_code == 400

@@ -274,6 +274,9 @@ def _plain_content(content: Any, where: str, only: str) -> str:
         at = f"{where}.content[{i}]"
         if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
             raise RequestError(f"{at} is not an object with a type", at)
+        if part["type"] == "refusal" and isinstance(part.get("refusal"), str):
+            texts.append(part["refusal"])               # what an assistant said instead
+            continue
         if part["type"] != "text":
             raise RequestError(f"{at}.type is {show(part['type'])}: {only}",
                                f"{at}.type")

@@ -142,7 +142,10 @@ def sampling_defaults(model: ModelConfig, files: ModelFiles) -> Sampling:
                 raise ConfigError(f"--generation-config {asked}: {where} has no generation_config.json: give "
                                   "auto (the model's), none, or a folder that has one")
             given = read_json_object(where / "generation_config.json", 4 << 20)
-        found = sampling_of(given, f"{where}/generation_config.json")
+        try:
+            found = sampling_of(given, f"{where}/generation_config.json")
+        except ConfigError as e:
+            raise ConfigError(f"{e}: correct it, or start with --generation-config none") from None
     return found | overrides(model.override_generation_config)
 
 

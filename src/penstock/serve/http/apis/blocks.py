@@ -170,6 +170,8 @@ def joined_text(content: Any, where: str, kinds: Sequence[str], only: str) -> st
         match part:
             case {"type": str(kind), "text": str(text)} if kind in kinds:
                 texts.append(text)
+            case {"type": "refusal", "refusal": str(text)} if "output_text" in kinds:
+                texts.append(text)                      # what an assistant said instead
             case {"type": str(kind)} if kind not in kinds:
                 raise RequestError(f"{where}[{i}].type is {show(kind)}: {only}", f"{where}[{i}].type")
             case _:
