@@ -79,7 +79,8 @@ def settings(w: Work) -> CoreConfig:
         page_size=w.page_size, rows=w.rows, hbm_pages=(len(groups) + HOT_PAGES) * pages, groups=groups,
         dram_pages=(len(groups) + 1) * pages if w.hosted else 0, hot_pages=HOT_PAGES if w.hosted else 0,
         always_hosted=w.hosted, max_len=w.context, step_tokens=w.rows * w.context,
-        draft_tokens=DRAFTS if w.drafts else 0)
+        draft_tokens=DRAFTS if w.drafts else 0,
+        admissions=w.rows * (1 + w.context // w.page_size))
 
 
 def requests(w: Work) -> list[Arrived]:

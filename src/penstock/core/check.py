@@ -11,8 +11,7 @@ from penstock.core.pair.bridge import Pairing
 from penstock.core.pair.decode_side import DecodeSide
 from penstock.core.pair.prefill_side import SendState
 from penstock.core.plan import PeerId, Tier
-from penstock.core.policy.reclaim import PREEMPTIONS_MAX
-from penstock.core.request import Request
+from penstock.core.request import PREEMPTIONS_MAX, Request
 from penstock.core.state import CoreState
 
 REFS = "refs differ from the requests that name a page"
@@ -138,9 +137,10 @@ def _tree(core: CoreState, pins: dict[Copy, int], refs: dict[Node, int], moves: 
 def _queues(core: CoreState) -> None:
     rows = [r.row for r in core.live.values() if r.row is not None]
     assert len(rows) == len(core.kv.rows.held) and core.kv.rows.held == set(rows)
-    keys = [r.key for r in core.running]
-    assert sorted(keys) == keys
     assert len(core.running) + len(core.waiting) == len(core.live)
+    core.check_queues()
+    line = sorted([r for r in core.live.values() if r.is_runnable], key=lambda r: r.key)
+    assert core.runnable == line and core.candidates == [r for r in line if not r.asked]
 
 
 def _kept_promises(core: CoreState) -> None:

@@ -126,8 +126,6 @@ BUSY = (P.LOADING, P.PREFILL, P.STAGING, P.PROMOTING)
 WAITING = (P.QUEUED, P.FETCHING, P.RECEIVING, P.SENDING, P.PAUSED, P.DROPPED)
 # Of these, those that wait for a row; RECEIVING does when all has come.
 LINE = (P.QUEUED, P.FETCHING, P.PAUSED, P.DROPPED)
-# And those with something to do for KV that they have.
-HOLDING = (P.FETCHING, P.PAUSED)
 
 
 def edges(mode: Mode) -> Mapping[tuple[Phase, Trigger], Phase]:

@@ -1,7 +1,6 @@
 """What the core knows of one request. Data only; `Core` decides and `KVCache` moves units."""
 from __future__ import annotations
 
-import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +11,7 @@ from penstock.core.pair.protocol import Granted
 from penstock.core.plan import Arrived, HbmPage, MoveId, RequestId, Row, StepId
 
 MISSED = 0.2                # of what a hosted row selects, until a HotUse says how much
+PREEMPTIONS_MAX = 3         # times that a request gives way at most
 FAILED_SAVES_MAX = 3        # copies to the host that fail again and again help nobody
 
 
@@ -242,8 +242,3 @@ class Request:
         selects: of that request, and for no prompt, which is computed with all of its KV."""
         tokens = self.between(index * page_size, (index + 1) * page_size)
         return pack((*tokens, -self.arrived.attention, -num_prompt))
-
-
-def insert(queue: list[Request], r: Request) -> None:
-    """Put a request into its place in the order of service."""
-    bisect.insort(queue, r, key=lambda q: q.key)

@@ -97,6 +97,7 @@ def delivered(core: CoreState, r: Request, tokens: tuple[int, ...]) -> None:
         core.started(r)
     r.restart(r.num_prompt)
     r.is_saved = True                     # it keeps what it has until it gets a row
+    core.update_parked(r)
     core.update_runnable(r)
     sealing.seal(core.kv, r)
     if (outcome := take(core, r, tokens)) is not None:

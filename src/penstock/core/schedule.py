@@ -67,6 +67,7 @@ def _decoding(core: CoreState, step: StepId) -> tuple[list[ScheduledRow], int]:
 def _of_turn(core: CoreState, free: int) -> tuple[list[ScheduledRow], int]:
     """Of the rows whose last step is not later than `free`, so many that each stage has as many."""
     chosen: list[ScheduledRow] = []
+    taken = reclaim.Taken(core, chosen)
     budget, looked, left = core.cfg.step_tokens, 0, len(core.running)
     if core.cfg.pp_size > 1:
         left = -(-sum([r.phase in DECODING for r in core.running]) // core.cfg.pp_size)
@@ -84,7 +85,7 @@ def _of_turn(core: CoreState, free: int) -> tuple[list[ScheduledRow], int]:
         if r.phase not in DECODING or r.last_issue > free or not _may_decode(r):
             continue
         if r.computed == r.capacity and not (grown := core.kv.grow(r, r.computed + 1)):
-            reclaim.for_growth(core, r, grown.tier, [c.request for c in chosen])
+            reclaim.for_growth(core, r, grown.tier, taken)
             if r.phase not in DECODING or not core.kv.grow(r, r.computed + 1):
                 continue
         width = _width(core, r, budget)
@@ -97,9 +98,10 @@ def _of_turn(core: CoreState, free: int) -> tuple[list[ScheduledRow], int]:
 
 def _prompts(core: CoreState, decoding: list[ScheduledRow], budget: int) -> list[ScheduledRow]:
     chosen: list[ScheduledRow] = []
+    taken = reclaim.Taken(core, decoding, chosen)
     for r in list(core.transient) if budget else ():
         if r.phase is Phase.PREFILL and budget and r.todo:
-            n = _chunk(core, r, min(budget, _wanted(core, r)), decoding, chosen)
+            n = _chunk(core, r, min(budget, _wanted(core, r)), taken)
             if n:
                 last = n == r.todo
                 samples = last and not (core.prefills_only and r.num_output)
@@ -140,8 +142,7 @@ def _row(r: Request, width: int) -> ScheduledRow:
     return r.issued
 
 
-def _chunk(core: CoreState, r: Request, n: int, decoding: list[ScheduledRow],
-           prompts: list[ScheduledRow]) -> int:
+def _chunk(core: CoreState, r: Request, n: int, taken: reclaim.Taken) -> int:
     """How much of a prompt is computed: as much as has pages. It gets those of windows here, and what it was
     promised."""
     end = r.computed + n
@@ -151,7 +152,7 @@ def _chunk(core: CoreState, r: Request, n: int, decoding: list[ScheduledRow],
     while r.capacity < end and (grown := core.kv.grow(r, r.capacity + 1)):
         pass
     if r.capacity == r.computed and not grown:
-        reclaim.for_growth(core, r, grown.tier, [c.request for c in (*decoding, *prompts)])
+        reclaim.for_growth(core, r, grown.tier, taken)
         if r.phase is not Phase.PREFILL or not core.kv.grow(r, r.computed + 1):
             return 0
     return min(end, r.capacity) - r.computed

@@ -58,6 +58,8 @@ class CoreConfig:
     last_tokens: int = 0                # of the last chunk of a prefill engine's prompt at most: what is
                                         # left to send when that ends; 0: as any other
     take_pages: int = 512               # of each group that an admission takes at once: the rest is promised
+    admissions: int = 64                # requests that a turn admits whatever the step has use for, see
+                                        # `Admission.is_full`; the others follow in later turns
     load_pages: int = 64                # of each promotion that fly up at once, beside what rows miss
     max_len: int = 1 << 20              # prompt + output tokens of one request
     overlap: bool = False

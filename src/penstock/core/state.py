@@ -13,16 +13,13 @@ from penstock.core.kv.allocate import KVCache
 from penstock.core.kv.pages import NONE_LEFT, Headroom, Trial
 from penstock.core.lifecycle import (
     ACTIVE,
-    BUSY,
-    HOLDING,
     LINE,
-    ON_HOST,
-    WAITING,
     WAYS_IN,
     IllegalTransition,
     Lease,
     Mode,
     Phase,
+    Place,
     Role,
     Trigger,
 )
@@ -39,7 +36,8 @@ from penstock.core.plan import (
     StepId,
     Used,
 )
-from penstock.core.request import Request, ScheduledRow, insert
+from penstock.core.queues import Queues, insert, keep, remove
+from penstock.core.request import Request, ScheduledRow
 from penstock.core.settings import CoreConfig
 from penstock.core.watch import Watcher
 
@@ -47,24 +45,21 @@ PAGES = (Lease.HBM, Lease.DEVICE_ONLY, Lease.DRAM)
 Columns: TypeAlias = tuple[tuple[Row, ...], tuple[RequestId, ...], tuple[int, ...], tuple[bool, ...]]
 
 
-class CoreState:
+class CoreState(Queues):
     """One engine's requests, their pages, and the edges that requests take."""
 
     def __init__(self, cfg: CoreConfig) -> None:
         role = Role(cfg.role)
         mode = Mode(host=cfg.dram_pages > 0, disk=cfg.disk_pages > 0, sparse=cfg.sparse, role=role)
+        super().__init__(cfg)
         self.cfg = cfg
         self.edges = lifecycle.edges(mode)
         self.holds = lifecycle.holds(mode)
         self.may_hold = lifecycle.may_hold(mode)
         self.kv = KVCache(cfg)
         self.live: dict[RequestId, Request] = {}
-        self.running: list[Request] = []       # phases with a row, in order of service
-        self.hosted: list[Request] = []        # of these, who decodes from host pages
-        self.waiting: list[Request] = []       # phases without, in order of service
-        self.runnable: list[Request] = []      # of those waiting, who waits for a row
-        self.transient: list[Request] = []     # of those running, who may take an edge by itself
-        self.saving: list[Request] = []        # of those waiting, who has something to do meanwhile
+        self.runnable: list[Request] = []      # of those waiting, who waits for a row,
+        self.candidates: list[Request] = []    # and of these, who waits for no answer of storage
         self.prefetch_queue: list[Request] = []  # of those queued, whom storage was not asked for
         self.in_flight: dict[StepId, list[ScheduledRow]] = {}
         self.columns: dict[int, tuple[list[ScheduledRow], Columns]] = {}  # of the last plans
@@ -91,7 +86,8 @@ class CoreState:
             raise IllegalTransition(f"{r.phase} --{trigger}--> ?")
         for watcher in self.watchers:
             watcher.edge(r, trigger)
-        source, place = r.phase, lifecycle.place_after(r.phase, trigger, r.place)
+        source, before = r.phase, r.place
+        place = lifecycle.place_after(source, trigger, before)
         holds = self.holds[target, place]
         gains = any(x not in self.holds[source, r.place] for x in holds) or target is Phase.PAUSED
         if trigger not in WAYS_IN and r in self.kv.entering:
@@ -124,7 +120,7 @@ class CoreState:
             promote.stop_reload(self.kv, r)
         r.begin()
         self.edges_taken += 1
-        self.update_queues(r, source)
+        self.update_queues(r, source, before)
         if target in (Phase.FETCHING, Phase.RECEIVING) or (target is Phase.DROPPED and not r.started):
             self.out.append(Entered(r.rid, target.value, r.visit))
         for watcher in self.watchers:
@@ -136,10 +132,10 @@ class CoreState:
         waits = r.leader is None and (r.phase in LINE or (r.phase is Phase.RECEIVING and r.delivered > 0))
         if self.prefills_only and r.num_output and r.grant is None:
             waits = False                      # it has been computed once: it waits for its grant
-        if waits and not r.is_runnable:
-            insert(self.runnable, r)
-        elif r.is_runnable and not waits:
-            self.runnable.remove(r)
+        if waits is not r.is_runnable:
+            (insert if waits else remove)(self.runnable, r)
+        if waits or r.is_runnable:
+            keep(self.candidates, r, waits and not r.asked)
         r.is_runnable = waits
 
     def enqueue(self, r: Request) -> None:
@@ -156,6 +152,7 @@ class CoreState:
         else:
             insert(self.prefetch_queue, r)
             r.prefetch_pending = True
+        self.update_runnable(r)
 
     def release_forks(self, r: Request) -> None:
         """`r` has begun to answer, or never will: its forks wait no more."""
@@ -166,17 +163,13 @@ class CoreState:
             self.enqueue(fork)
         r.forks = []
 
-    def update_queues(self, r: Request, source: Phase) -> None:
-        """Keep the queues and the counters in step with a phase that has just changed."""
-        for queue, phases in ((self.running, ACTIVE), (self.hosted, ON_HOST), (self.waiting, WAITING),
-                              (self.transient, BUSY), (self.saving, HOLDING)):
-            if source in phases and r.phase not in phases:
-                queue.remove(r)
-            elif r.phase in phases and source not in phases:
-                insert(queue, r)
+    def update_queues(self, r: Request, source: Phase, place: Place) -> None:
+        """Keep the queues and the counters in step with a phase that has just changed; the KV of `r` was in
+        `place` before."""
+        self.phase_changed(r, source, place)
         self.update_runnable(r)
         if r.prefetch_pending:                       # it was queued, and is no more
-            self.prefetch_queue.remove(r)
+            remove(self.prefetch_queue, r)
             r.prefetch_pending = False
         if r.phase is Phase.DONE:
             self.release_forks(r)

@@ -159,13 +159,21 @@ def waits_instead_of_evicting(real: Real, kv: KVCache, tier: Tier, want: Sequenc
 
 
 @instead_of(reclaim, "promised", 200)
-def second_victim_for_the_same_page(real: Real, core: Core, tier: Tier = Tier.HBM) -> bool:
+def second_victim_for_the_same_page(real: Real, core: Core, tier: Tier = Tier.HBM,
+                                    taken: object = None) -> bool:
     """Promised pages are not counted before somebody else is disturbed."""
     return False
 
 
+@instead_of(Core, "update_parked")
+def pages_of_a_paused_request_are_promised_for_ever(real: Real, core: Core, r: Request) -> None:
+    """Nobody takes a paused request off the list of those that still have copies to make."""
+    if not (r.phase is Phase.PAUSED and r.is_saved):
+        real(core, r)
+
+
 @instead_of(reclaim, "for_growth", 200)
-def oldest_gives_way(real: Real, core: Core, r: Request, tier: Tier, taken: list[Request]) -> None:
+def oldest_gives_way(real: Real, core: Core, r: Request, tier: Tier, taken: reclaim.Taken) -> None:
     """Memory pressure takes the pages of the request that has waited longest."""
     if not reclaim.promised(core):
         reclaim.yield_device(core, next(v for v in core.running if v not in taken

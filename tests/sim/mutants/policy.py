@@ -132,12 +132,12 @@ def nobody_is_asked_after_a_restart(real: Real, pair: Pairing, r: Request) -> No
 
 
 @instead_of(reclaim, "_drop_paused", mode=CROWDED)
-def oldest_of_the_paused_is_dropped(real: Real, core: Core, but: Request | None, *, bare: bool) -> bool:
+def oldest_of_the_paused_is_dropped(real: Real, core: Core, but: Request | None) -> bool:
     """Who comes next computes again, and who comes last keeps its host pages."""
-    for victim in core.waiting if not bare else ():
-        if victim.phase is Phase.PAUSED and victim is not but:
+    for victim in core.by_phase[Phase.PAUSED]:
+        if victim is not but:
             return bool(core.transition(victim, Trigger.DROP))
-    return bool(real(core, but, bare=bare))
+    return False
 
 
 @instead_of(Tree, "is_inner", counter="positions recomputed for want of a state")

@@ -29,6 +29,7 @@ class FlyingMove:
     pairs: list[tuple[Copy, Copy]]
     nodes: list[Node] = field(default_factory=list)
     request: Request | None = None
+    savers: dict[Request, None] = field(default_factory=dict)   # are paused, and wait for its pages
 
 
 def _pages(tier: Tier, copies: list[Copy]) -> tuple[Page, ...]:

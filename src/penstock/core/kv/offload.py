@@ -91,12 +91,14 @@ def save(kv: Pages, r: Request) -> None:
 
 def let_go_of_device(kv: Pages, r: Request) -> None:
     """A parked request keeps device pages that have no copy below, and those being copied."""
-    r.is_saving = False
+    r.is_saving, flying = False, kv.moves.flying
     for g, t in enumerate(r.tables):
         for i in range(len(t.device)):
             below = own(t.host, i)
             if t.begin(r.computed) <= i < t.end(r.computed) and (below is None or not below.ready):
                 r.is_saving |= below is not None
+                if below is not None and below.filled_by in flying:
+                    flying[below.filled_by].savers[r] = None
             elif t.device[i] is not None:
                 kv.drop_entry(r, g, t.device, i)
 

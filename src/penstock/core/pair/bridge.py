@@ -181,6 +181,7 @@ class Pairing(Watcher):
         r.pushed = end
         if end == n:
             r.is_pushed = True
+            self.core.num_pushed += 1
             self._apply(side.finish(transfer, tuple(r.between(n, n + 1))))
 
     def push_ended(self, id: MoveId, ok: bool) -> None:
@@ -204,6 +205,7 @@ class Pairing(Watcher):
                     assert r is not None, "a transfer is known as long as its request lives"
                     if o.tokens == r.num_prompt and 0 <= o.start < o.tokens:
                         r.grant, r.pushed = o, o.start
+                        self.core.update_parked(r)
                         self.pushing[r] = None
                         self.core.update_runnable(r)
                     else:

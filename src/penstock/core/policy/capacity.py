@@ -10,12 +10,14 @@ import bisect
 import math
 from collections.abc import Iterable
 from functools import cache
-from typing import TypeAlias
 
 from penstock.core.kv.pages import Headroom
 from penstock.core.kv.pool import Arena
 from penstock.core.lifecycle import Phase, Place, Trigger
 from penstock.core.plan import Arrived, Tier
+from penstock.core.policy.demand import PageCounts, add, at_end
+from penstock.core.policy.demand import hot_units as hot_units
+from penstock.core.policy.demand import needs as needs
 from penstock.core.request import Request
 from penstock.core.settings import CacheGroup, CoreConfig
 from penstock.core.state import CoreState
@@ -25,31 +27,10 @@ def may_host(cfg: CoreConfig, a: Arrived) -> bool:
     return cfg.sparse and a.selects
 
 
-def hot_units(cfg: CoreConfig, tokens: int, *, grown: bool = False) -> int:
-    """The hot buffer, of each hosted group, of a request of `tokens` positions, at least, or `grown`: what is
-    short needs no more of it than it has pages."""
-    return min(cfg.largest_hot if grown else cfg.hot_pages, -(-tokens // cfg.page_size))
-
-
 def draft_units(cfg: CoreConfig, r: Request, drafts: int) -> int:
     """The hot buffer that holds whatever `r` and so many drafts of it select, or the largest it may have."""
     budget = cfg.budget or cfg.hot_pages * cfg.page_size
     return max(r.hot_units, min(r.hot_units_max, -(-(1 + drafts) * budget // cfg.page_size)))
-
-
-def needs(cfg: CoreConfig, place: Place, tokens: int, *, grown: bool = False) -> tuple[list[int], list[int]]:
-    """Device and host pages of each group that a request of `tokens` positions needs at once; `grown`: with
-    the largest hot buffer."""
-    device, host = [], []
-    for group in cfg.groups:
-        unit = group.page_tokens or cfg.page_size
-        pages = -(-tokens // unit)
-        if group.reach:                        # the window, and the page that is being written
-            pages = min(pages, -(-group.reach // unit) + 1)
-        hosted = place is Place.HOST and group.hosted
-        device.append(hot_units(cfg, tokens, grown=grown) if hosted else pages)
-        host.append(pages if hosted else 0)
-    return device, host
 
 
 def _slabs(groups: Iterable[CacheGroup], pages: list[int], place: Place) -> int:
@@ -105,28 +86,10 @@ def ways_in(core: CoreState, r: Request) -> tuple[Trigger, ...]:
     return (device, host)
 
 
-PageCounts: TypeAlias = tuple[list[int], list[int]]           # of each group: device, host
-
-
-def _at_end(core: CoreState, r: Request, place: Place, grown: bool = False) -> PageCounts:
-    """What `r` needs in `place` when its last position is computed; `grown`: with the largest hot buffer."""
-    if (place, grown) not in r.at_end:
-        r.at_end[place, grown] = needs(core.cfg, place, r.num_prompt + r.max_new - 1, grown=grown)
-    return r.at_end[place, grown]
-
-
-def _add(total: PageCounts, pages: PageCounts, times: int = 1) -> None:
-    for column, more in zip(total, pages, strict=True):
-        for g, n in enumerate(more):
-            column[g] += times * n
-
-
 def _demand(core: CoreState, *, grown: bool = False) -> PageCounts:
     """What all that run need at their ends, where they are now; `grown`: with the largest hot buffers."""
-    total: PageCounts = [0] * len(core.cfg.groups), [0] * len(core.cfg.groups)
-    for r in core.running:
-        _add(total, _at_end(core, r, r.place, grown))
-    return total
+    device, host = core.demand[grown]
+    return device.copy(), host.copy()
 
 
 def _all_fit(core: CoreState, total: PageCounts) -> bool:
@@ -145,7 +108,7 @@ def _pushed(core: CoreState, tier: Tier) -> int:
 def all_end(core: CoreState, r: Request, place: Place) -> bool:
     """Whether all that run, and `r`, who waits, in `place`, can go on to their ends without a victim."""
     total = _demand(core)
-    _add(total, _at_end(core, r, place))
+    add(total, at_end(core.cfg, r, place))
     return _all_fit(core, total)
 
 
@@ -180,7 +143,7 @@ def worth(core: CoreState, r: Request) -> float:
 
 def growing(core: CoreState) -> Headroom:
     """Those that run, by where they grow: who is promoted does so on both sides, and counts there."""
-    host = sum([r.place is Place.HOST and r.phase is not Phase.PROMOTING for r in core.running])
+    host = core.num_growing_host
     return Headroom(len(core.running) - host, host)
 
 
@@ -188,18 +151,18 @@ def promote(core: CoreState) -> bool:
     """Bring back the hosted row that is worth it most, if any is, and all that run could then end with the
     largest hot buffers: a page of these saves more than one of a whole row. Returns whether that failed
     because pages are still in use."""
-    if core.cfg.always_hosted or any(r.phase is Phase.PROMOTING for r in core.hosted):
+    if core.cfg.always_hosted or core.by_phase[Phase.PROMOTING]:
         return False                           # one at a time
     total, best, price = _demand(core, grown=True), None, 1.0
     for r in core.hosted:
         if r.promotion_undone_at >= core.kv.issued:
             continue
-        _add(total, _at_end(core, r, Place.HOST, grown=True), -1)
-        _add(total, _at_end(core, r, Place.DEVICE))
+        add(total, at_end(core.cfg, r, Place.HOST, grown=True), -1)
+        add(total, at_end(core.cfg, r, Place.DEVICE))
         # Its tables are long: what it is worth is asked where there may be room.
         if _all_fit(core, total) and (ratio := worth(core, r)) > price:
             best, price = r, ratio
-        _add(total, _at_end(core, r, Place.DEVICE), -1)
-        _add(total, _at_end(core, r, Place.HOST, grown=True))
+        add(total, at_end(core.cfg, r, Place.DEVICE), -1)
+        add(total, at_end(core.cfg, r, Place.HOST, grown=True))
     device, host = growing(core)
     return best is not None and not core.transition(best, Trigger.PROMOTE, Headroom(device + 1, host - 1))

@@ -15,9 +15,11 @@ from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import Phase, Place, Trigger
 from penstock.core.plan import StepId, Tier
 from penstock.core.policy import capacity, reclaim
-from penstock.core.request import Request
+from penstock.core.request import PREEMPTIONS_MAX, Request
 from penstock.core.state import CoreState
 
+MORE = 2             # times `cfg.admissions` that a turn admits at most,
+PAGES = 128          # and page table entries for each of these, after which it admits nobody more
 LOOK_STEPS = 4       # so long nobody looks again for rows that could make way, if they had too little
 
 
@@ -53,6 +55,7 @@ class Admission:
         self._skipped: Request | None = None   # the same, if it was not tried in this turn
         self._round: Round | None = None
         self.is_underway = False               # a trial of this turn goes on in the next
+        self.begin_turn()
         # Edges and steps when nobody could make way for it, and what those lacked who would have.
         self._vain = -1, StepId(0), list[Shortage]()
 
@@ -60,13 +63,18 @@ class Admission:
         """Give rows and pages to the waiting, in order; the first that does not fit blocks the rest,
         so that nobody starves behind smaller requests."""
         self._skipped, passed, self.is_underway = None, False, False
+        at, line = 0, self.core.candidates
         if not self.core.runnable:
             self._blocked = None
-        for r in list(self.core.runnable):
+        while at < len(line):
+            r = line[at]
             if r.phase is Phase.FETCHING and not self.core.cfg.fetch_waits and self.core.kv.rows.free:
                 self.core.transition(r, Trigger.DROP)      # it goes on with what has come
             if not self.may_start(r):
+                at += 1
                 continue
+            if self.is_full:
+                return
             if self._is_blocked(r):
                 self._skipped = r
                 self._make_way(r)
@@ -74,13 +82,39 @@ class Admission:
             if self._enter(r):
                 if passed:
                     return
+                self._count(r)
             elif self.is_underway:
                 return
             elif reclaim.for_admission(self.core, r):
-                passed = True                  # others need not wait as well: one of them goes on
+                passed, at = True, at + 1      # others need not wait as well: one of them goes on
             else:
                 self._make_way(r)
                 return
+
+    def begin_turn(self) -> None:
+        """A new turn has admitted nobody yet."""
+        self._entered, self._pages, self._backlog = 0, 0, -1
+        self.step = self.core.kv.issued        # the last step before this turn
+
+    @property
+    def is_full(self) -> bool:
+        """Whether this turn has admitted enough: `cfg.admissions` at least, and more while the step being
+        planned has positions left for them, as long as the turn stays short."""
+        n = self.core.cfg.admissions
+        if self._pages >= PAGES * n:
+            return True
+        if self._entered < n:
+            return False
+        if self._backlog < 0:                  # decoding rows take one position each
+            self._backlog = len(self.core.running) + sum([r.todo - 1 for r in self.core.transient])
+        return self._backlog >= self.core.cfg.step_tokens or self._entered >= MORE * n
+
+    def _count(self, r: Request) -> None:
+        """`r` was admitted in this turn."""
+        self._entered += 1
+        self._pages += sum([len(t.device) + len(t.host) for t in r.tables])
+        if self._backlog >= 0 and r.row is not None:
+            self._backlog += r.todo
 
     def _is_blocked(self, r: Request) -> bool:
         """Whether `r` did not fit, and less has come since than it lacked. Its tables are long: it is
@@ -108,7 +142,9 @@ class Admission:
 
     def needs_pages(self) -> bool:
         """Whether somebody in line does. Who is RECEIVING has them, mostly."""
-        return any(r.phase is not Phase.RECEIVING or self.shortages_of(r) for r in self.core.runnable)
+        b, core = self._blocked, self.core
+        return len(core.runnable) > len(core.delivered) or (
+            b is not None and b.request.is_runnable and bool(b.shortages))
 
     def is_due(self) -> bool:
         """Whether planning has made room for somebody who was not tried."""
@@ -153,7 +189,7 @@ class Admission:
         given way twice: what keeps a row from the host may make it give way."""
         core, kv = self.core, self.core.kv
         shortages = [s for s in self.shortages_of(r) if s.tier is Tier.HBM and core.cfg.sparse]
-        if not shortages or reclaim.leaving(core) or any(q.phase is Phase.STAGING for q in core.running):
+        if not shortages or reclaim.leaving(core) or core.by_phase[Phase.STAGING]:
             return
         short = min([kv.arenas[s.tier].short(s.want, promised=True) for s in shortages])
         taken, step, lacked = self._vain       # looking again walks the ends of tables, and some whole
@@ -163,7 +199,7 @@ class Admission:
             return
         short -= sum(1 for _ in reclaim.landing(core, Tier.HBM))
         rows = [q for q in core.running[1:] or core.running
-                if reclaim.may_spill(core, q) and q.num_preemptions < reclaim.PREEMPTIONS_MAX - 1]
+                if reclaim.may_spill(core, q) and q.num_preemptions < PREEMPTIONS_MAX - 1]
         lacked = []
         self._vain = core.edges_taken, kv.issued, lacked
         if short <= 0 or sum([reclaim.spillable(core, q, short) for q in rows]) < short:
@@ -189,8 +225,7 @@ def headroom(core: CoreState, r: Request, place: Place) -> Headroom | None:
     victim. Those admitted later give way before it, or, if they come first in the order of service,
     leave it room to its end (`>` below: `test_core_room` has the one that would else give way for ever). So
     nobody gives way more than three times."""
-    tired = r.num_preemptions >= reclaim.PREEMPTIONS_MAX - 1 or any(
-        [q.num_preemptions >= reclaim.PREEMPTIONS_MAX - 1 and q.key > r.key for q in core.running])
+    tired = r.num_preemptions >= PREEMPTIONS_MAX - 1 or bool(core.tired and core.tired[-1].key > r.key)
     if tired and (core.running or reclaim.is_away(core)) and not capacity.all_end(core, r, place):
         return None
     if tired and not core.running and not _is_clear(core):

@@ -6,44 +6,98 @@ else is disturbed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 from penstock.core.kv import allocate, claims, offload
 from penstock.core.kv.page_table import is_own
 from penstock.core.kv.pages import Refused, Shortage, Trial
 from penstock.core.kv.prefix_tree import Copy
-from penstock.core.lifecycle import Phase, Place, Trigger
+from penstock.core.lifecycle import Phase, Trigger
 from penstock.core.plan import Tier
-from penstock.core.request import FAILED_SAVES_MAX, Request
+from penstock.core.request import FAILED_SAVES_MAX, Request, ScheduledRow
 from penstock.core.state import CoreState
 
-PREEMPTIONS_MAX = 3
 AWAY_STEPS = 8       # so long a peer may take to say that it writes no more, before the next must ask it
 
 
-def promised(core: CoreState, tier: Tier = Tier.HBM) -> bool:
+class Taken:
+    """The rows of a step that is being planned. They are out of reach of who needs pages: they are older,
+    mostly. Remembers what was found out about all others, until one of them takes an edge."""
+
+    def __init__(self, core: CoreState, *rows: list[ScheduledRow]) -> None:
+        """rows: lists that grow while the step is planned."""
+        self._core, self._rows = core, rows
+        self._read = [0] * len(rows)           # so many of each list are in `_requests`
+        self._requests: set[Request] = set()
+        self._edges = -1
+        self._found: dict[Hashable, bool] = {}
+        self._skipped: dict[int, int] = {}     # by queue: so many at its end are of no use
+
+    def __bool__(self) -> bool:
+        return any(self._rows)
+
+    def __contains__(self, r: Request) -> bool:
+        for k, rows in enumerate(self._rows):
+            if len(rows) > self._read[k]:
+                self._requests.update([row.request for row in rows[self._read[k]:]])
+                self._read[k] = len(rows)
+        return r in self._requests
+
+    def once(self, question: Hashable, look: Callable[[], bool]) -> bool:
+        """The answer to a question that needs a walk, which is taken once as long as no edge is."""
+        self._check()
+        if question not in self._found:
+            self._found[question] = look()
+        return self._found[question]
+
+    def forget(self) -> None:
+        """Pages were given up without an edge."""
+        self._edges = -1
+
+    def youngest(self, queue: list[Request]) -> Request | None:
+        """The last of a queue of running requests that is not taken, and does not load."""
+        self._check()
+        skipped = self._skipped.get(id(queue), 0)
+        while skipped < len(queue) and ((r := queue[-1 - skipped]).phase is Phase.LOADING or r in self):
+            skipped += 1
+        self._skipped[id(queue)] = skipped
+        return queue[-1 - skipped] if skipped < len(queue) else None
+
+    def _check(self) -> None:
+        if self._edges != self._core.edges_taken:
+            self._edges = self._core.edges_taken
+            self._found.clear()
+            self._skipped.clear()
+
+
+def promised(core: CoreState, tier: Tier = Tier.HBM, taken: Taken | None = None) -> bool:
     """Whether pages of `tier` will become free or evictable without a further victim. What a store reads
     or writes does not count, it may hang; nor does what another engine writes, or reads for a request
-    that has ended: that takes as long as it takes."""
+    that has ended: that takes as long as it takes. taken: of the step that is being planned, in which the
+    walks over copies and windows are taken once."""
     kv = core.kv
-    if kv.leaving or any(pool.in_limbo > pool.away for pool in kv.arenas[tier].pools) or any(
-            landing(core, tier)):
+    if kv.leaving or any([pool.in_limbo > pool.away for pool in kv.arenas[tier].pools]):
         return True
-    if tier is not Tier.HBM:
-        return False
-    # Their steps or their copies are not finished, or leave pages of a window behind.
-    if any(kv.in_flight(r) and any([t.reach and t.begin(r.computed) > t.first for t in r.tables])
-           for r in core.running):
+    if tier is Tier.HBM and (core.by_phase[Phase.STAGING] or leaving(core)):
         return True
-    return any(r.phase is Phase.STAGING for r in core.running) or leaving(core)
+
+    def will_end() -> bool:
+        return any(landing(core, tier)) or (tier is Tier.HBM and _windows_move(core))
+
+    return will_end() if taken is None else taken.once(("promised", tier), will_end)
+
+
+def _windows_move(core: CoreState) -> bool:
+    """Whether steps or copies of a row are not finished that leave pages of a window behind."""
+    return any([group.reach for group in core.cfg.groups]) and any(
+        core.kv.in_flight(r) and any([t.reach and t.begin(r.computed) > t.first for t in r.tables])
+        for r in core.running)
 
 
 def leaving(core: CoreState) -> bool:
     """Whether somebody who has no row is about to give up device pages."""
-    if any(r.phase is Phase.SENDING and r.is_pushed for r in core.waiting):
-        return True
-    return any(r.phase is Phase.PAUSED and any(t.device for t in r.tables) and not _is_bare(r)
-               for r in core.waiting)
+    return core.num_pushed > 0 or any(
+        r.phase is Phase.PAUSED and any([t.device for t in r.tables]) for r in core.saving)
 
 
 def landing(core: CoreState, tier: Tier) -> Iterator[Copy]:
@@ -57,44 +111,50 @@ def landing(core: CoreState, tier: Tier) -> Iterator[Copy]:
         yield from (pair[side] for pair in flight.pairs if pair[side].pins == 0)
 
 
-def _is_bare(r: Request) -> bool:
-    """A parked request whose device pages stay: they could not be copied to the host."""
-    return r.is_saved and not r.is_saving and not r.moves
-
-
-def for_growth(core: CoreState, r: Request, tier: Tier, taken: list[Request]) -> None:
-    """`r` runs and needs one more page of `tier`: somebody gives up theirs, possibly `r` itself. Rows already
-    in the step being planned are out of reach, they are older."""
-    if promised(core, tier):
+def for_growth(core: CoreState, r: Request, tier: Tier, taken: Taken) -> None:
+    """`r` runs and needs one more page of `tier`: somebody gives up theirs, possibly `r` itself."""
+    if promised(core, tier, taken):
         return
     if tier is Tier.DRAM:
         _for_host_pages(core, taken)
         return
     if core.prefills_only and _drop_sending(core, r):
         return
-    for victim in reversed(core.hosted):
-        if victim not in taken and victim.phase is Phase.PROMOTING:
-            victim.promotion_undone_at = core.kv.issued
-            core.transition(victim, Trigger.SPILL)    # it decodes without the pages that it was promised
+    for q in reversed(core.by_phase[Phase.PROMOTING]):
+        if q not in taken:
+            q.promotion_undone_at = core.kv.issued
+            core.transition(q, Trigger.SPILL)    # it decodes without the pages that it was promised
             return
     if _revoke_grant(core, Tier.HBM, taken):
         return
     # A spill may end in a pause, if there is no hot buffer to be had: the oldest goes last of all.
-    for victim in reversed(core.running):
-        if victim not in taken and spills(core, victim):
-            return
-    victim = next(v for v in reversed(core.running) if v not in taken and v.phase is not Phase.LOADING)
+    if core.cfg.sparse and not taken.once(
+            ("no spill", _changes(core)), lambda: not _spill_youngest(core, taken)):
+        return
+    victim = taken.youngest(core.running)
+    assert victim is not None, "who needs a page is not in the step yet"
     if victim is r and r is not core.running[-1]:
         return                                 # the younger ones still load: wait for them (sim seed 210)
     if victim is r and core.kv.in_flight(r) and any(t.group.reach for t in r.tables):
         return                                 # its steps leave window pages behind (sim seed 287)
-    if victim is r and _drop_paused(core, r, bare=True):
+    if victim is r and _drop_stranded(core, r):
         return                                 # somebody who does not even run was in the way
     if victim is core.running[0] and len(core.running) > 1:
         return                                 # all others are in this very step
     if victim is core.running[0] and core.kv.arenas[tier].away:
         return                                 # what the peer still has comes back
     yield_device(core, victim)
+    taken.forget()
+
+
+def _spill_youngest(core: CoreState, taken: Taken) -> bool:
+    return any(victim not in taken and spills(core, victim)
+               for victim in reversed(core.by_phase[Phase.RESIDENT]))
+
+
+def _changes(core: CoreState) -> int:
+    """As long as this is the same, no page of the device or of the host has changed hands."""
+    return sum([pool.changes for tier in (Tier.HBM, Tier.DRAM) for pool in core.kv.arenas[tier].pools])
 
 
 def may_spill(core: CoreState, r: Request) -> bool:
@@ -156,26 +216,27 @@ def _is_heating(core: CoreState, r: Request, refused: Refused) -> bool:
     return isinstance(refused, Shortage) and refused.behind and core.kv.retired < r.hot_wait_until
 
 
-def _for_host_pages(core: CoreState, taken: list[Request]) -> None:
+def _for_host_pages(core: CoreState, taken: Taken) -> None:
     """Mirrors, which no step reads, go first, of one row, then who does not run gives way, then the youngest
     that runs from host pages."""
-    if _drop_mirrors(core) or drop_fetching(core) or _drop_paused(core, None, bare=False):
+    if not taken.once(("no mirrors", _changes(core)), lambda: not _drop_mirrors(core)):
+        taken.forget()
         return
-    if _revoke_grant(core, Tier.DRAM, taken):
+    if drop_fetching(core) or _drop_paused(core, None) or _revoke_grant(core, Tier.DRAM, taken):
         return
-    rows = [r for r in core.running if r not in taken and (
-        r.place is Place.HOST or r.phase is Phase.STAGING)]
-    for victim in reversed(rows):
-        if victim.phase is Phase.LOADING:
-            continue
-        if victim is not core.running[0] or not (
-                core.kv.arenas[Tier.DRAM].away or rows[1:] or promised(core, Tier.DRAM)):
-            core.transition(victim, Trigger.DROP)     # the first of all waits for what loads, or is away
+    victim = taken.youngest(core.on_host)
+    if victim is None:
         return
+    # The first of all waits for what loads, or is away.
+    others = victim is core.running[0] and any(r is not victim and r not in taken for r in core.on_host)
+    if victim is not core.running[0] or not (
+            core.kv.arenas[Tier.DRAM].away or others or promised(core, Tier.DRAM, taken)):
+        core.transition(victim, Trigger.DROP)
 
 
 def _drop_mirrors(core: CoreState, but: Request | None = None) -> bool:
-    return any(claims.drop_mirrors(core.kv, r) for r in reversed(core.running) if r is not but)
+    return core.cfg.sparse and any(
+        claims.drop_mirrors(core.kv, r) for r in reversed(core.running) if r is not but)
 
 
 def is_away(core: CoreState) -> bool:
@@ -184,41 +245,44 @@ def is_away(core: CoreState) -> bool:
     return any(arena.away for arena in core.kv.arenas.values()) or bool(core.kv.moves.pushes_of_ended())
 
 
-def _revoke_grant(core: CoreState, tier: Tier, taken: list[Request]) -> bool:
+def _revoke_grant(core: CoreState, tier: Tier, taken: Taken) -> bool:
     """Decode role: the youngest request that has pages and no row computes its prompt itself, one whose
     KV has come before others. Pages that the other engine may still write come back when it says so:
     it is given some steps for that, or, if nobody can go on, until the next event. Returns whether to wait
     for the pages."""
     kv = core.kv
-    with_pages = [r for r in reversed(core.waiting) if r.phase is Phase.RECEIVING and any(
-        [any(t.device if tier is Tier.HBM else t.host) for t in r.tables])]
-    victim = next((r for r in with_pages if r.is_saved), None)
+
+    def has_pages(r: Request) -> bool:
+        return any([t.device if tier is Tier.HBM else t.host for t in r.tables])
+
+    victim = next(filter(has_pages, reversed(core.delivered)), None)
     if victim is not None:
         return bool(core.transition(victim, Trigger.DROP))
-    goes_on = core.in_flight or taken or any([q.computed < q.unchanged_until for q in core.running])
-    recent = kv.issued < core.last_revoke_step + AWAY_STEPS
-    if kv.arenas[tier].away and (recent if goes_on else core.revoke_pending):
-        return True
-    if with_pages:
+    if kv.arenas[tier].away:
+        goes_on = core.in_flight or taken or any(q.computed < q.unchanged_until for q in core.running)
+        if kv.issued < core.last_revoke_step + AWAY_STEPS if goes_on else core.revoke_pending:
+            return True
+    victim = next(filter(has_pages, reversed(core.by_phase[Phase.RECEIVING])), None)
+    if victim is not None:
         core.last_revoke_step, core.revoke_pending = kv.issued, True
-        return bool(core.transition(with_pages[0], Trigger.DROP))
+        return bool(core.transition(victim, Trigger.DROP))
     return False
 
 
-def _drop_youngest(core: CoreState, but: Request | None, gives_way: Callable[[Request], bool]) -> bool:
+def _drop_youngest(core: CoreState, queue: list[Request], but: Request | None = None) -> bool:
     """Of those who wait; it computes again, later, what it gives up."""
-    victim = next((q for q in reversed(core.waiting) if q is not but and gives_way(q)), None)
+    victim = next((q for q in reversed(queue) if q is not but), None)
     return victim is not None and bool(core.transition(victim, Trigger.DROP))
 
 
 def _drop_sending(core: CoreState, but: Request | None) -> bool:
     """Prefill role: one that was computed and has no grant."""
-    return _drop_youngest(core, but, lambda q: q.phase is Phase.SENDING and q.grant is None)
+    return _drop_youngest(core, core.ungranted, but)
 
 
 def _drop_delivered(core: CoreState, but: Request | None = None) -> bool:
     """Decode role: one whose KV has arrived and that has no row."""
-    return _drop_youngest(core, but, lambda q: q.phase is Phase.RECEIVING and q.is_saved)
+    return _drop_youngest(core, core.delivered, but)
 
 
 def for_admission(core: CoreState, r: Request) -> bool:
@@ -228,9 +292,9 @@ def for_admission(core: CoreState, r: Request) -> bool:
     kv = core.kv
     if core.running or kv.rows.in_limbo or promised(core) or promised(core, Tier.DRAM):
         return False
-    if _drop_sending(core, r) or _drop_delivered(core, r) or _drop_paused(core, r, bare=True):
+    if _drop_sending(core, r) or _drop_delivered(core, r) or _drop_stranded(core, r):
         return False
-    if drop_fetching(core, r) or _drop_paused(core, r, bare=False):
+    if drop_fetching(core, r) or _drop_paused(core, r):
         return False
     if r.phase in (Phase.PAUSED, Phase.FETCHING, Phase.RECEIVING):
         core.transition(r, Trigger.DROP)              # what it kept is in its own way
@@ -257,10 +321,13 @@ def yield_device(core: CoreState, victim: Request) -> None:
 
 def drop_fetching(core: CoreState, but: Request | None = None) -> bool:
     """One whose pages come from storage."""
-    return _drop_youngest(core, but, lambda q: q.phase is Phase.FETCHING)
+    return _drop_youngest(core, core.by_phase[Phase.FETCHING], but)
 
 
-def _drop_paused(core: CoreState, but: Request | None, *, bare: bool) -> bool:
-    """A paused one; with `bare`, one that still needs device pages, because their copies failed."""
-    return _drop_youngest(core, but, lambda q: q.phase is Phase.PAUSED and (
-        not bare or (_is_bare(q) and any([any(t.device) for t in q.tables]))))
+def _drop_paused(core: CoreState, but: Request | None) -> bool:
+    return _drop_youngest(core, core.by_phase[Phase.PAUSED], but)
+
+
+def _drop_stranded(core: CoreState, but: Request | None) -> bool:
+    """A paused one that still needs device pages, because their copies failed."""
+    return _drop_youngest(core, core.stranded, but)

@@ -19,7 +19,7 @@ from penstock.core.lifecycle import Phase
 from penstock.core.plan import RequestId, Tier
 from penstock.core.policy import capacity, reclaim
 from penstock.core.policy.queue import Admission
-from penstock.core.request import Request
+from penstock.core.request import PREEMPTIONS_MAX, Request
 from penstock.core.state import CoreState
 
 
@@ -146,7 +146,7 @@ class Residency:
         if self._waits or reclaim.promised(core) or not capacity.is_crowded(core):
             return
         for r in reversed(core.running):
-            if r.num_preemptions < reclaim.PREEMPTIONS_MAX - 1 and reclaim.spillable(core, r) and (
+            if r.num_preemptions < PREEMPTIONS_MAX - 1 and reclaim.spillable(core, r) and (
                     reclaim.spill(core, r)):
                 return
 
