@@ -7,7 +7,9 @@ WORKDIR /src
 COPY pyproject.toml README.md LICENSE constraints.txt ./
 COPY src src
 RUN pip install --no-cache-dir -c constraints.txt $PIP_ARGS .
-RUN useradd --create-home penstock
+RUN useradd --create-home penstock && install -d -o penstock /cache
+ENV PENSTOCK_CACHE=/cache HF_HOME=/cache/huggingface
+VOLUME /cache
 USER penstock
 EXPOSE 8000
 ENTRYPOINT ["penstock", "serve", "--host", "0.0.0.0", "--api-key-file", "/run/secrets/keys"]

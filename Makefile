@@ -106,6 +106,7 @@ docs: $(VENV)/.installed  ## write again what comes from the code: flags, models
 	$(BIN)/python -m penstock.serve.cli.models > docs/models.md
 	$(BIN)/penstock combos > docs/combinations.md
 	$(BIN)/penstock combos --into README.md
+	$(BIN)/python -m penstock.serve.cli.models --into README.md
 	$(BIN)/python tests/words.py
 
 clean:  ## remove the environment and every cache

@@ -138,7 +138,7 @@ def decode_turns(w: Work, *, record: bool, clock: Callable[[], float] = time.per
 
 def missing(pages: float) -> float:
     """Of what a hot buffer of the least size misses, the part that one of `pages` times as many does, as
-    docs/guides/sparse-decode-quality.md has it."""
+    docs/performance.md has it."""
     for (small, a), (large, b) in itertools.pairwise(CURVE):
         if pages < large:
             return a + (b - a) * math.log(max(1.0, pages / small)) / math.log(large / small)

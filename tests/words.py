@@ -19,8 +19,9 @@ SENTENCE_WORDS, LINE_CHARACTERS = 25, 120
 LONG_SENTENCE, LONG_LINE = "sentences over 25 words", "lines over 120 characters"
 HEADINGS = "headings that do not name their subject"
 # Written by the code's own help and refusals, and decisions as they were made: their titles are checked.
-GENERATED = {f"docs/{page}.md" for page in ("flags", "combinations", "models", "reference/flags",
-                                            "reference/compatibility", "reference/models")}
+GENERATED = {f"docs/{page}.md" for page in (
+    "flags", "combinations", "models", "reference/flags", "reference/compatibility", "reference/models",
+    "getting-started/clients")}
 
 
 @cache

@@ -22,7 +22,7 @@ def openai_provider():
 
 
 @call
-def hosted_vllm_provider():
+def vllm_provider():
     assert "Paris" in ask().choices[0].message.content
 
 

@@ -105,8 +105,10 @@ def test_every_page_has_its_place() -> None:
     stray = [ids(doc) for doc in DOCS if doc.is_relative_to(ROOT / "docs")
              and doc.relative_to(ROOT / "docs").parts[0] not in at_top | rooms]
     assert not stray, stray
+    listed = (ROOT / "docs/design/adr/README.md").read_text()
     for page in (ROOT / "docs/design/adr").glob("0*.md"):
         assert page.read_text().startswith(f"# {page.name[:4]}: "), page
+        assert f"]({page.name})" in listed, f"{page}: list it in the table of docs/design/adr/README.md"
 
 
 def test_decisions_that_are_missing_are_named() -> None:

@@ -104,39 +104,52 @@ def answer(cell: Cell) -> Answer:
 
 # ---------------------------------------------------------------- the small view
 _START, _END = "<!-- combos: written by `make docs` -->", "<!-- combos: end -->"
+_SHOWN = {"yes": "tested", "refused": "no", "untried": "not tested"}
+# Run on a GPU by programs of bench/device, with figures in docs/performance.md, and by no test there.
+_MEASURED = {("ordinary", "bfloat16"), ("ordinary", "fp8")}
 _VIEW: tuple[tuple[str, tuple[Proof, ...]], ...] = (
-    ("all KV read, on the device", (Proof("", "ordinary"),)),
-    ("sparse decode (`--sparse-top-k`), KV on the device or in host memory",
+    ("full attention, KV cache on the device", (Proof("", "ordinary"),)),
+    ("sparse decode of GQA models (`--sparse-top-k`), KV on the device or in host memory",
      (Proof("", "selecting", "resident hosted"),)),
-    ("latent rows (DeepSeek-V3.2, GLM-5), either", (Proof("", "latent", "resident hosted"),)),
-    ("experts; layers that keep a state (Qwen3-Next and others)", (Proof("", "experts states"),)),
-    ("host tier, pause and resume", (Proof("", "ordinary", feature="tier paused"),
-                                     Proof("", "selecting", "hosted", "tier paused"))),
-    ("prefix cache over both tiers", (Proof("", "ordinary", feature="cache"),
-                                      Proof("", "selecting", "hosted", "cache"))),
-    ("storage in files (`--kv-storage`)", (Proof("", "ordinary", feature="stored"),
-                                           Proof("", "selecting", "hosted", "stored"))),
-    ("pipeline stages (`--pp`)", (Proof("", "ordinary", across="pp"),
-                                  Proof("", "selecting", "hosted", across="pp"))),
-    ("lanes (`--tp`, `--ep`)", (Proof("", "ordinary", across="tp"),
-                                Proof("", "selecting experts latent", "hosted", across="tp"))),
+    ("DSA models (DeepSeek-V3.2, GLM-5), KV on the device or in host memory",
+     (Proof("", "latent", "resident hosted"),)),
+    ("MoE; hybrid models with recurrent states (Qwen3-Next and others)", (Proof("", "experts states"),)),
+    ("KV offloading to host memory, preemption by swap", (
+        Proof("", "ordinary", feature="tier paused"), Proof("", "selecting", "hosted", "tier paused"))),
+    ("prefix caching over device and host", (Proof("", "ordinary", feature="cache"),
+                                             Proof("", "selecting", "hosted", "cache"))),
+    ("KV storage in files (`--kv-storage`)", (Proof("", "ordinary", feature="stored"),
+                                              Proof("", "selecting", "hosted", "stored"))),
+    ("pipeline parallelism (`--pp`)", (Proof("", "ordinary", across="pp"),
+                                       Proof("", "selecting", "hosted", across="pp"))),
+    ("tensor and expert parallelism (`--tp`, `--ep`)", (
+        Proof("", "ordinary", across="tp"), Proof("", "selecting experts latent", "hosted", across="tp"))),
     ("several machines (`--nnodes`)", (Proof("", "ordinary latent", across="nodes"),
                                        Proof("", "selecting experts latent", "hosted", across="nodes"))),
-    ("prefill/decode pair", (Proof("", "ordinary", across="pair"),
-                             Proof("", "selecting", "hosted", across="pair"))),
-    ("bfloat16; fp8 in blocks", (Proof("", "ordinary", weights="bfloat16 fp8"),)),
+    ("prefill/decode disaggregation", (Proof("", "ordinary", across="pair"),
+                                       Proof("", "selecting", "hosted", across="pair"))),
+    ("bfloat16 weights", (Proof("", "ordinary", weights="bfloat16"),)),
+    ("fp8 weights in blocks", (Proof("", "ordinary", weights="fp8"),)),
     ("GGUF kept packed (`--dtype gguf`)", (Proof("", "ordinary", weights="packed"),)),
 )
 
 
+def _shown(cell: Cell) -> str:
+    """The word of the small view for a cell."""
+    status = answer(cell).status
+    measured = status == "untried" and cell.device == "gpu" and (cell.kind, cell.weights) in _MEASURED
+    return "measured" if measured else _SHOWN[status]
+
+
 def view() -> str:
-    """The table of README: `yes` where all that a line says works."""
+    """The table of README: `tested` where all that a line names is tested."""
     lines = ["| | CPU | GPU |", "|---|---|---|"]
     for title, rows in _VIEW:
         asked = [cell for row in rows for cell in row.covers()]
-        found = [[answer(cell._replace(device=device)).status for cell in asked]
+        found = [list(dict.fromkeys(_shown(cell._replace(device=device)) for cell in asked))
                  for device in DIMENSIONS["device"]]
-        lines.append(f"| {title} | {' | '.join(' / '.join(dict.fromkeys(one)) for one in found)} |")
+        cells = ["tested in part" if {"tested", "not tested"} <= {*one} else " / ".join(one) for one in found]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -1,9 +1,14 @@
 """Writes docs/models.md: each family that config.json may name, and what works with it.
 
-`python -m penstock.serve.cli.models` prints it; a test compares it with the file and with published configs.
+`python -m penstock.serve.cli.models` prints it; `--into README.md` writes the small table there. Tests
+compare both, and the examples with published configs.
 Every cell is asked of the code that refuses or reads: families, wrappers, refusals, readers of weights.
 """
 from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
 
 from penstock.config.base.errors import ConfigError
 from penstock.config.settings.cli import from_options
@@ -57,9 +62,14 @@ _END = """
 
 # Published repositories, by family; those of tests/data/configs are read by a test.
 EXAMPLES: dict[str, tuple[str, ...]] = {
-    "llama": ("meta-llama/Meta-Llama-3.1-405B", "meta-llama/Meta-Llama-3.1-70B",
-              "meta-llama/Meta-Llama-3.1-8B"),
-    "qwen3": ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-8B", "Qwen/Qwen3-32B", "Qwen/Qwen3-32B-FP8"),
+    "llama": ("meta-llama/Meta-Llama-3.1-8B", "meta-llama/Meta-Llama-3.1-70B",
+              "meta-llama/Meta-Llama-3.1-405B"),
+    "qwen2": ("Qwen/Qwen2.5-7B-Instruct",),
+    "qwen3": ("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-32B", "Qwen/Qwen3-32B-FP8"),
+    "seed_oss": ("ByteDance-Seed/Seed-OSS-36B-Instruct",),
+    "gemma2": ("google/gemma-2-9b-it",), "gemma3_text": ("google/gemma-3-270m-it",),
+    "mistral": ("mistralai/Mistral-7B-Instruct-v0.3",), "qwen3_next": ("Qwen/Qwen3-Next-80B-A3B-Instruct",),
+    "glm4_moe": ("zai-org/GLM-4.6",),
     "qwen3_moe": ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B-FP8", "Qwen/Qwen3-Coder-480B-A35B-Instruct"),
     "qwen3_vl_text": ("Qwen/Qwen3-VL-2B-Instruct", "Qwen/Qwen3-VL-4B-Instruct", "Qwen/Qwen3-VL-8B-Instruct",
                       "Qwen/Qwen3-VL-32B-Instruct", "Qwen/Qwen3-VL-32B-Thinking"),
@@ -128,11 +138,13 @@ def _refused(spec: Spec, **options: object) -> bool:
 
 def _layers(spec: Spec) -> str:
     attention = spec.attention
-    kinds = ["MLA" if isinstance(attention, LatentSpec) else "KV heads"]
-    kinds += ["windows"] if any(spec.windows) else []
+    kinds = ["GQA"]
+    if isinstance(attention, LatentSpec):
+        kinds = ["MLA" if attention.index is None else "DSA"]
+    kinds += ["sliding windows"] if any(spec.windows) else []
     kinds += ["sinks"] if isinstance(attention, AttentionSpec) and attention.sinks else []
-    kinds += ["states"] if spec.states else []
-    return ", ".join([*kinds, *(["experts"] if spec.moe else [])])
+    kinds += ["recurrent states"] if spec.states else []
+    return ", ".join([*kinds, *(["MoE"] if spec.moe else [])])
 
 
 def _gpu(spec: Spec) -> str:
@@ -157,5 +169,36 @@ def _weights(family: str) -> str:
                                 else [])])
 
 
+# ---------------------------------------------------------------- the small table
+_START, _STOP = "<!-- models: written by `make docs` -->", "<!-- models: end -->"
+
+
+def view() -> str:
+    """Return the table of README: families that work alike in one row, with one published example each."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for family in sorted(registry.FAMILIES, key=lambda name: (name not in EXAMPLES, name)):
+        spec = example(family)
+        tp = "no" if _refused(spec, tp=2) else "yes"
+        alike.setdefault((_layers(spec), "yes", _gpu(spec), tp, _sparse(spec)), []).append(family)
+    lines = ["| attention | families (`model_type`) | for example | CPU | GPU | TP | sparse decode | GGUF |",
+             "|---|---|---|---|---|---|---|---|"]
+    for (layers, *cells), families in sorted(alike.items()):
+        ggufs = [family for family in families if _weights(family).endswith("GGUF")]
+        gguf = "yes" if ggufs == families else ", ".join(ggufs) or "no"
+        shown = [EXAMPLES[family][0] for family in families if family in EXAMPLES][:2]
+        row = (layers, ", ".join(families), ", ".join(shown) or "-", *cells, gguf)
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
+def put_into(text: str) -> str:
+    """Return a document with the small table between its two marks."""
+    return re.sub(f"(?s){re.escape(_START)}.*{re.escape(_STOP)}", f"{_START}\n{view()}\n{_STOP}", text)
+
+
 if __name__ == "__main__":
-    print(reference(), end="")
+    if sys.argv[1:2] == ["--into"]:
+        readme = Path(sys.argv[2])
+        readme.write_text(put_into(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    else:
+        print(reference(), end="")
