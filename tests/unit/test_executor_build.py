@@ -12,6 +12,7 @@ import torch
 from pipeline_engine import gguf_checkpoint
 from safetensors.torch import save_file
 
+from penstock.config.base import machine
 from penstock.config.base.errors import ConfigError
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.selection import selection_of
@@ -240,6 +241,23 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_read(folder):
     (folder / "config.json").write_text(json.dumps(huge))
     with pytest.raises(ConfigError, match=r"its weights take .* GiB as float32 and .* are free"):
         build_engine(dummy(folder), str)
+
+
+def test_refusals_of_weights_and_pools_name_ulimit_where_it_leaves_less_than_the_machine(folder, monkeypatch):
+    def refusals():
+        for made in (lambda: size_pools(config(hbm_bytes=1 << 50), CACHES, 512, FREE),
+                     lambda: size_pools(config(), CACHES, 512, WORKSPACE_BYTES),
+                     lambda: build_engine(dummy(folder), str)):
+            with pytest.raises(ConfigError) as refused:
+                made()
+            yield "; ulimit -v 1000 lets each process have 0.00 GiB of addresses" in str(refused.value)
+
+    huge = dict(LLAMA, hidden_size=1 << 16, intermediate_size=1 << 18, num_hidden_layers=80,
+                num_attention_heads=1 << 13)
+    (folder / "config.json").write_text(json.dumps(huge))
+    assert not any(refusals())
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda which: (1000 << 10, -1))
+    assert all(refusals())
 
 
 def test_a_stage_of_a_gguf_file_needs_memory_for_its_own_codes(tmp_path, monkeypatch):

@@ -2,9 +2,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 import time
+import weakref
 from types import SimpleNamespace
 
 import httpx
@@ -14,11 +16,12 @@ from penstock.config.settings.tree import ServerConfig
 from penstock.serve.client.client import EngineClosed
 from penstock.serve.http import app as http_app
 from penstock.serve.http import page as http_page
-from penstock.serve.http.app import ADMIN_PATHS, Health, PeerView, build_app
+from penstock.serve.http.app import ADMIN_PATHS, Generating, Health, PeerView, build_app
 from penstock.serve.http.completions import OpenAI, as_api_error
 from penstock.serve.http.limits import Keys
 from penstock.serve.http.main import _Server
 from penstock.serve.http.page import FILES, VIEWERS_MAX
+from penstock.serve.http.types import ApiError
 from penstock.serve.metrics import Metrics
 from penstock.serve.text.model_text import Text
 from penstock.serve.wire import Ready, SeenRequest, SeenTurn, Shown
@@ -187,6 +190,42 @@ def served(engine: Engine, health: Health, keys: Keys | None = None):
     api = OpenAI(engine, Text(None, None, ()), Metrics(), model="m", choices_max=1)
     return build_app(api, health, keys or Keys([]), ServerConfig(),
                      {"model": "m", "page_size": 16, "max_num_seqs": 4, "device": "cpu"}, [{}])
+
+
+def test_a_refused_body_is_freed_without_the_cycle_collector():
+    """Which finds old cycles after hours: 150 bodies of 3 MB kept 890 MiB."""
+    bodies: list[weakref.ref] = []
+
+    class Body:
+        pass
+
+    async def refuse(api, body, tenant, reply):
+        held = Body()
+        bodies.append(weakref.ref(held))
+        raise ApiError(400, "no")
+
+    async def go() -> None:
+        sent = []
+
+        async def receive():
+            if sent:
+                await asyncio.Event().wait()
+            sent.append(1)
+            return {"type": "http.request", "body": b"{}"}
+
+        async def send(message):
+            sent.append(message)
+
+        api = OpenAI(Engine(), Text(None, None, ()), Metrics(), model="m", choices_max=1)
+        await Generating(api, refuse, 100)({"headers": [], "tenant": b"", "send": send}, receive, send)
+        assert sent[1]["status"] == 400
+
+    gc.disable()
+    try:
+        asyncio.run(go())
+        assert bodies[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_the_page_asks_nobody_else_and_tells_nothing_by_itself():

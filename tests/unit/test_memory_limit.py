@@ -26,6 +26,17 @@ def test_free_memory_is_what_the_limit_leaves():
     assert min(probe().memory_available, 2 << 30) <= free < 3 << 30
 
 
+def test_refusal_of_more_than_is_free_names_the_limit_where_that_is_the_cause():
+    code = ("import resource; resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30));"
+            "from penstock.config.base.machine import probe;"
+            "from penstock.config.settings.cli import from_options;"
+            "from penstock.config.settings.resolve import resolve;"
+            "resolve(from_options('demo', {'hbm_bytes': 1 << 50}), probe())")
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr
+    assert "are free here; ulimit -v 3145728 lets each process have 3.00 GiB of addresses: raise it" in said
+    assert probe().limit == probe().words["limit"] == ""
+
+
 @pytest.mark.parametrize("error", NO_MEMORY, ids=lambda e: type(e).__name__)
 def test_failed_allocation_without_a_limit_names_the_flags(error):
     assert "--kv-cache-memory-bytes" in why_no_memory(error)

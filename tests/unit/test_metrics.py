@@ -46,7 +46,7 @@ def names_in_the_code() -> set[str]:
 def test_each_help_is_a_sentence():
     """Of both sides; what the core tells has its own, not the sentence for those without."""
     stats = {"hbm_pages": 8.0, "hbm_pages_in_use": 1.0, 'moved_bytes_total{src="hbm",dst="dram"}': 1.0,
-             **dict.fromkeys(names_in_the_code(), 1.0),
+             **dict.fromkeys(names_in_the_code(), 1.0), 'selected_device_units_total{layer="0"}': 1.0,
              **{f"{name}_total": 1.0 for name in HELP if name.startswith(("executor_", "pair_", "storage_"))}}
     text = Metrics().text([stats], [stats]).decode()
     told = dict(line.split(" ", 1) for line in re.findall(r"^# HELP (.*)$", text, re.MULTILINE))
@@ -58,6 +58,37 @@ def test_each_help_is_a_sentence():
 
 def test_a_tier_that_is_off_has_no_usage():
     assert "kv_cache_usage_perc" not in str(published({"dram_pages": 0, "dram_pages_held": 0}))
+
+
+def test_numbers_of_features_that_are_off_are_not_exported():
+    from penstock.core.core import Core
+    from penstock.core.settings import CoreConfig
+
+    def names(**more: float) -> set[str]:
+        told = Core(CoreConfig(page_size=16, rows=4, hbm_pages=8)).stats()
+        text = Metrics().text([{**told, "peer_ignored": 0.0, "storage_up": 1.0, **more}]).decode()
+        return {line.removeprefix("penstock:").rsplit(" ", 1)[0] for line in text.splitlines()
+                if line.startswith("penstock:")}
+
+    plain = names()
+    words = ("disk", "dram", "hot", "stor", "peer", "pair", "pause", "fetching", "staging", "promot",
+             "hosted", "spill", "recomputed", "receiving", "sending")
+    assert not [name for name in plain if any(word in name for word in words)]
+    assert {"num_requests_running", "num_requests_waiting", "hbm_pages", 'num_preemptions_total{kind="drop"}',
+            'prefix_cache_hits_total{tier="hbm"}', 'requests_in_phase{phase="queued"}'} <= plain
+    for on, appears in (
+            ({"dram_pages": 4}, {"dram_pages_free", "num_requests_paused",
+                                 'num_preemptions_total{kind="pause"}',
+                                 'prefix_cache_hits_total{tier="dram"}'}),
+            ({"disk_pages": 4}, {"storage_up", "pages_to_store", 'requests_in_phase{phase="fetching"}'}),
+            ({'selected_device_units_total{layer="0"}': 0}, {
+                "spills_total", "promotions_total", "requests_hosted", "hot_buffer_pages"}),
+            ({"pair_connected": 0}, {"pair_connected", "peer_ignored",
+                                     'requests_in_phase{phase="sending"}'})):
+        assert appears <= names(**on) and not appears & plain
+    # Of several engines each counts for itself.
+    text = Metrics().text([{"dram_pages": 0, "spills": 0}, {"dram_pages": 2, "spills": 0}]).decode()
+    assert 'penstock:dram_pages{engine="1"} 2.0' in text and 'engine="0"' not in text
 
 
 def test_names_have_labels():

@@ -56,6 +56,17 @@ RENAMED = {
     "dram_evictions": 'evicted_pages_total{tier="dram"}',
     "disk_evictions": 'forgotten_pages_total{tier="disk"}',
 }
+# What an engine has only with a feature: how its numbers show that this is on, and the names that go with it.
+FEATURES = {
+    "host tier": (re.compile("dram_pages$"), re.compile(
+        r"dram_|prefix_dram_hits|pauses|requests_paused|.*phase=\"paused\"")),
+    "storage": (re.compile("disk_pages$"), re.compile(
+        r"disk_|storage_|prefix_disk_hits|pages_to_store|.*phase=\"fetching\"")),
+    "sparse decode": (re.compile("selected_device_units_total"), re.compile(
+        r"hot_|spills|promotions|requests_hosted|prefix_recomputed|.*phase=\"(hosted|staging|promoting)\"")),
+    "prefill/decode pair": (re.compile("pair_"), re.compile(
+        r"pair_|peer_ignored|.*phase=\"(receiving|sending)\"")),
+}
 STATS_AGE = "engine_stats_age_seconds"
 USED = {"hbm": "hbm_pages_in_use", "dram": "dram_pages_held"}
 
@@ -160,9 +171,14 @@ def help_of(name: str) -> str:
 
 
 def published(values: Mapping[str, float]) -> dict[str, float]:
-    """The engine's Stats under the names that users know, with each tier's usage."""
+    """The engine's Stats under the names that users know, with each tier's usage, without the numbers of
+    features that are off."""
+    off = [names for shows, names in FEATURES.values()
+           if not any(shows.match(name) and (value or not name.endswith("_pages"))
+                      for name, value in values.items())]
     out = {RENAMED.get(name, name): value for name, value in values.items()
-           if name != "generation_tokens_total"}         # the API side counts what was sent
+           if name != "generation_tokens_total"          # the API side counts what was sent
+           and not any(names.match(name) for names in off)}
     for tier, used in USED.items():
         if values.get(f"{tier}_pages") and used in values:
             out[f'kv_cache_usage_perc{{tier="{tier}"}}'] = values[used] / values[f"{tier}_pages"]

@@ -26,6 +26,7 @@ LOOPBACK = "127.0.0.1"
 # What torch, its threads and mmap raise where the system has no memory, and the bytes that one of them names.
 _NO_MEMORY = re.compile("can't allocate memory|not enough memory|[Cc]annot allocate memory|unable to mmap")
 _NO_ADDRESSES = re.compile("can't start new thread|failed to map segment")      # where these are limited
+RAISE = "raise it (ulimit -v unlimited; in a systemd unit LimitAS=infinity)"
 _ASKED = re.compile(r"tried to allocate (\d+) bytes")
 
 
@@ -42,6 +43,7 @@ class Machine:
     cores: int
     memory_total: int
     memory_available: int
+    limit: str = ""                     # why less memory is available than the machine has free; '' if not
     gpus: tuple[str, ...] = ()
     no_gpu: str = ""                    # why `gpus` is empty
     torch_cuda: str = ""                # CUDA version that the installed torch was built for, '' for none
@@ -54,7 +56,7 @@ class Machine:
     @property
     def words(self) -> dict[str, str]:
         """What a refusal may name."""
-        return {"free": f"{self.memory_available / (1 << 30):.1f} GiB", "why": self.why}
+        return {"free": f"{self.memory_available / (1 << 30):.1f} GiB", "limit": self.limit, "why": self.why}
 
     @property
     def why(self) -> str:
@@ -72,7 +74,8 @@ def probe(root: Path = Path("/")) -> Machine:
     memory = _read(root / "proc/meminfo")
     total = _kib(memory, "MemTotal") or (1 << 40)
     limit, used = _cgroup_memory(root)
-    available = _kib(memory, "MemAvailable") or total
+    free = min(_kib(memory, "MemAvailable") or total, limit - used)
+    addresses = _addresses(root)
     gpus, no_gpu = _gpus(root)
     return Machine(
         system=f"{_platform.system()} {_platform.release()}",
@@ -82,7 +85,8 @@ def probe(root: Path = Path("/")) -> Machine:
         features=tuple(f for f in FEATURES if f in flags.split()),
         cores=_cores(root),
         memory_total=min(total, limit),
-        memory_available=max(0, min(available, limit - used, _addresses(root))),
+        memory_available=max(0, min(free, addresses)),
+        limit=f"; {address_limit()}: {RAISE}" if addresses < free else "",
         gpus=gpus, no_gpu=no_gpu, torch_cuda=_torch_cuda())
 
 
@@ -115,7 +119,7 @@ def why_no_memory(error: BaseException) -> str | None:
     what = "memory could not be allocated" if asked is None else (
         f"{int(asked[1]) / (1 << 30):.2f} GiB could not be allocated")
     if limit:
-        return f"{what}: {limit}: raise it (ulimit -v unlimited; in a systemd unit LimitAS=infinity)"
+        return f"{what}: {limit}: {RAISE}"
     return (f"{what}, {probe().memory_available / (1 << 30):.2f} GiB of memory are free: lower "
             "--memory-fraction or --kv-cache-memory-bytes, or take a smaller model")
 

@@ -88,7 +88,8 @@ def _refused() -> Iterator[str]:
     yield from _head(f"Refused values and combinations ({len(REFUSED)})", columns,
                      "Exit code 2 before anything is loaded, with every reason. The list is meant to shrink.")
     for r in REFUSED:
-        yield f"| {flags_of(r.fields)} | {r.why.format(free='N GiB', why='no GPU that torch can use')} |"
+        why = r.why.format(free="N GiB", limit="", why="no GPU that torch can use")
+        yield f"| {flags_of(r.fields)} | {why} |"
     yield from _head(f"Refused with the model that was found ({len(OF_MODEL)})", columns,
                      "The same, before a weight is read. What works together is docs/combinations.md.")
     for m in OF_MODEL:

@@ -296,7 +296,7 @@ REFUSED: tuple[Refusal[Machine], ...] = (
     _outside("kv.memory_fraction", 1e-6, 1.0, "above 0 and at most 1"),
     _outside("kv.dram_bytes", 0, 1 << 62, "0 turns the host tier off, else a size in bytes"),
     Refusal(_wants_more_than_all, ("kv.hbm_bytes", "kv.dram_bytes"),
-            "together more than the {free} of memory that are free here"),
+            "together more than the {free} of memory that are free here{limit}"),
     _outside("kv.dram_ratio", 0.01, 1000, "0.01 to 1000 times the device pool"),
     Refusal(lambda c, _: c.kv.dram_bytes is not None and c.kv.dram_ratio is not None,
             ("kv.dram_bytes", "kv.dram_ratio"), "give the size of the host tier once"),

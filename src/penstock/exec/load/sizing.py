@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from penstock.config.base.errors import ConfigError
+from penstock.config.base.machine import probe
 from penstock.config.request.selection import Selection
 from penstock.config.settings.tree import Config, KVConfig
 from penstock.core.settings import CoreConfig
@@ -184,7 +185,8 @@ def _memory(config: Config, caches: Caches, at: Room, hosts: bool) -> tuple[int,
         raise ConfigError(
             f"{device}{of_each} and {host} are {show_size(hbm * ranks + dram)}, but "
             f"{show_size(free)} of memory are free with the weights loaded, of which "
-            f"{show_size(workspace)} stay for activations: at most {room} bytes together")
+            f"{show_size(workspace)} stay for activations: at most {room} bytes together"
+            f"{probe().limit}")
     _check_a_page(kv, caches, hbm, dram, hosts, device, host)
     return hbm, dram, device
 
@@ -218,7 +220,7 @@ def _gpu_memory(config: Config, caches: Caches, at: Room, hosts: bool,
     if dram > room:
         raise ConfigError(
             f"{host} is more than {show_size(free)} of memory that are free on the host, of which "
-            f"{show_size(WORKSPACE_BYTES)} stay for the engine: at most {room} bytes")
+            f"{show_size(WORKSPACE_BYTES)} stay for the engine: at most {room} bytes{probe().limit}")
     _check_a_page(kv, caches, hbm, dram, hosts, device, host)
     return hbm, dram, device
 
@@ -235,7 +237,8 @@ def _check_a_page(kv: KVConfig, caches: Caches, hbm: int, dram: int, hosts: bool
     least = caches.bytes_for(1)
     if hbm < least:
         raise ConfigError(f"{device} is less than one page: {kv.page_size} tokens of this model "
-                          f"are {least} bytes; raise --hbm-bytes or lower --page-size")
+                          f"are {least} bytes; raise --hbm-bytes or lower --page-size"
+                          f"{'' if kv.hbm_bytes else probe().limit}")
     least = len(caches.host.slab_pages) * caches.host.slab_bytes
     if dram < least and (dram or kv.host_tier or (hosts and kv.dram_bytes is None)):
         raise ConfigError(f"{host} is less than one page: "

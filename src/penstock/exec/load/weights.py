@@ -295,15 +295,15 @@ def _check_weights_fit(config: Config, files: ModelFiles, checkpoint: Checkpoint
     more = 0 if checkpoint.codes else 4 * max(map(math.prod, shapes.values()))
     cuda = config.device.device == "cuda"
     gpus = range(min(len(parts), torch.cuda.device_count()))        # that this process sees
-    free = (sum(int(torch.cuda.mem_get_info(i)[0]) for i in gpus) if cuda else
-            machine.probe().memory_available)
+    here = machine.probe()
+    free = sum(int(torch.cuda.mem_get_info(i)[0]) for i in gpus) if cuda else here.memory_available
     if need + more > free:
         where = "of the GPU's memory" if cuda else "of memory"
         kept = kept_as(config, dtype, any(map(checkpoint.scaled, shapes)))
         less = " or --dtype bfloat16" if kept == "float32" else ""
         raise ConfigError(f"{files.name}: its weights take {show_size(need)} as {kept} and "
                           f"{show_size(more)} more while they are loaded, and {show_size(free)} {where} "
-                          f"are free: take a smaller model{less}")
+                          f"are free: take a smaller model{less}{'' if cuda else here.limit}")
 
 
 def _other_form(config: Config, files: ModelFiles) -> str:

@@ -184,6 +184,9 @@ async def _while_connected(work: Awaitable[None], receive: ReceiveCall) -> None:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+        # An error's traceback has this frame, and the task has the error: a cycle, with all that was read of
+        # the body in it, which is collected after hours.
+        del task, work
 
 
 async def _disconnect(receive: ReceiveCall) -> None:
