@@ -149,6 +149,23 @@ def test_connections_beyond_the_descriptors_are_refused_counted_and_logged_now_a
     assert connections.admit()
 
 
+def test_a_new_connection_takes_the_place_of_the_one_that_was_idle_the_longest():
+    refused, closed = [], []
+    connections = descriptors.Connections(0, lambda: refused.append(1))
+    connections.most = 3
+    assert all(connections.admit() for _ in range(3))
+    for name in (1, 2, 3):
+        connections.idle(name, functools.partial(closed.append, name))
+    connections.busy(1)                      # it has another request, and is idle last
+    connections.idle(1, functools.partial(closed.append, 1))
+    connections.busy(3)
+    assert connections.admit() and closed == [2] and connections.open == 4
+    connections.left()                       # of the closed one
+    assert connections.admit() and closed == [2, 1]
+    connections.left()
+    assert not connections.admit() and refused == [1] and connections.open == 3
+
+
 @pytest.mark.parametrize("name", ["on_url", "on_headers_complete"])
 def test_another_uvicorn_is_refused_at_the_start(monkeypatch, name):
     limits.check_uvicorn()

@@ -127,6 +127,7 @@ CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
      {"cors_origins": ["https://chat.example.com", "*"], "api_key": "k"}),
     ({"cors_origins": ["https://chat.example.com"]}, {"cors_origins": ["http://localhost:3000"]}),
     ({"body_bytes_max": 1023}, {"body_bytes_max": 1024}),
+    ({"timeout_keep_alive": 0}, {"timeout_keep_alive": 1}),
     ({"drain_s": -0.5}, {"drain_s": 0}),
     ({"prefill": 1}, {"prefill": 2, "decode": 3}),
     ({"prefill": 1, "decode": 1, **DECODE}, DECODE),

@@ -1,5 +1,7 @@
 """Open files of this process: as many as it may have, and connections for which there are none left.
 
+An idle connection makes way for a new one, the one that has been idle the longest first.
+
 Owns the limit of the operating system and the count. What a refused client is answered is `limits`'.
 """
 from __future__ import annotations
@@ -42,10 +44,15 @@ class Connections:
         own = len(os.listdir(OPEN)) if OPEN.exists() else 0
         self.most = max(1, limit - own - SPARE)
         self.open = 0
+        self._idle: dict[int, Callable[[], object]] = {}       # what closes each, the longest idle first
         self._refused, self._told_at, self._untold = refused, -LOG_S, 0
 
     def admit(self) -> bool:
-        """Whether a new one may stay; it then counts until `left`."""
+        """Whether a new one may stay; it then counts until `left`. At the limit an idle one is closed."""
+        if self.open >= self.most and self._idle:
+            self._idle.pop(next(iter(self._idle)))()
+            self.open += 1                   # until the closed one has left
+            return True
         if self.open < self.most:
             self.open += 1
             return True
@@ -56,6 +63,14 @@ class Connections:
                        "open files leaves: raise it with ulimit -n")
             self._told_at, self._untold = now, 0
         return False
+
+    def idle(self, id: int, close: Callable[[], object]) -> None:
+        """This one waits for its client's next request. close: called if it is to make way."""
+        self._idle[id] = close
+
+    def busy(self, id: int) -> None:
+        """This one is no longer idle, if it was."""
+        self._idle.pop(id, None)
 
     def left(self) -> None:
         self.open -= 1

@@ -274,6 +274,8 @@ class ServerConfig:
                           Inverse("--disable-uvicorn-access-log")] = None
     log_level_http: Annotated[HttpLogLevel | None, "of the HTTP server's own messages (default: warning)",
                               Alias("--uvicorn-log-level")] = None
+    timeout_keep_alive: Annotated[int, "seconds that an idle connection stays open: longer than clients and "
+                                  "proxies keep one, which else send a request into a closed one"] = 65
     drain_s: Annotated[float, "seconds that SIGTERM gives running requests"] = 30.0
 
 

@@ -28,7 +28,6 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 HEADER_S_MAX = 10.0
 BODY_S_MAX = 30.0
-KEEP_ALIVE_S = 5
 CLOSE = {"connection": "close"}          # what follows on the connection is not a request
 HEADER_BYTES_MAX = 16 << 10
 HEADERS_MAX = 100
@@ -142,8 +141,9 @@ class _HeadTooLarge(Exception):
 
 # What `LimitedProtocol` overrides, calls or sets of uvicorn's own classes, which are not part of its API.
 _OVERRIDDEN = ("connection_made", "connection_lost", "data_received", "on_message_begin", "on_url",
-               "on_header", "on_headers_complete", "send_400_response")
-_SET = {HttpToolsProtocol: ("flow", "headers", "pipeline", "scope", "transport", "cycle", "loop"),
+               "on_header", "on_headers_complete", "on_response_complete", "send_400_response")
+_SET = {HttpToolsProtocol: ("flow", "headers", "pipeline", "scope", "transport", "cycle", "loop",
+                            "timeout_keep_alive_task"),
         RequestResponseCycle: ("chunked_encoding", "disconnected", "expected_content_length", "message_event",
                                "response_complete")}
 
@@ -201,6 +201,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if not self._admitted:
             return
+        if self._connections is not None:
+            self._connections.busy(id(self))
         self.transport.pause_reading()       # no more of one connection than this waits
         self._gate.later(functools.partial(self._take, data))
 
@@ -251,9 +253,15 @@ class LimitedProtocol(HttpToolsProtocol):
         self._open_cycles = [c for c in self._open_cycles if not c.response_complete]
         self._open_cycles.append(self.cycle)
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.timeout_keep_alive_task is not None and self._connections is not None:
+            self._connections.idle(id(self), self.timeout_keep_alive_handler)
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         if self._admitted and self._connections is not None:
+            self._connections.busy(id(self))
             self._connections.left()
         for cycle in self._open_cycles:
             if not cycle.response_complete:

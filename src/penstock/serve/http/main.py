@@ -36,7 +36,7 @@ from penstock.serve.client.engines import Engines, together
 from penstock.serve.client.gate import Gate
 from penstock.serve.http.app import Health, PeerView, build_app
 from penstock.serve.http.completions import OpenAI
-from penstock.serve.http.limits import KEEP_ALIVE_S, Keys, LimitedProtocol, check_uvicorn, load_keys
+from penstock.serve.http.limits import Keys, LimitedProtocol, check_uvicorn, load_keys
 from penstock.serve.http.local_pair import PairHere
 from penstock.serve.http.routed import routed_of
 from penstock.serve.metrics import Metrics
@@ -259,7 +259,7 @@ class _Server:
                 descriptors.raise_limit(), api.metrics.refused.inc)),  # type: ignore[arg-type]
             ws="none", lifespan="off", log_config=None,
             access_log=logs.logs_access(config.server), server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=CLOSING_S)
+            timeout_keep_alive=config.server.timeout_keep_alive, timeout_graceful_shutdown=CLOSING_S)
         server = _Uvicorn(settings)
         settings.load()
         settings.ssl = self._tls
