@@ -198,14 +198,17 @@ def test_the_nth_failure_of_a_kind_harms_nobody_else(kind: str) -> None:
 # Hosted rows draft, and others want the pages that they get for it.
 DRAFTING = ("pair=0,hot_pages=1,hot_pages_max=6,always_hosted=0,spills=30,rows=6,requests=10,hbm_pages=30,"
             "dram_pages=200,page_size=1,overlap=1,prompt_max=12,new_max=20,draft_tokens=3,draft_positions=32")
+# What waits hits more than one turn may pin, and what it pins is in its way.
+TIGHT = ("pair=0,model=1,hot_pages=1,hbm_pages=8,dram_pages=12,rows=12,page_size=2,prompt_max=2,new_max=40,"
+         "requests=24,span=60,copy=0.1,fail=0,step_tokens=16,steps=4000")
 
 
 @pytest.mark.parametrize(("seed", "mode"), [(10872, ""), (18939, ""), (20083, ""), (921, "draft_tokens=3"),
-                                            (301, DRAFTING), (676, DRAFTING)])
+                                            (301, DRAFTING), (676, DRAFTING), (140, ""), (1017, TIGHT)])
 def test_a_seed_that_once_failed(seed: int, mode: str) -> None:
     """A promotion and a page that somebody else loads, twice; a spill that pins what was promised; room for a
     late page that is made of the page before it; growth that takes what drafts of another row wait for, and
-    drafts that take what a promotion waits for."""
+    drafts that take what a promotion waits for; pins of a refused hit that no turn gave back, twice."""
     start(draw(seed, mode)).play()
 
 

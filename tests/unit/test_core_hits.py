@@ -7,7 +7,17 @@ import pytest
 
 from penstock.core.kv.prefix_tree import Tree, pack, unpack
 from penstock.core.lifecycle import Phase
-from penstock.core.plan import Aborted, Arrived, Dropped, Flushed, RequestId, Retired, StepId, Tier
+from penstock.core.plan import (
+    Aborted,
+    Arrived,
+    Dropped,
+    Flushed,
+    Outcome,
+    RequestId,
+    Retired,
+    StepId,
+    Tier,
+)
 from tests.doubles.driver import Driver
 
 PROMPT, PAGES = range(1000, 1082), 20          # whole pages of 4 tokens
@@ -73,6 +83,19 @@ def test_a_hit_under_way_gives_way_to_who_needs_its_pages() -> None:
     assert d.phase(2) is Phase.QUEUED and d.core.live[RequestId(2)].path == []
     d.run()                                    # it begins anew
     assert d.core.counters["prefix_hbm_hits"] == 4 * PAGES
+
+
+def test_a_hit_that_leaves_no_room_alone_is_given_back_at_once_and_evicted() -> None:
+    """The cached pages fill the device: they are in the way of the hot buffer, and no event is to come that
+    would give back the rest of the pins."""
+    d = Driver(hbm_pages=5, dram_pages=28, budget=1000, hot_pages=3, take_pages=1, max_len=400)
+    d.arrive(1, range(17), 1)                  # leaves 4 pages on the device,
+    d.retire()
+    d.land(ok=False)                           # and none on the host
+    d.arrive(2, range(24), 4, selects=True)    # 7 pages at its end: it fits only on the host
+    assert d.phase(2) is not Phase.QUEUED and not d.core.kv.returned
+    d.run()
+    assert d.finished() == {1: Outcome.LENGTH, 2: Outcome.LENGTH}
 
 
 def test_what_is_evicted_in_the_middle_of_a_hit_shortens_it() -> None:

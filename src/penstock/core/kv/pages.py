@@ -252,10 +252,13 @@ class Pages(Matching):
             r.hint(entry.nodes)
 
     def give_back(self, r: Request, pins: list[Copy]) -> None:
-        """In portions: these pins, and the path of `r`."""
-        self.returned.append(Returned(pins, r.path))
+        """In portions: these pins, and the path of `r`. All at once if no other request has a row: then
+        nothing waits for it, and no later turn need come in which the rest goes back."""
+        self.returned.append(back := Returned(pins, r.path))
         r.hint(r.path)
         r.path = []
+        if not self.rows.held:
+            self._return(back, len(back.pins) + len(back.path))
 
     def lose_pins(self, lost: frozenset[Copy]) -> None:
         """Copies have gone: requests that wait and have pinned one give up what they have."""
