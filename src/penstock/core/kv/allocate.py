@@ -114,7 +114,7 @@ class Entry(Entering):
 
     claim: Claim
     ways: list[Way]
-    is_fresh: bool = False   # it was matched to its end in this turn,
+    is_fresh: bool = False   # its end was seen, and all that is cut from it was cut, in this turn,
     again: bool = False      # or once more, with pages at its end that a group lacks: that may be long
 
 
@@ -208,7 +208,7 @@ def _match(kv: Pages, r: Request, entry: Entry) -> bool:
         kv.hits_left -= len(nodes) - n
         if not ended:
             return False
-        entry.end = nodes[-1] if nodes else None, len(nodes)
+        entry.end, entry.is_fresh = (nodes[-1] if nodes else None, len(nodes)), True
     if entry.found is None:
         n = len(nodes)
         ended = kv.cut_back(r, nodes, entry.by, most=kv.hits_most)
@@ -216,7 +216,7 @@ def _match(kv: Pages, r: Request, entry: Entry) -> bool:
         if not ended:
             return False
         last, known = entry.end
-        entry.found, entry.is_fresh = Found(last, known, known - len(nodes), entry.by), True
+        entry.found = Found(last, known, known - len(nodes), entry.by)
     return True
 
 

@@ -41,7 +41,8 @@ class Round(NamedTuple):
     request: Request
     visit: int
     trigger: Trigger                       # the way in that is under way,
-    state: tuple[int, ...] | None          # and why those before it led nowhere
+    running: int                           # and why those before it led nowhere, see `Blocked`
+    state: tuple[int, ...] | None
     shortages: list[Shortage]
     early: list[Copy]
 
@@ -151,13 +152,16 @@ class Admission:
         return self._skipped is not None and not self._is_blocked(self._skipped)
 
     def _enter(self, r: Request) -> bool:
-        kv, state, no_row = self.core.kv, None, False
+        state, no_row = None, False
         shortages: list[Shortage] = []
         early: list[Copy] = []
         ways = capacity.ways_in(self.core, r)
-        at, self._round = self._round, None
-        if at is not None and (at.request, at.visit) == (r, r.visit) and at.trigger in ways:
+        at, self._round, running = self._round, None, len(self.core.running)
+        resumes = (at is not None and (at.request, at.visit) == (r, r.visit) and at.trigger in ways
+                   and running > 0)        # alone, every way takes one turn: it begins with the first
+        if at is not None and resumes:
             ways, state, shortages, early = ways[ways.index(at.trigger):], at.state, at.shortages, at.early
+            running = max(running, at.running)
         for trigger in ways:
             place = lifecycle.place_after(r.phase, trigger, r.place)
             left = headroom(self.core, r, place)
@@ -168,7 +172,8 @@ class Admission:
             if trial:
                 return True
             if trial is UNDERWAY:
-                self._round = Round(r, r.visit, trigger, state, shortages, early)
+                self._see(shortages)
+                self._round = Round(r, r.visit, trigger, running, state, shortages, early)
                 self._blocked, self.is_underway = None, True
                 return False
             if isinstance(trial, Early):
@@ -177,11 +182,15 @@ class Admission:
                 shortages.append(trial)
             else:
                 no_row = True                  # that is soon seen
+        self._see(shortages)
+        self._blocked = Blocked(r, r.visit, r.is_asked, running, () if no_row else state, shortages, early)
+        # The ways before the one that went on were tried in an earlier turn: what they lacked may have come.
+        return resumes and not self._is_blocked(r) and self._enter(r)
+
+    def _see(self, shortages: list[Shortage]) -> None:
+        """Note what has come until now, where that is not known of an earlier turn."""
         for shortage in shortages:
-            shortage.seen = kv.coming(shortage.tier)
-        self._blocked = Blocked(r, r.visit, r.is_asked, len(self.core.running),
-                                () if no_row else state, shortages, early)
-        return False
+            shortage.seen = shortage.seen or self.core.kv.coming(shortage.tier)
 
     def _make_way(self, r: Request) -> None:
         """`r` lacks device pages that nobody was promised: the youngest that runs goes on from the host, if
