@@ -145,8 +145,8 @@ def _queues(core: CoreState) -> None:
 
 def _kept_promises(core: CoreState) -> None:
     """What is promised can be had, but for what copies that fly keep from being evicted, what who has ended
-    has not given up yet, and what who has just paused keeps until his steps have ended: he could do without,
-    and the host has it (sim seed 15194).
+    or waits has not given up yet, and what who has just paused keeps until his steps have ended: he could do
+    without, and the host has it (sim seed 15194).
     Pages of several groups may lie scattered over slabs when they are wanted: then somebody gives way."""
     kv = core.kv
     for tier, arena in kv.arenas.items() if len(kv.device) == 1 else ():
@@ -156,6 +156,10 @@ def _kept_promises(core: CoreState) -> None:
                     if space.tier is tier and not copy.pins}
             busy |= {id(copy) for r in kv.leaving for t in r.tables
                      for copy in (t.device if tier is Tier.HBM else t.host) if copy is not None}
+            space = (kv.device if tier is Tier.HBM else kv.host)[0]
+            waits = [back.pins for back in kv.returned] + [e.pins + e.spare for e in kv.entering.values()]
+            busy |= {id(copy) for pins in waits for copy in pins
+                     if copy.node is not None and copy.node.copies.get(space) is copy}
             if tier is Tier.HBM:
                 busy |= {id(up) for r in core.live.values() if r.phase is Phase.PAUSED and kv.in_flight(r)
                          for t in r.tables if t.hosted for up, down in zip(t.device, t.host, strict=False)

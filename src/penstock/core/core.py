@@ -77,7 +77,7 @@ class Core(CoreState):
             self.kv.drain()
             idle = (self.edges_taken, self.kv.freed) == before and not self.admission.is_due()
             if plan is None and idle and not self.in_flight:      # no event may come that makes these go on
-                if self.admission.is_underway and not self.kv.moves.flying:
+                if self.admission.is_underway and not (self.kv.moves.flying and self.kv.rows.held):
                     self.kv.hits_left = 1 << 60
                     continue
                 if self.admission.is_full:
