@@ -25,7 +25,8 @@ PROMPT, PAGES = range(1000, 1082), 20          # whole pages of 4 tokens
 
 def cached(**settings: object) -> Driver:
     """Request 9 decodes, and the prompt of another is cached. A turn matches and pins 4 pages at most."""
-    sizes: dict[str, object] = {"hbm_pages": 90, "take_pages": 2, "step_tokens": 100, "max_len": 400}
+    sizes: dict[str, object] = {"hbm_pages": 90, "take_pages": 2, "hit_pages": 4, "step_tokens": 100,
+                                "max_len": 400}
     d = Driver(**(sizes | settings))
     d.arrive(9, range(4), 200)
     d.arrive(1, PROMPT, 1)
@@ -88,7 +89,7 @@ def test_a_hit_under_way_gives_way_to_who_needs_its_pages() -> None:
 def test_a_hit_that_leaves_no_room_alone_is_given_back_at_once_and_evicted() -> None:
     """The cached pages fill the device: they are in the way of the hot buffer, and no event is to come that
     would give back the rest of the pins."""
-    d = Driver(hbm_pages=5, dram_pages=28, budget=1000, hot_pages=3, take_pages=1, max_len=400)
+    d = Driver(hbm_pages=5, dram_pages=28, budget=1000, hot_pages=3, take_pages=1, hit_pages=2, max_len=400)
     d.arrive(1, range(17), 1)                  # leaves 4 pages on the device,
     d.retire()
     d.land(ok=False)                           # and none on the host

@@ -58,6 +58,8 @@ class CoreConfig:
     last_tokens: int = 0                # of the last chunk of a prefill engine's prompt at most: what is
                                         # left to send when that ends; 0: as any other
     take_pages: int = 512               # of each group that an admission takes at once: the rest is promised
+    hit_pages: int = 1 << 60            # cached pages that requests which wait match and pin in one turn, if
+                                        # another has a row; by default all of them, see ADR 0079
     admissions: int = 64                # requests that a turn admits whatever the step has use for, see
                                         # `Admission.is_full`; the others follow in later turns
     load_pages: int = 64                # of each promotion that fly up at once, beside what rows miss
@@ -89,11 +91,6 @@ class CoreConfig:
     def depth(self) -> int:
         """Plans in flight at most. Synchronous 1, overlapped 2, pipelined one per stage more."""
         return self.pp_size + int(self.overlap)
-
-    @property
-    def hit_pages(self) -> int:
-        """Cached pages that requests which wait match and pin in one turn, if another has a row."""
-        return 2 * self.take_pages
 
     @property
     def host_units(self) -> int:

@@ -115,6 +115,7 @@ class Entry(Entering):
     claim: Claim
     ways: list[Way]
     is_fresh: bool = False   # its end was seen, and all that is cut from it was cut, in this turn,
+    is_hinted: bool = False  # its nodes began with a hint
     again: bool = False      # or once more, with pages at its end that a group lacks: that may be long
 
 
@@ -181,6 +182,7 @@ def _name(kv: Pages, r: Request, place: Place) -> Entry | None:
         entry = kv.entering[r] = Entry(
             place, list(r.known[:useful]), claim.needed, claim.spare, claim=claim,
             ways=[Way() for _ in r.tables])
+        entry.is_hinted = bool(entry.nodes)
         if place is Place.HOST and r.failed_saves >= FAILED_SAVES_MAX:
             entry.nodes, entry.found = [], Found(None, 0, 0, {})     # nothing is to be copied
             entry.is_fresh = True
@@ -215,6 +217,10 @@ def _match(kv: Pages, r: Request, entry: Entry) -> bool:
         kv.hits_left -= n - len(nodes)
         if not ended:
             return False
+        if entry.by and entry.is_hinted:       # by pages that the tree may have lost, or made anew
+            entry.is_hinted, entry.by, entry.end = False, {}, None
+            del nodes[len(r.path):]
+            return _match(kv, r, entry)
         last, known = entry.end
         entry.found = Found(last, known, known - len(nodes), entry.by)
     return True
