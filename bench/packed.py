@@ -56,7 +56,7 @@ Arm = Callable[[list[int], int], float]         # (prompt, new tokens) -> second
 
 
 def ours(model: str, dtype: str, threads: int) -> Arm:
-    llm = LLM(model, dtype=dtype, threads=threads, hbm_bytes="128M", prefix_cache=False)
+    llm = LLM(model, dtype=dtype, threads=threads, kv_cache_memory_bytes="128M", prefix_cache=False)
 
     def once(prompt: list[int], new: int) -> float:
         started = time.perf_counter()

@@ -65,7 +65,7 @@ def text(draw: random.Random, length: int) -> str:
 
 
 def cost(model: str, folder: Path, router: str) -> None:
-    server = Server(model, folder / "log", "--hbm-bytes", "64M", "--router-dialect", "sglang")
+    server = Server(model, folder / "log", "--kv-cache-memory-bytes", "64M", "--router-dialect", "sglang")
     try:
         with routing(router, "--worker-urls", server.url) as url:
             arms = [httpx.Client(base_url=server.url), httpx.Client(base_url=url)]
@@ -120,13 +120,13 @@ def shares(model: str, folder: Path, size: int, routers: list[str]) -> None:
             stack.callback(server.close)
             return server.url
 
-        one = serving("large", "--hbm-bytes", f"{2 * size}M")
+        one = serving("large", "--kv-cache-memory-bytes", f"{2 * size}M")
         large, num = hits(one)
         print(f"one engine of {2 * size} MiB: {large} of {num} prompt tokens cached", flush=True)
-        both = hits(serving("dp", "--hbm-bytes", f"{size}M", "--dp", "2"))
+        both = hits(serving("dp", "--kv-cache-memory-bytes", f"{size}M", "--dp", "2"))
         print(f"--dp 2 of {size} MiB: {both[0] / large:.3f} of that", flush=True)
         for router in routers:
-            workers = [serving(f"{router}{n}", "--hbm-bytes", f"{size}M") for n in range(2)]
+            workers = [serving(f"{router}{n}", "--kv-cache-memory-bytes", f"{size}M") for n in range(2)]
             with routing(router, "--policy", "cache_aware", "--worker-urls", *workers) as url:
                 print(f"two of {size} MiB behind {router}: {hits(url)[0] / large:.3f} of that", flush=True)
 

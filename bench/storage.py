@@ -21,11 +21,11 @@ from typing import Any
 from penstock import LLM, SamplingParams
 from penstock.memory.stores.files import Files
 
-SIZES: dict[str, Any] = {"threads": 2, "max_num_seqs": 8, "hbm_bytes": "1G", "dram_bytes": "1G"}
+SIZES: dict[str, Any] = {"threads": 2, "max_num_seqs": 8, "kv_cache_memory_bytes": "1G", "kv_offloading_size": "1G"}
 SETTLE_S = 3.0                  # writes go on behind the answers
 # Small, so that all memory was touched, and a full folder is swept, before anything counts: the first touch
 # of a page of a virtual machine costs several times its copy.
-STEADY: dict[str, Any] = {**SIZES, "hbm_bytes": "256M", "dram_bytes": "256M"}
+STEADY: dict[str, Any] = {**SIZES, "kv_cache_memory_bytes": "256M", "kv_offloading_size": "256M"}
 QUOTA, WARM_TURNS = "256M", 6
 QUIET_S = 0.005                 # of processor in a tenth of a second: nothing is written any more
 

@@ -64,7 +64,7 @@ def version(python: Path, name: str) -> str:
 def server(log: Path) -> Iterator[str]:
     process = subprocess.Popen(
         [sys.executable, "-m", "penstock", "serve", "demo", "--served-model-name", "demo", "--port", "0",
-         "--hbm-bytes", "400M", "--dtype", "float32", "--threads", "1",
+         "--kv-cache-memory-bytes", "400M", "--dtype", "float32", "--threads", "1",
          "--chat-template", str(ROOT / "tests" / "data" / "templates" / "hermes.jinja")],
         stdout=subprocess.PIPE, stderr=log.open("w"), text=True)
     try:

@@ -116,7 +116,7 @@ class Direct:
                 budget=selection.budget, hot_pages=cfg.largest_hot,
                 backends={op: choice.name for op, choice in chosen.items()})
             self._params = SamplingParams(temperature=0.0, max_tokens=None,
-                                          top_k_tokens=None if native else selection.budget)
+                                          sparse_top_k=None if native else selection.budget)
             self._attention = attention_identity(selection)
         started = time.perf_counter()
         hbm, dram = caches.pools(cfg, "cuda")

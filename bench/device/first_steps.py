@@ -30,17 +30,18 @@ from serving import serving
 
 BESIDE = 30_000                 # tokens of the stream beside, at most
 COMMON = ("--device", "cuda", "--load-format", "dummy", "--max-num-seqs", "64", "--page-size", "64")
-ALWAYS = ("--sparse-kv", "always", "--dram-bytes", "16G")
+ALWAYS = ("--host-decode", "always", "--kv-offloading-size", "16G")
 SERVERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "latent": (LATENT, ("--hbm-bytes", "12G", "--dram-bytes", "4G", "--sparse-kv", "off")),
-    "latent-drafts": (LATENT, ("--hbm-bytes", "12G", "--speculative-method", "ngram", "--sparse-kv", "off")),
-    "latent-offloaded": (LATENT, ("--hbm-bytes", "4G", *ALWAYS)),
-    "latent-offloaded-drafts": (LATENT, ("--hbm-bytes", "4G", *ALWAYS, "--speculative-method", "ngram")),
-    "gqa": (QWEN3_8B, ("--hbm-bytes", "24G", "--dram-bytes", "8G")),
-    "gqa-drafts": (QWEN3_8B, ("--hbm-bytes", "24G", "--speculative-method", "ngram")),
-    "gqa-offloaded": (QWEN3_8B, ("--hbm-bytes", "12G", *ALWAYS, "--sparse-top-k", "2048")),
-    "pd": (LATENT, ("--prefill", "1", "--decode", "1", "--hbm-bytes", "4G", *ALWAYS)),
-    "float32": (LATENT, ("--dtype", "float32", "--hbm-bytes", "12G", "--sparse-kv", "off")),
+    "latent": (LATENT, ("--kv-cache-memory-bytes", "12G", "--kv-offloading-size", "4G", "--host-decode", "off")),
+    "latent-drafts": (LATENT, ("--kv-cache-memory-bytes", "12G", "--speculative-method", "ngram", "--host-decode",
+                               "off")),
+    "latent-offloaded": (LATENT, ("--kv-cache-memory-bytes", "4G", *ALWAYS)),
+    "latent-offloaded-drafts": (LATENT, ("--kv-cache-memory-bytes", "4G", *ALWAYS, "--speculative-method", "ngram")),
+    "gqa": (QWEN3_8B, ("--kv-cache-memory-bytes", "24G", "--kv-offloading-size", "8G")),
+    "gqa-drafts": (QWEN3_8B, ("--kv-cache-memory-bytes", "24G", "--speculative-method", "ngram")),
+    "gqa-offloaded": (QWEN3_8B, ("--kv-cache-memory-bytes", "12G", *ALWAYS, "--sparse-top-k", "2048")),
+    "pd": (LATENT, ("--prefill-replicas", "1", "--decode-replicas", "1", "--kv-cache-memory-bytes", "4G", *ALWAYS)),
+    "float32": (LATENT, ("--dtype", "float32", "--kv-cache-memory-bytes", "12G", "--host-decode", "off")),
 }
 
 

@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--hot", type=int, default=4096)
-    parser.add_argument("--bounds", default="auto", help="--sparse-bounds-dtype")
+    parser.add_argument("--bounds", default="auto", help="--sparse-metadata-dtype")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--noise", type=float, default=0.3)
     parser.add_argument("--steps", type=int, default=144)
@@ -133,7 +133,7 @@ def main() -> None:
     hosted = Direct(model, rows=args.requests, max_len=max_len, hbm_tokens=int(device / token_bytes),
                     dram_tokens=args.requests * (max_len + 64), buckets=(args.requests,), selection=rule,
                     hot_tokens=args.hot, hosted=True, page_size=args.page_size, step_tokens=16384,
-                    kv=KVConfig(sparse_bounds_dtype=args.bounds))
+                    kv=KVConfig(sparse_metadata_dtype=args.bounds))
     print(f"engine {time.perf_counter() - began:.1f} s, pools {hosted.pools_s:.1f} s, "
           f"capture {hosted.capture_s:.1f} s", flush=True)
     rng = random.Random(0)

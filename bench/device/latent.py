@@ -207,7 +207,7 @@ def main() -> None:
                         metavar="WORK:CELL[:BATCH,...]")
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--steps", type=int, default=96)
-    parser.add_argument("--step-tokens", type=int, default=8192)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--kernels", type=int, default=24, help="that are printed")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []

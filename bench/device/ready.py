@@ -19,7 +19,7 @@ from serving import serving
 from penstock.model import registry as families
 
 SHARD_BYTES = 2 << 30
-FLAGS = ("--device", "auto", "--max-num-seqs", "32", "--step-tokens", "8192", "--max-model-len", "16384",
+FLAGS = ("--device", "auto", "--max-num-seqs", "32", "--max-num-batched-tokens", "8192", "--max-model-len", "16384",
          "--load-format", "safetensors")
 
 

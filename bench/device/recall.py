@@ -20,12 +20,13 @@ from direct import write
 from serving import serving
 
 MODEL = str(Path(__file__).parents[2] / "tests" / "data" / "recall")
-ON_DEVICE = ("--hbm-bytes", "256M")
-HOSTED = ("--hbm-bytes", "64M", "--dram-bytes", "256M", "--sparse-kv", "always", "--hot-buffer-tokens", "272")
+ON_DEVICE = ("--kv-cache-memory-bytes", "256M")
+HOSTED = ("--kv-cache-memory-bytes", "64M", "--kv-offloading-size", "256M", "--host-decode", "always",
+          "--hot-buffer-tokens", "272")
 ARMS: dict[str, tuple[str, ...]] = {
     "resident": ON_DEVICE, "hosted": HOSTED, "pp 2": ("--pp", "2", *ON_DEVICE),
-    "pp 2, hosted": ("--pp", "2", *HOSTED), "pair": ("--prefill", "1", "--decode", "1", *ON_DEVICE),
-    "pair, hosted": ("--prefill", "1", "--decode", "1", *HOSTED)}
+    "pp 2, hosted": ("--pp", "2", *HOSTED), "pair": ("--prefill-replicas", "1", "--decode-replicas", "1", *ON_DEVICE),
+    "pair, hosted": ("--prefill-replicas", "1", "--decode-replicas", "1", *HOSTED)}
 FORMATS = {"bfloat16": ("--dtype", "bfloat16"),
            "fp8 rows": ("--dtype", "bfloat16", "--kv-cache-dtype", "fp8_e4m3")}
 

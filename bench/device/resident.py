@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--new", type=int, default=96, help="tokens of each request")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--step-tokens", type=int, default=8192)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--most", type=int, default=32, help="requests at once")
     parser.add_argument("--temperature", type=float, default=0.0, help="above 0: with top-k 50 and top-p 0.9")
     args = parser.parse_args()

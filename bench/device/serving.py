@@ -30,14 +30,15 @@ from typing import IO, Any
 
 NEW = 32
 # A host tier of a size of its own: by itself each server takes half of the memory that it finds free.
-SMALL = ("--hbm-bytes", "256M", "--dram-bytes", "2G")
+SMALL = ("--kv-cache-memory-bytes", "256M", "--kv-offloading-size", "2G")
 SELECTS = ("--sparse-top-k", "256", *SMALL)
-HOSTED = (*SELECTS, "--sparse-kv", "always")
-LAYOUTS = {"one": (), "pp 2": ("--pp", "2"), "pair": ("--prefill", "1", "--decode", "1")}
-PLACES = {"all of the KV": SMALL, "256 tokens of it": (*SELECTS, "--sparse-kv", "off"),
+HOSTED = (*SELECTS, "--host-decode", "always")
+LAYOUTS = {"one": (), "pp 2": ("--pp", "2"), "pair": ("--prefill-replicas", "1", "--decode-replicas", "1")}
+PLACES = {"all of the KV": SMALL, "256 tokens of it": (*SELECTS, "--host-decode", "off"),
           "256 tokens of it, hosted": HOSTED}
 NATIVE = {"256 tokens of it": SMALL,                           # of a model that chooses itself
-          "256 tokens of it, hosted": ("--hbm-bytes", "64M", "--dram-bytes", "256M", "--sparse-kv", "always",
+          "256 tokens of it, hosted": ("--kv-cache-memory-bytes", "64M", "--kv-offloading-size", "256M",
+                                       "--host-decode", "always",
                                        "--hot-buffer-tokens", "272")}
 
 
@@ -190,7 +191,7 @@ def main() -> None:
         row["first_answer"] = gpu.chats(chats[:1])
     row |= {f"bfloat16_{k}": v for k, v in teacher_forced(chats).items()}
     write("serving", args.out, [row])
-    row["refused"] = [refused("--gpu-memory-utilization", "0.004"), refused("--hbm-bytes", "500GiB")]
+    row["refused"] = [refused("--gpu-memory-utilization", "0.004"), refused("--kv-cache-memory-bytes", "500GiB")]
     write("serving", args.out, [row])
 
 

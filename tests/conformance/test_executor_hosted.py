@@ -56,7 +56,7 @@ def test_rows_that_outgrow_the_device_spill(pages, lateness):
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "bfloat16"])
 def test_bounds_of_other_types_on_both_tiers_with_pauses(dtype, monkeypatch):
     """Tokens are those of a device that holds all with bounds of the same type."""
-    monkeypatch.setattr(hosted, "FORMAT", [KVConfig(sparse_bounds_dtype=dtype)])
+    monkeypatch.setattr(hosted, "FORMAT", [KVConfig(sparse_metadata_dtype=dtype)])
     engine = Engine(hbm_pages=60, step_tokens=150, lateness=LATENESS["shuffled"]())
     play(engine, lambda turn: [Paused(RequestId(1 + turn % 4))] if turn % 5 == 0 and turn < 60 else (),
          arrive=lambda rid: 0)

@@ -47,10 +47,10 @@ PAGE = 4
 def asked(top: Selection | None, params: SamplingParams, prompt: int, max_new: int,
           ) -> tuple[SamplingParams, dict[str, Any]]:
     """What a client tells of a request of so many tokens: with the engine's budget or its own
-    `top_k_tokens`, and reading all if it is short."""
+    `sparse_top_k`, and reading all if it is short."""
     selection = None if top is None else top.of(params, prompt, max_new)
     if top is not None:
-        params = replace(params, top_k_tokens=0 if selection is None else selection.budget)
+        params = replace(params, sparse_top_k=0 if selection is None else selection.budget)
     return params, {"selects": selection is not None,
                     "attention": 0 if selection is None else attention_identity(selection)}
 

@@ -152,7 +152,7 @@ class Engine(InProcess):
         """A request that selects `budget` tokens, None: the engine's most; 0: one that reads all."""
         budget = self.selection.budget if budget is None else budget
         assert budget == self.selection.budget or not self.selection.native, "the model chooses as it does"
-        params = SamplingParams(**({"temperature": 0.0, "top_k_tokens": budget} | sampling))
+        params = SamplingParams(**({"temperature": 0.0, "sparse_top_k": budget} | sampling))
         self.tell(rid, prompt, max_new, params, selects=budget > 0,
                   attention=attention_identity(self.selection.within(budget)) if budget else 0)
 

@@ -28,7 +28,7 @@ class Server:
         self.events = folder / "events"
         self.log = folder / "log"
         self.process = subprocess.Popen(
-            [sys.executable, SCRIPT, model, "--port", "0", "--event-log", str(self.events), *flags],
+            [sys.executable, SCRIPT, model, "--port", "0", "--debug-event-log", str(self.events), *flags],
             stdout=subprocess.PIPE, stderr=self.log.open("w"), text=True, preexec_fn=under)
         self.line = self.process.stdout.readline()
         found = re.search(r"ready on (https?://\S+) ", self.line)

@@ -24,7 +24,7 @@ def disk(answer: dict) -> int:
 
 def answers(model: str, tmp_path: Path) -> list[list[int]]:
     """What an engine without storage says."""
-    with serving(model, tmp_path, "--hbm-bytes", "4M") as plain:
+    with serving(model, tmp_path, "--kv-cache-memory-bytes", "4M") as plain:
         return [said(plain.ask(prompt))[0] for prompt in PROMPTS]
 
 

@@ -37,7 +37,7 @@ class End:
         config = resolve(from_options(model, given), probe())
         built = build_engine(config, lambda _: None, vocabulary=printable.vocabulary)
         storage = built.executor.storage
-        self.begin(built, Core(built.core_config), open_peers(config, built), config.pair.pair_timeout_s,
+        self.begin(built, Core(built.core_config), open_peers(config, built), config.pair.disaggregation_timeout_s,
                    None if storage is None else Storing(storage, config.kv.kv_storage_policy))
 
     def begin(self, built: Built, core: Core, peers: Peers | None = None, timeout_s: float = LIMIT_S,
@@ -112,8 +112,8 @@ class PairOfEnds:
         key.write_text("0123456789abcdef")
         key.chmod(0o600)
         both = {"pair_key_file": str(key), **options}
-        self.prefill = End(model, "prefill", **{**both, "pair_listen": socket, **(prefill or {})})
-        self.decode = End(model, "decode", **{**both, "pair_peer": [socket], **(decode or {})})
+        self.prefill = End(model, "prefill", **{**both, "disaggregation_listen": socket, **(prefill or {})})
+        self.decode = End(model, "decode", **{**both, "disaggregation_connect": [socket], **(decode or {})})
         self.until(lambda: self.decode.peer.epoch and self.prefill.peer.epoch)
 
     def __enter__(self) -> PairOfEnds:

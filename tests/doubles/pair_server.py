@@ -17,10 +17,10 @@ import pytest
 import where
 
 LIMIT_S = 60.0
-SERVED = {"resident": ("--hbm-bytes", "4M"),
-          "hosted": ("--hbm-bytes", "2M", "--dram-bytes", "8M", "--sparse-top-k", "96",
-                     "--sparse-kv", "always")}
-PAIR = ("--prefill", "1", "--decode", "1")
+SERVED = {"resident": ("--kv-cache-memory-bytes", "4M"),
+          "hosted": ("--kv-cache-memory-bytes", "2M", "--kv-offloading-size", "8M", "--sparse-top-k", "96",
+                     "--host-decode", "always")}
+PAIR = ("--prefill-replicas", "1", "--decode-replicas", "1")
 LONG = [(i * i * 7 + 3 * i) % 97 for i in range(900)]
 SLICE_S = 0.002
 LEFT = re.compile(r"^penstock:((?:prefill_)?(?:hbm_pages_held|hbm_pages_fenced|dram_pages_held|"
@@ -31,10 +31,10 @@ LEFT = re.compile(r"^penstock:((?:prefill_)?(?:hbm_pages_held|hbm_pages_fenced|d
 class Server:
     def __init__(self, model: str, log: Path, *flags: str, under: Sequence[str] = ()) -> None:
         """under: a command that runs it."""
-        self.log, self.whose = log, ("", "prefill_") if "--prefill" in flags else ("",)
+        self.log, self.whose = log, ("", "prefill_") if "--prefill-replicas" in flags else ("",)
         self.process = subprocess.Popen(
             [*under, sys.executable, "-m", "penstock.serve.cli.main", "serve", model, "--port", "0",
-             "--threads", "1", "--served-model-name", "tiny", "--step-tokens", "48", *where.flags(), *flags],
+             "--threads", "1", "--served-model-name", "tiny", "--max-num-batched-tokens", "48", *where.flags(), *flags],
             stdout=subprocess.PIPE, stderr=log.open("a"), text=True)
         found = re.search(r"ready on (http://\S+) ", self.process.stdout.readline())
         assert found, log.read_text()

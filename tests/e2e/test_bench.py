@@ -23,7 +23,7 @@ def bench(*words: str) -> str:
 
 def test_offline_measures_both_arms_in_turns(tmp_path: Path) -> None:
     out = bench(checkpoint(tmp_path), "--against", "transformers", "--runs", "1", "--output-len", "4",
-                "--max-model-len", "600", "--threads", "1", "--hbm-bytes", "100M",
+                "--max-model-len", "600", "--threads", "1", "--kv-cache-memory-bytes", "100M",
                 "--output-json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png"))
     results = json.loads((tmp_path / "out.json").read_text())["results"]
     assert {name for name, arms in results.items() if len(arms) == 2} == {
@@ -35,7 +35,7 @@ def test_offline_measures_both_arms_in_turns(tmp_path: Path) -> None:
 
 def test_load_on_a_server_counts_every_token(tmp_path: Path) -> None:
     server = subprocess.Popen(
-        [*PENSTOCK, "serve", "demo", "--port", "0", "--threads", "1", "--hbm-bytes", "100M"],
+        [*PENSTOCK, "serve", "demo", "--port", "0", "--threads", "1", "--kv-cache-memory-bytes", "100M"],
         stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
@@ -55,7 +55,7 @@ def test_load_on_a_server_counts_every_token(tmp_path: Path) -> None:
 @pytest.mark.sweep
 def test_hits_by_size_of_the_hot_buffer(tmp_path: Path) -> None:
     bench("demo", "--threads", "1", "--sparse-top-k", "96", "--hot-context", "160", "--output-len", "8",
-          "--max-num-seqs", "1", "--hbm-bytes", "100M", "--dram-bytes", "100M",
+          "--max-num-seqs", "1", "--kv-cache-memory-bytes", "100M", "--kv-offloading-size", "100M",
           "--plot-hot", str(tmp_path / "hot.png"), "--output-json", str(tmp_path / "hot.json"))
     sizes = json.loads((tmp_path / "hot.json").read_text())["sizes"]
     assert [s["hot_buffer_tokens"] for s in sizes] == [112, 160]
@@ -69,13 +69,13 @@ def test_hits_by_size_of_the_hot_buffer(tmp_path: Path) -> None:
 @pytest.mark.sweep
 def test_drafts_are_counted_beside_the_speed(tmp_path: Path) -> None:
     out = bench("demo", "--speculative", "--speculative-method", "ngram", "--threads", "1", "--runs", "1",
-                "--output-len", "32", "--hbm-bytes", "100M", "--output-json", str(tmp_path / "out.json"))
+                "--output-len", "32", "--kv-cache-memory-bytes", "100M", "--output-json", str(tmp_path / "out.json"))
     found = json.loads((tmp_path / "out.json").read_text())
     drafted, accepted, said = found["drafted, accepted, said"]["repeat"]
     assert 0 < accepted <= drafted and said <= 32
     assert all(len(arm) == 1 for arms in found["results"].values() for arm in arms.values())
     assert f"| {drafted} " in out and f"| {accepted} " in out
     refused = subprocess.run([*PENSTOCK, "bench", checkpoint(tmp_path), "--speculative", "--quiet",
-                              "--speculative-method", "ngram", "--hbm-bytes", "20M"],
+                              "--speculative-method", "ngram", "--kv-cache-memory-bytes", "20M"],
                              capture_output=True, text=True, timeout=END_S, check=False)
     assert refused.returncode == 2 and "has no tokenizer" in refused.stderr.splitlines()[-1]

@@ -82,8 +82,9 @@ def engines(model: str, folder: Path, layout: tuple[dict[str, object], ...],
 def wanted(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., object]:
     @functools.cache
     def says(kind: str, selects: bool) -> list[list[int]]:
-        more = {**SELECTS[kind], "sparse_kv": "off"} if selects else {}
-        with engines(models[kind], tmp_path_factory.getbasetemp(), ({},), {"hbm_bytes": "4M", **more}) as one:
+        more = {**SELECTS[kind], "host_decode": "off"} if selects else {}
+        with engines(models[kind], tmp_path_factory.getbasetemp(), ({},), {"kv_cache_memory_bytes": "4M",
+                                                                           **more}) as one:
             return one.say()
     return says
 
@@ -95,9 +96,9 @@ def test_with_every_tier_it_says_what_one_rank_says_from_its_device(
         across: str) -> None:
     selects = place == "hosted" or kind in ("selecting", "latent")
     want = wanted(kind, selects)
-    options = {"hbm_bytes": "1M", "dram_bytes": "8M", "kv_storage": f"file://{tmp_path}/store",
+    options = {"kv_cache_memory_bytes": "1M", "kv_offloading_size": "8M", "kv_storage": f"file://{tmp_path}/store",
                "kv_storage_policy": "wait_complete", **(SELECTS[kind] if selects else {}),
-               **({"sparse_kv": "always" if place == "hosted" else "off"} if selects else {}),
+               **({"host_decode": "always" if place == "hosted" else "off"} if selects else {}),
                **({"state_interval": 32} if kind == "states" else {})}
     with engines(models[kind], tmp_path, LAYOUTS[across], options) as tried:
         assert tried.say() == want, "computed"

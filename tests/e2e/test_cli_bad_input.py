@@ -59,7 +59,7 @@ def test_the_folder_of_these_tests_is_well(folder: Path) -> None:
     asked = folder / "in.jsonl"
     asked.write_text('{"prompt_token_ids": [1, 2, 3]}\n')
     run = subprocess.run([*PENSTOCK, "generate", str(folder), "--input", str(asked), "--max-tokens",
-                          "4", "--hbm-bytes", "1M"], capture_output=True, text=True, timeout=WAIT_S)
+                          "4", "--kv-cache-memory-bytes", "1M"], capture_output=True, text=True, timeout=WAIT_S)
     assert run.returncode == 0 and len(json.loads(run.stdout)["token_ids"]) == 4, run.stderr
 
 
@@ -134,15 +134,16 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_damaged_folder(folder: Path, how: str) -> None:
     damage, said = DAMAGE[how]
     damage(folder)
-    assert said in refused("serve", folder, "--port", "0", "--hbm-bytes", "1M")
+    assert said in refused("serve", folder, "--port", "0", "--kv-cache-memory-bytes", "1M")
 
 
 # ---------------------------------------------------------------- configurations that cannot be
 @pytest.mark.parametrize("flags, said", [
-    (["--hbm-bytes", "900T"], "free"), (["--dram-bytes", "900T", "--hbm-bytes", "1M"], "free"),
-    (["--hbm-bytes", "1"], "page"), (["--max-model-len", "4096"], "2048"),
-    (["--max-model-len", "2048", "--hbm-bytes", "20K"], "--hbm-bytes"),
-    (["--page-size", "0"], "page"), (["--hbm-bytes", "many"], "many"),
+    (["--kv-cache-memory-bytes", "900T"], "free"), (["--kv-offloading-size", "900T", "--kv-cache-memory-bytes", "1M"],
+                                                    "free"),
+    (["--kv-cache-memory-bytes", "1"], "page"), (["--max-model-len", "4096"], "2048"),
+    (["--max-model-len", "2048", "--kv-cache-memory-bytes", "20K"], "--kv-cache-memory-bytes"),
+    (["--page-size", "0"], "page"), (["--kv-cache-memory-bytes", "many"], "many"),
     (["--nonsense", "1"], "--nonsense"), (["--port", "99999"], "port"),
     (["--backends", "linear=nonesuch"], "nonesuch"), (["--dtype", "int3"], "int3"),
     (["--tokenizer", "nowhere.json"], "nowhere.json"),
@@ -171,7 +172,7 @@ def test_a_port_in_use() -> None:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[str], str, Path]]:
     log = tmp_path_factory.mktemp("bad") / "log"
     process = subprocess.Popen([*PENSTOCK, "serve", "demo", "--port", "0", "--threads", "1",
-                                "--hbm-bytes", "100M"],
+                                "--kv-cache-memory-bytes", "100M"],
                                stdout=subprocess.PIPE, stderr=log.open("w"), text=True)
     assert process.stdout is not None
     try:

@@ -25,8 +25,8 @@ STATES = {**{key: value for key, value in CONFIG.items() if "num_k" not in key},
           "linear_key_head_dim": 6, "linear_value_head_dim": 4, "num_experts": 0,
           "partial_rotary_factor": 0.5}
 METHODS = {"latent": "mtp", "dense": "eagle3", "state": "mtp"}
-PLACES = {"resident": {"hbm_bytes": "4M", "dram_bytes": "8M", "sparse_kv": "off"},
-          "hosted": {"hbm_bytes": "4M", "dram_bytes": "8M", "sparse_kv": "always"}}
+PLACES = {"resident": {"kv_cache_memory_bytes": "4M", "kv_offloading_size": "8M", "host_decode": "off"},
+          "hosted": {"kv_cache_memory_bytes": "4M", "kv_offloading_size": "8M", "host_decode": "always"}}
 
 
 def eagle(folder: Path) -> str:
@@ -74,10 +74,10 @@ SWEPT = [("latent", "hosted", {"pp": 3}), ("latent", "resident", {"pp": 2, "tp":
 def test_speculation_by_a_layer_of_several_ranks(models, family, place, layout):
     """As misses, as hits, with pauses."""
     model, drafts = models[family]
-    more = PLACES[place] if family == "latent" else {"hbm_bytes": "4M", "dram_bytes": "8M"}
+    more = PLACES[place] if family == "latent" else {"kv_cache_memory_bytes": "4M", "kv_offloading_size": "8M"}
     prompts = {rid: PROMPTS[rid] for rid in (1, 3, 4)}
     again = {10 + rid: prompt for rid, prompt in prompts.items()}
-    with Pipeline(model, **{**more, "sparse_kv": "off"} if family == "latent" else more) as one:
+    with Pipeline(model, **{**more, "host_decode": "off"} if family == "latent" else more) as one:
         want = [*one.play(prompts=prompts).values()]
     with Pipeline(model, **more, **layout, **drafts) as several:
         assert [*several.play(prompts=prompts).values()] == want

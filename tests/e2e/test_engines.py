@@ -27,7 +27,7 @@ def test_two_engines_say_what_one_says_and_each_tells_of_itself(model, tmp_path,
     flags = (*SERVED["hosted"], "--kv-storage", f"file://{tmp_path}/pages")
     with serving(model, tmp_path, *SERVED["hosted"]) as one:
         want = [said(one.ask(prompt))[0] for prompt in prompts()]
-    with serving(model, tmp_path, *flags, *DP, "--tp", ranks, "--pp", ranks, "--event-log",
+    with serving(model, tmp_path, *flags, *DP, "--tp", ranks, "--pp", ranks, "--debug-event-log",
                  str(tmp_path / "events")) as both:
         for rank in (0, 1, 0):
             assert [said(both.ask(p, data_parallel_rank=rank))[0] for p in prompts()] == want
@@ -93,7 +93,7 @@ def hits(model, tmp_path, *flags: str) -> float:
     """Prompt tokens found in caches, of 64 conversations of four turns, 16 of them at a time."""
     draw = random.Random(7)
     system = draw.choices(range(97), k=40)
-    with serving(model, tmp_path, *flags, "--max-num-seqs", "16", "--step-tokens", "512") as server, \
+    with serving(model, tmp_path, *flags, "--max-num-seqs", "16", "--max-num-batched-tokens", "512") as server, \
             ThreadPoolExecutor(16) as pool:
         def chat(who: int) -> int:
             mine, found = random.Random(who), 0
@@ -108,5 +108,5 @@ def hits(model, tmp_path, *flags: str) -> float:
 
 
 def test_two_engines_find_what_one_of_twice_the_memory_finds(model, tmp_path):
-    one = hits(model, tmp_path, "--hbm-bytes", "24M")
-    assert hits(model, tmp_path, "--hbm-bytes", "12M", *DP) >= 0.95 * one
+    one = hits(model, tmp_path, "--kv-cache-memory-bytes", "24M")
+    assert hits(model, tmp_path, "--kv-cache-memory-bytes", "12M", *DP) >= 0.95 * one

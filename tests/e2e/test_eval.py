@@ -10,7 +10,7 @@ from pathlib import Path
 
 PENSTOCK = [sys.executable, "-m", "penstock.serve.cli.main"]
 MODEL = str(Path(__file__).parents[1] / "data" / "recall")
-SMALL = ("--threads", "1", "--hbm-bytes", "100M")
+SMALL = ("--threads", "1", "--kv-cache-memory-bytes", "100M")
 ASKED = ("--contexts", "512", "--samples", "1", "--questions", "8", "--quiet")
 END_S = 300
 
@@ -32,7 +32,7 @@ def test_questions_while_decoding(tmp_path: Path) -> None:
 
 def test_a_running_server_is_asked_the_same() -> None:
     """One that has no row of a context on the device but what it reads."""
-    hosted = "--sparse-kv always --hbm-bytes 8M --dram-bytes 32M --max-model-len 1024".split()
+    hosted = "--host-decode always --kv-cache-memory-bytes 8M --kv-offloading-size 32M --max-model-len 1024".split()
     server = subprocess.Popen([*PENSTOCK, "serve", MODEL, "--port", "0", "--threads", "1", *hosted],
                               stdout=subprocess.PIPE, text=True)
     try:

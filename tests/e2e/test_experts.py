@@ -17,8 +17,8 @@ OSS = {**CONFIG, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"
 MODELS = {"qwen3_moe": MOE, "gpt_oss": OSS}
 SPARSE: dict[str, object] = {"sparse_top_k": 96}
 PLACES: dict[str, dict[str, object]] = {
-    "resident": {"hbm_bytes": "4M"},
-    "hosted": {"hbm_bytes": "2M", "dram_bytes": "8M", **SPARSE, "sparse_kv": "always"}}
+    "resident": {"kv_cache_memory_bytes": "4M"},
+    "hosted": {"kv_cache_memory_bytes": "2M", "kv_offloading_size": "8M", **SPARSE, "host_decode": "always"}}
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -32,18 +32,18 @@ def every_few(turn: int) -> list[int]:
 
 @pytest.mark.parametrize("pp", [2, pytest.param(3, marks=pytest.mark.sweep)])
 def test_two_stages_with_a_host_tier_and_pauses(model: str, pp: int) -> None:
-    with Pipeline(model, hbm_bytes="4M") as one:
+    with Pipeline(model, kv_cache_memory_bytes="4M") as one:
         want = one.play()
-    with Pipeline(model, hbm_bytes="1M", dram_bytes="8M", pp=pp) as more:
+    with Pipeline(model, kv_cache_memory_bytes="1M", kv_offloading_size="8M", pp=pp) as more:
         assert more.play(pauses=every_few) == want
         assert more.core.stats()["pauses"] >= 3
 
 
 def test_a_selection_out_of_host_memory_on_one_rank_and_on_two_stages(model: str) -> None:
-    with Pipeline(model, hbm_bytes="4M", sparse_kv="off", **SPARSE) as one:
+    with Pipeline(model, kv_cache_memory_bytes="4M", host_decode="off", **SPARSE) as one:
         want = one.play()
     for pp in (1, 2):
-        with Pipeline(model, pp=pp, **{**PLACES["hosted"], "hbm_bytes": f"{2 // pp}M"}) as hosted:
+        with Pipeline(model, pp=pp, **{**PLACES["hosted"], "kv_cache_memory_bytes": f"{2 // pp}M"}) as hosted:
             assert hosted.play(pauses=every_few) == want, pp
             assert hosted.core.stats()["pauses"] >= 3
             assert sum(reads["hot_misses"] for reads in hosted.reads.values()) > 0
@@ -52,9 +52,9 @@ def test_a_selection_out_of_host_memory_on_one_rank_and_on_two_stages(model: str
 @pytest.mark.sweep
 @pytest.mark.parametrize("layout", [{"tp": 3}, {"tp": 4, "ep": 2}], ids=str)
 def test_lanes_of_some_heads_and_some_columns_or_experts(model: str, layout: dict[str, int]) -> None:
-    with Pipeline(model, hbm_bytes="4M") as one:
+    with Pipeline(model, kv_cache_memory_bytes="4M") as one:
         want = one.play()
-    with Pipeline(model, hbm_bytes="4M", **layout) as lanes:
+    with Pipeline(model, kv_cache_memory_bytes="4M", **layout) as lanes:
         assert lanes.play() == want
 
 

@@ -21,7 +21,7 @@ def test_codes_answer_as_floats_do():
     params = SamplingParams(temperature=0.0, max_tokens=24, logprobs=2, ignore_eos=True)
     answers = {}
     for dtype in ("gguf", "float32"):
-        with LLM("demo", dtype=dtype, hbm_bytes="100M") as llm:
+        with LLM("demo", dtype=dtype, kv_cache_memory_bytes="100M") as llm:
             answers[dtype] = [result.outputs[0] for result in llm.generate(PROMPTS, params)]
     same = 0
     for packed, exact in zip(answers["gguf"], answers["float32"], strict=True):

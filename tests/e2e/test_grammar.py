@@ -34,8 +34,8 @@ WORK: list[tuple[tuple[int, ...], dict[str, object]]] = [
 ABORTED = 5
 NEW = 90
 PLACES = {
-    "resident": {"hbm_bytes": "4M", "dram_bytes": "8M"},
-    "hosted": {"hbm_bytes": "2M", "dram_bytes": "8M", "sparse_top_k": 96, "sparse_kv": "always"},
+    "resident": {"kv_cache_memory_bytes": "4M", "kv_offloading_size": "8M"},
+    "hosted": {"kv_cache_memory_bytes": "2M", "kv_offloading_size": "8M", "sparse_top_k": 96, "host_decode": "always"},
 }
 
 

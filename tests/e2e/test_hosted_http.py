@@ -76,8 +76,8 @@ def serve(tmp_path):
         log = tmp_path / "log"
         process = subprocess.Popen(
             [sys.executable, "-m", "penstock.serve.cli.main", "serve", model, "--port", "0", "--threads", "1",
-             "--hbm-bytes", str(device), "--dram-bytes", str(host), "--sparse-top-k", str(scene.budgets[0]),
-             "--event-log", str(tmp_path / "events"), *where.flags(), *scene.flags, *flags],
+             "--kv-cache-memory-bytes", str(device), "--dram-bytes", str(host), "--sparse-top-k", str(scene.budgets[0]),
+             "--debug-event-log", str(tmp_path / "events"), *where.flags(), *scene.flags, *flags],
             stdout=subprocess.PIPE, stderr=log.open("w"), text=True)
         try:
             found = re.search(r"ready on (http://\S+) ", process.stdout.readline())
@@ -111,7 +111,7 @@ def test_twelve_requests_run_on_a_device_that_holds_five(serve, scene, tmp_path)
         steps = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
         assert max(len(e["rids"]) for e in steps if e["kind"] == "StepPlan") == 12
         alone = [ask(http, scene, prompt) for prompt in prompts]
-        dense = ask(http, scene, prompts[-1], top_k_tokens=0)
+        dense = ask(http, scene, prompts[-1], sparse_top_k=0)
         info = http.get("/server_info").text
         metrics = http.get("/metrics").text
     for (tokens, usage), (own, _) in zip(together, alone, strict=True):
@@ -144,12 +144,12 @@ def test_a_prompt_four_times_the_device_answers_as_on_a_large_one(serve, scene):
     prompt, need = scene.prompt(1, scene.long), scene.device(scene.long + scene.new)
     rows = "--max-num-seqs", "2"
     with serve(scene, scene.device(scene.long // 4), 2 * need, *rows) as http:
-        small = [ask(http, scene, prompt, top_k_tokens=budget) for budget in scene.budgets]
+        small = [ask(http, scene, prompt, sparse_top_k=budget) for budget in scene.budgets]
         refused = [http.post("/v1/completions", json={
-            "prompt": prompt[:n], "top_k_tokens": 0, "max_tokens": new})
+            "prompt": prompt[:n], "sparse_top_k": 0, "max_tokens": new})
             for n, new in ((scene.long * 4, 1), (50, scene.long // 2))]
-    with serve(scene, 2 * need, 0, *rows, "--sparse-kv", "off") as http:
-        large = [ask(http, scene, prompt, top_k_tokens=budget) for budget in scene.budgets]
+    with serve(scene, 2 * need, 0, *rows, "--host-decode", "off") as http:
+        large = [ask(http, scene, prompt, sparse_top_k=budget) for budget in scene.budgets]
     for (tokens, usage), (expected, resident) in zip(small, large, strict=True):
         assert tokens == expected
         assert usage["completion_tokens_details"]["kv_reads"]["hot_misses"] > 0

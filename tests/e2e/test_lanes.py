@@ -62,16 +62,16 @@ def wanted(models: dict[str, str]) -> Callable[[str, str], list[list[int]]]:
     @functools.cache
     def says(family: str, place: str) -> list[list[int]]:
         # A model that selects by itself would else have a host tier, of half of what memory there is.
-        more = {**SELECTS[family], "sparse_kv": "off"} if place == "hosted" or family == "latent" else {}
-        with Pipeline(models[family], hbm_bytes="4M", **more) as one:
+        more = {**SELECTS[family], "host_decode": "off"} if place == "hosted" or family == "latent" else {}
+        with Pipeline(models[family], kv_cache_memory_bytes="4M", **more) as one:
             return next(rounds(one))
     return says
 
 
 def check(model: str, want: list[list[int]], place: str, family: str, **layout: object) -> Info:
     """What the engine says of itself."""
-    more: dict[str, object] = {**SELECTS[family], "sparse_kv": "always"} if place == "hosted" else {}
-    with Pipeline(model, **{"hbm_bytes": "1M", "dram_bytes": "8M", **more, **layout}) as engine:
+    more: dict[str, object] = {**SELECTS[family], "host_decode": "always"} if place == "hosted" else {}
+    with Pipeline(model, **{"kv_cache_memory_bytes": "1M", "kv_offloading_size": "8M", **more, **layout}) as engine:
         for got, what in zip(rounds(engine), ("miss", "hit", "paused"), strict=True):
             assert got == want, what
         told, stats = engine.core.stats(), engine.ex.stats()
@@ -131,8 +131,8 @@ def test_lanes_that_share_a_kv_head(tmp_path, place, layout):
     """Two KV heads on three lanes: the first is on two of them, of which one writes it where all read it, and
     both choose of it by all queries to it."""
     model = checkpoint(tmp_path / "shared", {**CONFIG, "num_hidden_layers": 2})
-    more = {**SELECTS["dense"], "sparse_kv": "off"} if place == "hosted" else {}
-    with Pipeline(model, hbm_bytes="4M", **more) as one:
+    more = {**SELECTS["dense"], "host_decode": "off"} if place == "hosted" else {}
+    with Pipeline(model, kv_cache_memory_bytes="4M", **more) as one:
         want = next(rounds(one))
     check(model, want, place, "dense", **layout)
 
@@ -143,7 +143,7 @@ def test_weights_in_blocks_of_fp8(tmp_path, family, tp):
     """Blocks of 16. A CPU dequantises them as it reads, and so does a GPU for the three lanes, of which one
     begins inside of 16 columns; else lanes of GPUs keep them."""
     model = fp8_checkpoint(tmp_path / "fp8", MODELS[family])
-    with Pipeline(model, hbm_bytes="4M") as one:
+    with Pipeline(model, kv_cache_memory_bytes="4M") as one:
         want = next(rounds(one))
     info = check(model, want, "resident", family, tp=tp)
     kept = sum(int(info[f"rank_{i}_weight_bytes"]) for i in range(tp))
@@ -171,9 +171,10 @@ BILLION = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", 
 def test_two_lanes_of_a_real_shape(tmp_path, shape, place):
     """With one GPU both share it: by gloo, kernel by kernel. With two by NCCL, captured."""
     config = {"dense": DEMO, "experts": BILLION}[shape]
-    model, pools = large_checkpoint(tmp_path / shape, config), {"hbm_bytes": "96M", "dram_bytes": "256M"}
-    more = {**SELECTS[shape], "sparse_kv": "off"} if place == "hosted" else {}
-    with Pipeline(model, hbm_bytes="96M", dram_bytes=0, **more) as one:
+    model, pools = large_checkpoint(tmp_path / shape, config), {"kv_cache_memory_bytes": "96M",
+                                                                "kv_offloading_size": "256M"}
+    more = {**SELECTS[shape], "host_decode": "off"} if place == "hosted" else {}
+    with Pipeline(model, kv_cache_memory_bytes="96M", dram_bytes=0, **more) as one:
         want = next(rounds(one))
     assert len({token for said in want for token in said}) > NEW, "a word again and again"
     check(model, want, place, shape, **pools, tp=2)
@@ -186,7 +187,7 @@ def test_codes_of_a_gguf_file(tmp_path, tp, pp):
     config = {**CONFIG, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 96,
               "num_hidden_layers": 2}
     file = gguf_checkpoint(tmp_path / "tiny.gguf", config)
-    with Pipeline(file, dtype="gguf", hbm_bytes="4M") as one:
+    with Pipeline(file, dtype="gguf", kv_cache_memory_bytes="4M") as one:
         want = next(rounds(one))
     check(file, want, "resident", "dense", dtype="gguf", tp=tp, pp=pp)
 
@@ -198,7 +199,8 @@ BF16_BOUND = 0.1            # of a forced token's logprob: lanes round apart, .0
 def test_logprobs_of_forced_tokens_in_bfloat16_are_within_a_bound(models, tmp_path):
     """Tokens do not stay equal there; what each says of the same tokens, those of a prompt, is near."""
     def scores(*flags: str) -> list[float]:
-        with serving(models["dense"], tmp_path, "--dtype", "bfloat16", "--hbm-bytes", "4M", *flags) as server:
+        with serving(models["dense"], tmp_path, "--dtype", "bfloat16", "--kv-cache-memory-bytes", "4M",
+                     *flags) as server:
             told = server.ask(list(PROMPTS[4]), prompt_logprobs=0)["choices"][0]["prompt_logprobs"]
             return [next(iter(one.values()))["logprob"] for one in told if one]
 

@@ -25,7 +25,7 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM("demo", threads=1, max_num_seqs=8, hbm_bytes="300M") as llm:
+    with LLM("demo", threads=1, max_num_seqs=8, kv_cache_memory_bytes="300M") as llm:
         yield llm
 
 
@@ -110,7 +110,7 @@ def test_bad_requests_name_their_field_and_leave_the_engine_well(llm):
 
 def test_the_async_form_streams_beside_others():
     async def go():
-        async with AsyncLLM("demo", threads=1, hbm_bytes="100M") as llm:
+        async with AsyncLLM("demo", threads=1, kv_cache_memory_bytes="100M") as llm:
             async def joined(prompt):
                 return "".join([d.text async for d in llm.stream(prompt, GREEDY)])
 
@@ -128,7 +128,7 @@ def test_unknown_models_and_templates_are_config_errors(tmp_path):
     broken = tmp_path / "broken.jinja"
     broken.write_text("{% for %}")
     with pytest.raises(ConfigError, match="chat template"):
-        LLM("demo", chat_template=str(broken), hbm_bytes="50M")
+        LLM("demo", chat_template=str(broken), kv_cache_memory_bytes="50M")
 
 
 # ---------------------------------------------------------------- the terminal

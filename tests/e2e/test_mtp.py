@@ -16,8 +16,8 @@ pytestmark = pytest.mark.skipif(where.DEVICE == "cuda", reason="it watches what 
 PROMPT = tuple((i * i * 7 + 3 * i) % 97 for i in range(150))
 PROMPTS = (PROMPT, PROMPT, PROMPT + (5, 6, 7) * 9, PROMPT[:128], PROMPT[:129])
 MTP = {"speculative_method": "mtp", "speculative_tokens": 2}
-PLACES = {"resident": {"hbm_bytes": "4M", "sparse_kv": "off"},
-          "hosted": {"hbm_bytes": "4M", "dram_bytes": "8M", "sparse_kv": "always"}}
+PLACES = {"resident": {"kv_cache_memory_bytes": "4M", "host_decode": "off"},
+          "hosted": {"kv_cache_memory_bytes": "4M", "kv_offloading_size": "8M", "host_decode": "always"}}
 
 
 # Gated KV heads behind states, of which one is kept every 64 tokens.
@@ -28,9 +28,9 @@ STATE = {"model_type": "qwen3_next", "vocab_size": 97, "hidden_size": 32, "inter
          "partial_rotary_factor": 0.5, "max_position_embeddings": 512, "tie_word_embeddings": False}
 CONFIGS = {"latent": {**GLM, "num_nextn_predict_layers": 1, "first_k_dense_replace": 5}, "state": STATE}
 PLACED = {"resident": ("latent", PLACES["resident"]), "hosted": ("latent", PLACES["hosted"]),
-          "state": ("state", {"hbm_bytes": "8M", "dram_bytes": "8M", "state_interval": 64}),
-          "state, hosted": ("state", {"hbm_bytes": "8M", "dram_bytes": "8M", "state_interval": 64,
-                                      "sparse_top_k": 96, "sparse_kv": "always"})}
+          "state": ("state", {"kv_cache_memory_bytes": "8M", "kv_offloading_size": "8M", "state_interval": 64}),
+          "state, hosted": ("state", {"kv_cache_memory_bytes": "8M", "kv_offloading_size": "8M", "state_interval": 64,
+                                      "sparse_top_k": 96, "host_decode": "always"})}
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_ends_of_which_one_drafts_do_not_pair_and_say_why(model: str, tmp_path: 
         pair.prefill.close()
         pair.until(lambda: not pair.decode.peer.epoch)
         other = End(model, "prefill", **PLACES["resident"], pair_key_file=str(tmp_path / "key"),
-                    pair_listen=f"unix:{tmp_path / 'socket'}")
+                    disaggregation_listen=f"unix:{tmp_path / 'socket'}")
         pair.until(lambda: "drafter: " in pair.decode.peer.missing)
         assert "drafter: mtp here" in pair.decode.peer.missing and "nothing there" in pair.decode.peer.missing
         other.close()

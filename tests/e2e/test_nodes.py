@@ -21,8 +21,9 @@ from pair_server import gone
 from pipeline_engine import CONFIG, PROMPTS, checkpoint
 
 LAYOUT = ("--tp", "2", "--pp", "2", "--threads", "1", "--dtype", "float32", "--page-size", "8",
-          "--step-tokens", "48")
-HOSTED = ("--hbm-bytes", "2M", "--dram-bytes", "64M", "--sparse-top-k", "160", "--sparse-kv", "always")
+          "--max-num-batched-tokens", "48")
+HOSTED = ("--kv-cache-memory-bytes", "2M", "--kv-offloading-size", "64M", "--sparse-top-k", "160", "--host-decode",
+          "always")
 PORTS = range(21000, 28000, 2)          # torchrun listens at one, node 0 at the next
 
 
@@ -108,14 +109,15 @@ def test_two_nodes_of_torchrun_say_what_one_rank_says(tmp_path):
     """Over TLS; and end, both, when node 0 is asked to."""
     model = checkpoint(tmp_path / "model", {**CONFIG, "num_hidden_layers": 2})
     one = subprocess.Popen([sys.executable, "-m", "penstock.serve.cli.main", "serve", model, "--port", "0",
-                            "--dtype", "float32", "--page-size", "8", "--hbm-bytes", "4M", "--threads", "1"],
+                            "--dtype", "float32", "--page-size", "8", "--kv-cache-memory-bytes", "4M", "--threads",
+                            "1"],
                            stdout=subprocess.PIPE, text=True)
     try:
         want = says(re.search(r"ready on (http://\S+) ", one.stdout.readline()).group(1))
     finally:
         one.kill()
         one.wait()
-    with two(model, tmp_path / "log", "--hbm-bytes", "1M", "--dram-bytes", "4M", "--node-tls-cert",
+    with two(model, tmp_path / "log", "--kv-cache-memory-bytes", "1M", "--kv-offloading-size", "4M", "--node-tls-cert",
              str(Path(__file__).parents[1] / "data" / "pair_tls.pem")) as nodes:
         assert says(nodes.url) == want
         below = [pid for node in nodes.nodes for pid in children(node.pid)]
@@ -127,11 +129,11 @@ def test_two_nodes_of_torchrun_say_what_one_rank_says(tmp_path):
 
 @pytest.mark.parametrize("engines", [
     pytest.param(("--dp", "2"), marks=pytest.mark.sweep),
-    pytest.param(("--prefill", "1", "--decode", "1"), marks=pytest.mark.soak)], ids=lambda e: e[0])
+    pytest.param(("--prefill-replicas", "1", "--decode-replicas", "1"), marks=pytest.mark.soak)], ids=lambda e: e[0])
 def test_several_engines_have_ranks_on_both_nodes(tmp_path, engines):
     """And one that lost a rank on the other node is there again; both nodes end when node 0 is asked to."""
     model = checkpoint(tmp_path / "model", {**CONFIG, "num_hidden_layers": 2})
-    with two(model, tmp_path / "log", "--hbm-bytes", "1M", "--dram-bytes", "4M", *engines) as nodes:
+    with two(model, tmp_path / "log", "--kv-cache-memory-bytes", "1M", "--kv-offloading-size", "4M", *engines) as nodes:
         want = says(nodes.url)
         below = [pid for node in nodes.nodes for pid in children(node.pid)]
         server, agent = nodes.served

@@ -30,8 +30,8 @@ def server(tmp_path_factory):
     (folder / "keys").chmod(0o600)
     process = subprocess.Popen(
         [sys.executable, "-m", "penstock.serve.cli.main", "serve", "demo", "--port", "0", "--threads",
-         "1", "--hbm-bytes", "200M", "--api-key-file", str(folder / "keys"),
-         "--event-log", str(events), "--check"],
+         "1", "--kv-cache-memory-bytes", "200M", "--api-key-file", str(folder / "keys"),
+         "--debug-event-log", str(events), "--debug-check"],
         stdout=subprocess.PIPE, stderr=log.open("w"), text=True)
     try:
         found = re.search(

@@ -21,9 +21,9 @@ TINY = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_siz
         "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 16, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
         "tie_word_embeddings": False}
-FLAGS = {"tiny": ("--load-format", "dummy", "--hbm-bytes", "2100000", "--dram-bytes", "2500000",
+FLAGS = {"tiny": ("--load-format", "dummy", "--kv-cache-memory-bytes", "2100000", "--dram-bytes", "2500000",
                   "--sparse-top-k", "160", "--max-num-seqs", "8"),
-         "demo": ("--hbm-bytes", "100M")}
+         "demo": ("--kv-cache-memory-bytes", "100M")}
 
 
 @pytest.fixture

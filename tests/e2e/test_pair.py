@@ -13,8 +13,8 @@ from penstock.serve.wire import Flush
 
 PROMPT = tuple((i * i * 7 + 3 * i) % 97 for i in range(150))
 PLACES = {
-    "resident": {"hbm_bytes": "4M"},
-    "hosted": {"hbm_bytes": "2M", "dram_bytes": "8M", "sparse_top_k": 96, "sparse_kv": "always"},
+    "resident": {"kv_cache_memory_bytes": "4M"},
+    "hosted": {"kv_cache_memory_bytes": "2M", "kv_offloading_size": "8M", "sparse_top_k": 96, "host_decode": "always"},
 }
 
 
@@ -37,8 +37,8 @@ def test_logprobs_of_a_prompt_come_from_the_engine_that_computes_it(model: str, 
                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     """A miss; a hit, of which it is computed again; from a token on; in messages of two tokens."""
     monkeypatch.setattr(peer, "PROMPTED_BYTES", 2 * 8 * 4)
-    one = End(model, hbm_bytes="4M")
-    with PairOfEnds(model, tmp_path, hbm_bytes="4M") as pair:
+    one = End(model, kv_cache_memory_bytes="4M")
+    with PairOfEnds(model, tmp_path, kv_cache_memory_bytes="4M") as pair:
         for start in (0, 0, 100, len(PROMPT)):
             rids = [end.submit(PROMPT, 4, prompt_logprobs=3, prompt_logprobs_start=start)
                     for end in (one, pair.decode)]
@@ -90,9 +90,9 @@ def test_a_pair_says_what_one_engine_says(model: str, tmp_path: Path, place: str
 
 def test_what_the_prefill_instance_finds_in_storage_counts_as_cached(model: str, tmp_path: Path) -> None:
     """Which alone has storage. A client of the decode instance is told, as of any other tier."""
-    stored = {"dram_bytes": "4M", "kv_storage": f"file://{tmp_path}/store",
+    stored = {"kv_offloading_size": "4M", "kv_storage": f"file://{tmp_path}/store",
               "kv_storage_policy": "wait_complete"}
-    with PairOfEnds(model, tmp_path, prefill=stored, hbm_bytes="4M") as pair:
+    with PairOfEnds(model, tmp_path, prefill=stored, kv_cache_memory_bytes="4M") as pair:
         want = pair.decode.submit(PROMPT)
         pair.finish()
         while pair.prefill.loop.moves_in_flight or pair.prefill.core.live:
@@ -109,9 +109,9 @@ def test_what_the_prefill_instance_finds_in_storage_counts_as_cached(model: str,
 
 
 SHARED = {
-    "off": {"hbm_bytes": "4M", "sparse_kv": "off"},
-    "always": {"hbm_bytes": "2M", "dram_bytes": "8M", "sparse_kv": "always"},
-    "auto": {"hbm_bytes": "800K", "dram_bytes": "8M", "sparse_kv": "auto"},
+    "off": {"kv_cache_memory_bytes": "4M", "host_decode": "off"},
+    "always": {"kv_cache_memory_bytes": "2M", "kv_offloading_size": "8M", "host_decode": "always"},
+    "auto": {"kv_cache_memory_bytes": "800K", "kv_offloading_size": "8M", "host_decode": "auto"},
 }
 
 
@@ -124,11 +124,11 @@ def test_requests_that_select_and_that_read_all_share_a_pair(model: str, tmp_pat
     sampling, options = {"temperature": 1.0, "seed": 5, "logprobs": 2}, {"sparse_top_k": 128, **SHARED[place]}
     one = End(model, **options)
     for prompt, budget in work:
-        rid = one.submit(prompt, 40, top_k_tokens=budget, **sampling)
+        rid = one.submit(prompt, 40, sparse_top_k=budget, **sampling)
         while one.open:
             one.turn()
     with PairOfEnds(model, tmp_path, **options) as pair:
-        rids = [pair.decode.submit(prompt, 40, top_k_tokens=budget, **sampling) for prompt, budget in work]
+        rids = [pair.decode.submit(prompt, 40, sparse_top_k=budget, **sampling) for prompt, budget in work]
         pair.finish()
         for rid in rids:
             (tokens, want), (got, has) = lines(one, rid), lines(pair.decode, rid)
@@ -156,7 +156,7 @@ def test_stages_of_either_engine_say_the_same(model: str, tmp_path: Path, place:
     one = whole(model, prompts, **options)
     layers = {1: {}, 2: {"pp": 2, "pp_layers": ["4", "2"]}}
     with PairOfEnds(model, tmp_path, prefill={**layers[stages[0]], "page_size": 64},
-                    decode={"pp": stages[1]}, dram_bytes="8M",
+                    decode={"pp": stages[1]}, kv_offloading_size="8M",
                     **{name: value for name, value in options.items() if name != "dram_bytes"}) as pair:
         rids = [pair.decode.submit(prompt) for prompt in prompts]
         for turn in range(60):
@@ -186,7 +186,7 @@ def test_lanes_of_either_engine_say_the_same(model: str, tmp_path: Path, place: 
     options, prompts = PLACES[place], [PROMPT, PROMPT[:77], PROMPT + (5, 6, 7) * 9]
     one = whole(model, prompts, **options)
     with PairOfEnds(model, tmp_path, prefill={**prefill, "page_size": 64}, decode=decode,
-                    **{**options, "dram_bytes": "8M"}) as pair:
+                    **{**options, "kv_offloading_size": "8M"}) as pair:
         rids = [pair.decode.submit(prompt) for prompt in prompts]
         for turn in range(60):
             if turn % 4 == 0 and (rid := rids[turn // 4 % 3]) in pair.decode.open:
@@ -224,8 +224,8 @@ def test_each_position_is_sent_once_and_to_the_host_without_a_device_page(model:
 @pytest.mark.parametrize("when", ["asked", "granted", "half"])
 def test_without_the_prefill_engine_the_prompt_is_computed_here(model: str, tmp_path: Path,
                                                                 when: str) -> None:
-    one = whole(model, [PROMPT], hbm_bytes="4M")
-    with PairOfEnds(model, tmp_path, hbm_bytes="4M", step_tokens=16) as pair:
+    one = whole(model, [PROMPT], kv_cache_memory_bytes="4M")
+    with PairOfEnds(model, tmp_path, kv_cache_memory_bytes="4M", step_tokens=16) as pair:
         pair.decode.submit(PROMPT)
         if when != "asked":
             pair.until(lambda: pair.decode.core.live and pair.decode.peer._waits[1].generation)
@@ -241,7 +241,7 @@ def test_without_the_prefill_engine_the_prompt_is_computed_here(model: str, tmp_
 
 
 def test_by_policy_a_request_without_a_prefill_engine_is_unavailable(model: str, tmp_path: Path) -> None:
-    with PairOfEnds(model, tmp_path, hbm_bytes="4M", decode={"pair_fallback": "refuse"}) as pair:
+    with PairOfEnds(model, tmp_path, kv_cache_memory_bytes="4M", decode={"disaggregation_fallback": "refuse"}) as pair:
         pair.decode.submit(PROMPT)
         pair.until(lambda: pair.decode.peer._waits[1].generation)
         pair.prefill.close()
@@ -254,8 +254,8 @@ def test_by_policy_a_request_without_a_prefill_engine_is_unavailable(model: str,
 
 
 def test_a_connection_that_is_cut_is_made_again(model: str, tmp_path: Path) -> None:
-    one = whole(model, [PROMPT], hbm_bytes="4M")
-    with PairOfEnds(model, tmp_path, hbm_bytes="4M") as pair:
+    one = whole(model, [PROMPT], kv_cache_memory_bytes="4M")
+    with PairOfEnds(model, tmp_path, kv_cache_memory_bytes="4M") as pair:
         for n in range(4):
             rid = pair.decode.submit(PROMPT, namespace=n)
             epoch = pair.decode.peer.epoch
@@ -270,7 +270,7 @@ def test_a_connection_that_is_cut_is_made_again(model: str, tmp_path: Path) -> N
 
 
 def test_aborts_at_any_point_leave_nothing_behind(model: str, tmp_path: Path) -> None:
-    with PairOfEnds(model, tmp_path, hbm_bytes="4M", step_tokens=16) as pair:
+    with PairOfEnds(model, tmp_path, kv_cache_memory_bytes="4M", step_tokens=16) as pair:
         for turns in range(40):
             rid = pair.decode.submit(PROMPT, 4, namespace=turns)
             for _ in range(turns):
@@ -281,17 +281,18 @@ def test_aborts_at_any_point_leave_nothing_behind(model: str, tmp_path: Path) ->
         pair.settle()
         for end in (pair.prefill, pair.decode):
             end.loop.handle(Flush())
-        pair.until(lambda: not any(n for end in (pair.prefill, pair.decode) for n in end.free().values()))
+        pair.until(lambda: not any(n for end in (pair.prefill,
+                                                 pair.decode) for n in end.free().values()))
         assert not pair.decode.peer._waits and not pair.prefill.peer._rids
 
 
 def test_engines_of_other_weights_do_not_pair_and_say_why(model: str, tmp_path: Path) -> None:
-    with PairOfEnds(model, tmp_path, hbm_bytes="4M") as pair:
+    with PairOfEnds(model, tmp_path, kv_cache_memory_bytes="4M") as pair:
         pair.prefill.close()
         pair.until(lambda: not pair.decode.peer.epoch)
-        other = End(model, "prefill", load_format="dummy", hbm_bytes="4M",
+        other = End(model, "prefill", load_format="dummy", kv_cache_memory_bytes="4M",
                     pair_key_file=str(tmp_path / "key"),
-                    pair_listen=f"unix:{tmp_path / 'socket'}")
+                    disaggregation_listen=f"unix:{tmp_path / 'socket'}")
         pair.until(lambda: "weights: " in pair.decode.peer.missing)
         assert "dummy 1 there" in pair.decode.peer.missing and "here" in pair.decode.peer.missing
         other.close()

@@ -20,8 +20,8 @@ from penstock.serve.wire import Flush
 
 PROMPT = tuple((i * i * 7 + 3 * i) % 97 for i in range(150))
 PLACES = {
-    "resident": {"hbm_bytes": "4M"},
-    "hosted": {"hbm_bytes": "2M", "dram_bytes": "8M", "sparse_top_k": 96, "sparse_kv": "always"},
+    "resident": {"kv_cache_memory_bytes": "4M"},
+    "hosted": {"kv_cache_memory_bytes": "2M", "kv_offloading_size": "8M", "sparse_top_k": 96, "host_decode": "always"},
 }
 
 
@@ -47,7 +47,7 @@ def check_weather(model: str, folder: Path, place: str, seed: int, count: int) -
     one = whole(model, prompts, **PLACES[place])
     proxy = Proxy(f"unix:{folder / 'socket'}", faults(seed, count), address=f"unix:{folder / 'proxy'}")
     try:
-        with PairOfEnds(model, folder, decode={"pair_peer": [proxy.address]}, **PLACES[place]) as pair:
+        with PairOfEnds(model, folder, decode={"disaggregation_connect": [proxy.address]}, **PLACES[place]) as pair:
             ends = (pair.prefill, pair.decode)
             for n in range(count):
                 rids = [pair.decode.submit(prompt, namespace=n + 1) for prompt in prompts]
@@ -102,10 +102,10 @@ def test_fifty_cut_streams_and_five_hundred_aborts(model: str, tmp_path: Path) -
     with serving(model, tmp_path, *SERVED["resident"]) as one:
         want = [said(one.ask(prompt))[0] for prompt in prompts()]
     with serving(model, tmp_path, *flags, "--disaggregation-mode", "prefill",
-                 "--pair-listen", "127.0.0.1:0") as prefill:
+                 "--disaggregation-listen", "127.0.0.1:0") as prefill:
         proxy = Proxy(prefill.info()["pair_address"])
         with serving(model, tmp_path, *flags, "--disaggregation-mode", "decode",
-                     "--pair-peer", proxy.address) as decode, ThreadPoolExecutor(4) as pool:
+                     "--disaggregation-connect", proxy.address) as decode, ThreadPoolExecutor(4) as pool:
             while proxy.connections <= 50:      # a cut may come before the last one was noticed
                 decode.until(lambda: not decode.info()["prefill"]["missing"])
                 salt = f"{proxy.connections} {rng.random()}"
@@ -204,8 +204,8 @@ def check_decode_killed(model: str, folder: Path, flags: tuple[str, ...], share:
                         want: tuple) -> None:
     flags = (*flags, *key_file(folder))
     with serving(model, folder, *flags, "--disaggregation-mode", "prefill",
-                 "--pair-listen", "127.0.0.1:0") as prefill:
-        to = ("--disaggregation-mode", "decode", "--pair-peer", prefill.info()["pair_address"])
+                 "--disaggregation-listen", "127.0.0.1:0") as prefill:
+        to = ("--disaggregation-mode", "decode", "--disaggregation-connect", prefill.info()["pair_address"])
         for n in range(2):
             with serving(model, folder, *flags, *to) as decode:
                 with half_pushed(decode, prefill.info()["pid"], share, f"{n}") as waiting:

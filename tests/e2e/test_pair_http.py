@@ -1,4 +1,4 @@
-"""`penstock serve MODEL --prefill 1 --decode 1`: one address, two engines, in processes of their own."""
+"""`penstock serve MODEL --prefill-replicas 1 --decode-replicas 1`: one address, two engines, in processes of their own."""
 from __future__ import annotations
 
 import os
@@ -66,7 +66,7 @@ def test_a_prefill_engine_that_is_killed_comes_back_and_nobody_hears_a_wrong_tok
 def test_what_one_engine_refuses_is_one_line_and_leaves_nothing_behind(model, tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-m", "penstock.serve.cli.main", "serve", model, "--port", "0", "--hbm-bytes", "1",
+        [sys.executable, "-m", "penstock.serve.cli.main", "serve", model, "--port", "0", "--kv-cache-memory-bytes", "1",
          *PAIR],
         capture_output=True, text=True, timeout=LIMIT_S, check=False, env=environment)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
@@ -80,13 +80,13 @@ def test_two_ends_of_their_own_over_tcp_and_tls(model, tmp_path):
     certificate = Path(__file__).parents[1] / "data" / "pair_tls.pem"
     with serving(model, tmp_path, *flags) as one:
         want = said(one.ask(prompts()[0]))
-    with serving(model, tmp_path, *flags, *secret, "--disaggregation-mode", "prefill", "--pair-listen",
+    with serving(model, tmp_path, *flags, *secret, "--disaggregation-mode", "prefill", "--disaggregation-listen",
                  "127.0.0.1:0", "--pair-tls-cert", str(certificate)) as prefill:
         address = prefill.info()["pair_address"]
         assert prefill.ask(prompts()[0])["status"] == 404
         assert "decode engine" in prefill.http.get("/health").json()["missing"]
-        with serving(model, tmp_path, *flags, *secret, "--disaggregation-mode", "decode", "--pair-peer",
-                     address, "--pair-tls", "--pair-fallback", "refuse") as decode:
+        with serving(model, tmp_path, *flags, *secret, "--disaggregation-mode", "decode", "--disaggregation-connect",
+                     address, "--pair-tls", "--disaggregation-fallback", "refuse") as decode:
             decode.until(lambda: not decode.info()["prefill"]["missing"])
             answer = decode.ask(prompts()[0])
             assert said(answer) == want

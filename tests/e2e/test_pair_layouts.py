@@ -43,8 +43,8 @@ class Pair:
         alike = (*SERVED["resident"], *key_file(folder), "--disaggregation-transfer-backend", transport,
                  "--disaggregation-mode")
         at = [f"127.0.0.1:{free_port()}" for _ in range(num)]
-        flags = [*((*alike, "prefill", *before, "--pair-listen", address) for address in at),
-                 (*alike, "decode", *after, "--pair-peer", ",".join(at))]
+        flags = [*((*alike, "prefill", *before, "--disaggregation-listen", address) for address in at),
+                 (*alike, "decode", *after, "--disaggregation-connect", ",".join(at))]
         self._start = [partial(Server, model, folder / f"log{n}", *own) for n, own in enumerate(flags)]
         self.ends: list[Server] = []
         try:

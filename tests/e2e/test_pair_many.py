@@ -17,8 +17,8 @@ from pipeline_engine import checkpoint
 from penstock.serve.wire import Room
 
 PLACES = {
-    "resident": {"hbm_bytes": "4M"},
-    "hosted": {"hbm_bytes": "2M", "dram_bytes": "8M", "sparse_top_k": 96, "sparse_kv": "always"},
+    "resident": {"kv_cache_memory_bytes": "4M"},
+    "hosted": {"kv_cache_memory_bytes": "2M", "kv_offloading_size": "8M", "sparse_top_k": 96, "host_decode": "always"},
 }
 PROMPTS = [[(i * i * k + 3 * i) % 97 for i in range(150 + 10 * k)] for k in range(1, 7)]
 
@@ -45,10 +45,10 @@ def opened(stack: ExitStack, model: str, folder: Path, prefill: int, decode: int
     flags = {"pair_key_file": str(key), **options}
     ends: tuple[list[End], list[End]] = [], []
     for socket in sockets:
-        ends[0].append(End(model, "prefill", pair_listen=socket, **flags))
+        ends[0].append(End(model, "prefill", disaggregation_listen=socket, **flags))
         stack.callback(ends[0][-1].close)
     for _ in range(decode):
-        ends[1].append(End(model, "decode", pair_peer=sockets, **flags))
+        ends[1].append(End(model, "decode", disaggregation_connect=sockets, **flags))
         stack.callback(ends[1][-1].close)
     until([*ends[0], *ends[1]], lambda: not any(end.peers.missing for end in ends[1]))
     return ends
@@ -108,7 +108,7 @@ def test_a_prefill_end_that_knows_no_rooms_computes_what_was_sent_to_one(model, 
 def test_engines_of_either_end_are_killed_and_the_others_answer(model, tmp_path):
     with serving(model, tmp_path, *SERVED["resident"]) as one:
         want = [said(one.ask(prompt))[0] for prompt in prompts()]
-    with serving(model, tmp_path, *SERVED["resident"], "--prefill", "2", "--decode", "2") as all_of:
+    with serving(model, tmp_path, *SERVED["resident"], "--prefill-replicas", "2", "--decode-replicas", "2") as all_of:
         info = all_of.info()
         assert info["dp_size"] == 2 and not info["prefill"]["missing"]
         for rank in (0, 1):

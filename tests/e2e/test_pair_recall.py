@@ -12,8 +12,8 @@ from penstock.eval.tasks import Size
 
 TOPK = 256          # of config.json
 # A device that holds hot buffers and index keys, and not the requests.
-PLACES = {"resident": {"hbm_bytes": "16M", "sparse_kv": "off"},
-          "hosted": {"hbm_bytes": "3M", "dram_bytes": "64M", "sparse_kv": "always",
+PLACES = {"resident": {"kv_cache_memory_bytes": "16M", "host_decode": "off"},
+          "hosted": {"kv_cache_memory_bytes": "3M", "kv_offloading_size": "64M", "host_decode": "always",
                      "hot_buffer_tokens": TOPK + 16}}
 
 

@@ -28,7 +28,8 @@ def test_kv_that_is_read_is_the_kv_and_a_killed_prefill_end_is_met_again(
         pytest.skip(f"pip install '.[{transport}]'")
     with serving(model, tmp_path, *SERVED[place]) as one:
         want = [said(one.ask(prompt))[0] for prompt in prompts()]
-    with serving(model, tmp_path, *SERVED[place], "--prefill", "1", "--decode", "1", FLAG, transport) as pair:
+    with serving(model, tmp_path, *SERVED[place], "--prefill-replicas", "1", "--decode-replicas", "1", FLAG,
+                 transport) as pair:
         assert [said(pair.ask(prompt))[0] for prompt in prompts()] == want
         assert pair.stats()["pair_delivered_total"] == len(prompts())
         os.kill(pair.info()["prefill"]["pid"], signal.SIGKILL)

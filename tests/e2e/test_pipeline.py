@@ -24,7 +24,7 @@ from penstock.exec.pipeline.crew import Crew, RankDied, check_identity
 from penstock.exec.start import build
 from penstock.serve.cli.doctor import examine
 
-SPARSE = {"sparse_top_k": 96, "sparse_kv": "always"}
+SPARSE = {"sparse_top_k": 96, "host_decode": "always"}
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +34,14 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def dense(model):
-    with Pipeline(model, hbm_bytes="4M") as one:
+    with Pipeline(model, kv_cache_memory_bytes="4M") as one:
         return one.play()
 
 
 @pytest.fixture(scope="module")
 def selected(model):
     """What one rank says whose requests select from device pages."""
-    with Pipeline(model, hbm_bytes="4M", sparse_top_k=96, sparse_kv="off") as one:
+    with Pipeline(model, kv_cache_memory_bytes="4M", sparse_top_k=96, host_decode="off") as one:
         return one.play()
 
 
@@ -68,7 +68,7 @@ def test_hosted_decode_on_two_stages_with_pauses(model, selected):
     def every_few(turn):
         return [1 + turn // 5 % 5] if turn % 5 == 0 and turn < 150 else ()
 
-    with Pipeline(model, hbm_bytes="1M", dram_bytes="8M", pp=2, **SPARSE) as two:
+    with Pipeline(model, kv_cache_memory_bytes="1M", kv_offloading_size="8M", pp=2, **SPARSE) as two:
         assert two.play(pauses=every_few) == selected
         assert two.core.stats()["pauses"] >= 3 and two.waited >= 1
         assert sum(reads["hot_misses"] for reads in two.reads.values()) > 0
@@ -81,7 +81,8 @@ def layers_of(stats: dict[str, float], name: str) -> dict[str, float]:
 def test_counters_are_there_without_waiting_for_a_rank(model):
     """They came with what the ranks have reported: no plan waits for them. Ranks that have no work tell their
     last ones by themselves, each of its own layers under their numbers in the model."""
-    with Pipeline(model, hbm_bytes="1M", dram_bytes="8M", pp=2, pp_layers=["4", "2"], **SPARSE) as two:
+    with Pipeline(model, kv_cache_memory_bytes="1M", kv_offloading_size="8M", pp=2, pp_layers=["4", "2"],
+                  **SPARSE) as two:
         pids = [two.built.info[f"rank_{i}_pid"] for i in range(2)]
         two.add(9, PROMPTS[1], 24)
         while len(two.got[9]) < 12:
@@ -104,9 +105,9 @@ def test_counters_are_there_without_waiting_for_a_rank(model):
 def test_codes_of_a_gguf_file_on_two_stages(tmp_path):
     """Each has those of its layers, and both have the embedding, which is the head."""
     file = gguf_checkpoint(tmp_path / "tiny.gguf")
-    with Pipeline(file, dtype="gguf", hbm_bytes="4M") as one:
+    with Pipeline(file, dtype="gguf", kv_cache_memory_bytes="4M") as one:
         want = one.play()
-    with Pipeline(file, dtype="gguf", hbm_bytes="2M", pp=2, pp_layers=["4", "2"]) as two:
+    with Pipeline(file, dtype="gguf", kv_cache_memory_bytes="2M", pp=2, pp_layers=["4", "2"]) as two:
         assert two.play(pauses=now_and_then, kind=Dropped) == want
         have = [two.built.info[f"rank_{i}_weight_bytes"] for i in range(2)]
     told = [f.text for f in examine(from_options(file, {"dtype": "gguf", "pp": 2, "pp_layers": ["4", "2"]}),
@@ -117,7 +118,7 @@ def test_codes_of_a_gguf_file_on_two_stages(tmp_path):
 
 def test_layers_that_the_model_does_not_have_are_refused_before_a_process_starts(model):
     with pytest.raises(ConfigError, match="--pp 2, --pp-layers 3,4: this model has 6 layers"):
-        Pipeline(model, hbm_bytes="1M", pp=2, pp_layers=["3", "4"])
+        Pipeline(model, kv_cache_memory_bytes="1M", pp=2, pp_layers=["3", "4"])
 
 
 def test_an_identity_that_differs_is_refused_with_both_values():
@@ -138,7 +139,8 @@ def now_and_then(turn):
 @pytest.mark.parametrize("pp", [1, 2, 3])
 def test_any_stages_overlap_and_tiers_say_the_same(model, dense, selected, pp, sparse):
     """Four engines of the same processes: with overlap and without, with a host tier and without."""
-    options = {"pp": pp, "hbm_bytes": f"{4 // pp}M", "dram_bytes": "8M", **(SPARSE if sparse else {})}
+    options = {"pp": pp, "kv_cache_memory_bytes": f"{4 // pp}M", "kv_offloading_size": "8M",
+               **(SPARSE if sparse else {})}
     with Pipeline(model, **options) as engine:
         for overlap, host_tier in itertools.product((True, False), (True, False)):
             engine.again(overlap=overlap, host_tier=host_tier)
@@ -157,10 +159,10 @@ def test_the_demo_model_on_two_stages_decodes_from_host_pages_as_one_rank_does()
     """And a stage takes the memory of its own weights, while it loads and after."""
     prompts = {rid: tuple((rid * 31 + i * i * 7 + i) % 9973 for i in range(100 + 60 * rid))
                for rid in (1, 2, 3)}
-    options = {"hbm_bytes": "200M", "step_tokens": 128, "sparse_top_k": 128, "max_model_len": 400}
-    with Pipeline("demo", **options, sparse_kv="off") as one:
+    options = {"kv_cache_memory_bytes": "200M", "step_tokens": 128, "sparse_top_k": 128, "max_model_len": 400}
+    with Pipeline("demo", **options, host_decode="off") as one:
         want, whole = one.play(new=16, prompts=prompts), one.built.info["weight_bytes"]
-    with Pipeline("demo", pp=2, dram_bytes="200M", **options, sparse_kv="always") as two:
+    with Pipeline("demo", pp=2, kv_offloading_size="200M", **options, host_decode="always") as two:
         assert two.play(new=16, prompts=prompts, pauses=lambda turn: [2] if turn == 12 else ()) == want
         assert sum(reads["hot_misses"] for reads in two.reads.values()) > 0
         info = two.built.info
@@ -177,16 +179,17 @@ def test_a_choice_that_layers_share_goes_to_the_process_of_the_next_stage(tmp_pa
     """GLM-5's layers without an indexer attend to what one before them chose, here in another process."""
     glm = checkpoint(tmp_path, GLM)
     prompts = {rid: PROMPTS[rid] for rid in (1, 3)}
-    with Pipeline(glm, hbm_bytes="4M") as one:
+    with Pipeline(glm, kv_cache_memory_bytes="4M") as one:
         want = one.play(prompts=prompts)
-    with Pipeline(glm, hbm_bytes="150K", dram_bytes="4M", pp=2, pp_layers=layers.split(",")) as two:
+    with Pipeline(glm, kv_cache_memory_bytes="150K", kv_offloading_size="4M", pp=2, pp_layers=layers.split(",")) as two:
         assert two.play(prompts=prompts, pauses=lambda turn: [3] if turn in (9, 20) else ()) == want
         assert two.core.stats()["pauses"] >= 1
 
 
 def test_three_uneven_stages_with_overlap_and_a_host_tier(model, dense):
     """A device of half of what the requests need: pages go down and come back, a rectangle at a time."""
-    with Pipeline(model, hbm_bytes="280K", dram_bytes="8M", pp=3, pp_layers=["1", "3", "2"]) as three:
+    with Pipeline(model, kv_cache_memory_bytes="280K", kv_offloading_size="8M", pp=3, pp_layers=["1", "3",
+                                                                                                 "2"]) as three:
         assert three.play(pauses=lambda turn: [1 + turn % 5] if turn % 7 == 0 and turn < 100 else ()) == dense
         stats, info = three.ex.stats(), three.built.info
         assert three.core.stats()["pauses"] >= 3
@@ -223,7 +226,7 @@ def test_processes_of_another_engine_are_refused_at_the_handshake(model, tmp_pat
 
     monkeypatch.setattr(build, "Crew", Odd)
     with pytest.raises(ConfigError, match=message):
-        Pipeline(model, hbm_bytes="1M", pp=2)
+        Pipeline(model, kv_cache_memory_bytes="1M", pp=2)
     assert [rank.process.returncode for rank in started[0].ranks] == [-signal.SIGKILL] * 2
 
 
@@ -239,9 +242,9 @@ def test_host_tier_on_two_stages_under_memory_pressure_neither_crashes_nor_diver
     come back and are computed again, and requests pause. Steps of few tokens: oneDNN keeps 0.6 MB for each
     number of them and each shape of a weight, so all have been met when the first third is over."""
     new, tokens = 40, {"step_tokens": 16}
-    with Pipeline(model, hbm_bytes="8M", **tokens) as one:
+    with Pipeline(model, kv_cache_memory_bytes="8M", **tokens) as one:
         want = [list(one.play(new, prompts=rounds_of(i)).values()) for i in range(4)]
-    with Pipeline(model, hbm_bytes="340K", dram_bytes="1M", pp=2, **tokens) as two:
+    with Pipeline(model, kv_cache_memory_bytes="340K", kv_offloading_size="1M", pp=2, **tokens) as two:
         pids = [two.built.info[f"rank_{i}_pid"] for i in range(2)]
         until, number, resident = time.monotonic() + seconds, 0, []
         while time.monotonic() < until:
@@ -265,7 +268,7 @@ def test_host_tier_on_two_stages_under_memory_pressure_neither_crashes_nor_diver
 @pytest.mark.parametrize("layout", ["pp", "tp"])
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.sweep), 1])
 def test_a_rank_that_is_killed_ends_the_engine_and_says_so(model, victim, layout):
-    with Pipeline(model, hbm_bytes="1M", **{layout: 2}) as two:
+    with Pipeline(model, kv_cache_memory_bytes="1M", **{layout: 2}) as two:
         for rid, prompt in PROMPTS.items():
             two.add(rid, prompt, 200)
         pids = [two.built.info[f"rank_{i}_pid"] for i in range(2)]
@@ -291,7 +294,7 @@ def test_a_rank_that_stops_loading_is_named_with_the_time(model, monkeypatch, ca
     monkeypatch.setattr(crews, "LOADING_S", 0.5)
     monkeypatch.setattr(crews, "STACK_S", 0.1)
     with pytest.raises(RankDied, match="rank 0 hangs: no report for 1 s"):
-        Pipeline(model, hbm_bytes="1M", pp=2, rank_timeout_s=1)
+        Pipeline(model, kv_cache_memory_bytes="1M", pp=2, rank_timeout_s=1)
     assert "rank 0: no report for 1 s; its stack:" in capfd.readouterr().err
     assert [rank.process.returncode for rank in started[0].ranks] == [-signal.SIGKILL] * 2
 
@@ -340,7 +343,7 @@ def test_a_hang_is_noticed_by_who_only_looks_now_and_then(monkeypatch):
 @pytest.mark.sweep
 def test_a_rank_that_hangs_is_found_and_asked_for_its_stack(model, capfd):
     """A stopped process prints nothing; one that can is asked first."""
-    with Pipeline(model, hbm_bytes="1M", pp=2, rank_timeout_s=1) as two:
+    with Pipeline(model, kv_cache_memory_bytes="1M", pp=2, rank_timeout_s=1) as two:
         two.add(1, PROMPTS[1], 200)
         for _ in range(5):
             two.turn()
@@ -360,11 +363,11 @@ def test_a_rank_that_hangs_is_found_and_asked_for_its_stack(model, capfd):
         assert "its stack:" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("options", [{}, pytest.param(SPARSE | {"dram_bytes": "8M"}, marks=pytest.mark.soak)],
+@pytest.mark.parametrize("options", [{}, pytest.param(SPARSE | {"kv_offloading_size": "8M"}, marks=pytest.mark.soak)],
                          ids=["dense", "selected"])
 def test_speculation_on_three_stages(model, dense, selected, options):
     """The first one looks drafts up, the others are told."""
-    with Pipeline(model, pp=3, hbm_bytes="4M", speculative_method="ngram", prompt_lookup_min=1,
+    with Pipeline(model, pp=3, kv_cache_memory_bytes="4M", speculative_method="ngram", prompt_lookup_min=1,
                   **options) as three:
         assert three.play() == (selected if options else dense)
         drafted, accepted = three.drafts()

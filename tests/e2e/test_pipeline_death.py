@@ -61,8 +61,8 @@ def starting(folder: Path, log: Path, *flags: str, **env: str) -> tuple[subproce
     server = subprocess.Popen(
         [sys.executable, "-m", "penstock.serve.cli.main", "serve", str(folder), "--port", "0", *flags,
          *where.flags(),
-         "--threads", "1", "--load-format", "dummy", "--hbm-bytes", "2M", "--dram-bytes", "64M",
-         "--sparse-top-k", "160", "--sparse-kv", "always"],
+         "--threads", "1", "--load-format", "dummy", "--kv-cache-memory-bytes", "2M", "--kv-offloading-size", "64M",
+         "--sparse-top-k", "160", "--host-decode", "always"],
         stdout=subprocess.PIPE, stderr=log.open("w"), text=True, env={**os.environ, **env})
     found = re.search(r"ready on (http://\S+) ", server.stdout.readline())
     if not found:

@@ -13,7 +13,8 @@ from penstock.eval.tasks import Question, Size
 
 TOPK = 256          # of config.json
 # A device that holds the hot buffers and index keys of what runs, and not the requests.
-HOSTED = {"hbm_bytes": "3M", "dram_bytes": "64M", "sparse_kv": "always", "hot_buffer_tokens": TOPK + 16}
+HOSTED = {"kv_cache_memory_bytes": "3M", "kv_offloading_size": "64M", "host_decode": "always",
+          "hot_buffer_tokens": TOPK + 16}
 
 
 def questions(context: int = 640) -> list[Question]:
@@ -32,7 +33,7 @@ def answers(pauses: Callable[[int], Iterable[int]] = lambda turn: (),
             if not engine.turn():
                 break
         assert len(engine.ended) == len(engine.got), "a request never ended"
-        if "sparse_kv" in options:
+        if "host_decode" in options:
             assert sum(reads["hot_misses"] for reads in engine.reads.values()) > 0
             windows = [v for k, v in engine.ex.stats().items() if k.startswith("hot_window_pages_total")]
             assert windows and min(windows) > 0, "prompts of every layer came through windows"
@@ -62,5 +63,5 @@ def test_recall_on_lanes_from_host_pages_with_pauses(layout):
 
 @pytest.mark.sweep
 def test_recall_on_three_uneven_stages_with_overlap_and_a_host_tier():
-    assert answers(every_5, pp=3, pp_layers=["2", "1", "1"], overlap=True, hbm_bytes="6M",
-                   dram_bytes="64M") == right()
+    assert answers(every_5, pp=3, pp_layers=["2", "1", "1"], overlap=True, kv_cache_memory_bytes="6M",
+                   kv_offloading_size="64M") == right()

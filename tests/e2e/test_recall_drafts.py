@@ -13,9 +13,9 @@ from penstock.eval import words
 
 MODEL = str(Path(__file__).parents[1] / "data" / "recall")
 ANSWER, SHARE = 12, 0.9      # what it was trained to is 1.0
-OPTIONS = {"hbm_bytes": "32M", "dram_bytes": "16M", "step_tokens": 256}
+OPTIONS = {"kv_cache_memory_bytes": "32M", "kv_offloading_size": "16M", "step_tokens": 256}
 MTP = {"speculative_method": "mtp", "speculative_tokens": 3}
-PLACES = {"resident": {"sparse_kv": "off"}, "hosted": {"sparse_kv": "always"}}
+PLACES = {"resident": {"host_decode": "off"}, "hosted": {"host_decode": "always"}}
 
 
 def questions() -> list[tuple[list[int], list[int]]]:
@@ -87,8 +87,8 @@ def test_32_questions_are_answered_as_without_by_several_ranks(place: str, layou
 @pytest.mark.parametrize("prefill, decode", [({}, {}), ({"pp": 2}, {"tp": 2}), ({}, {"pp": 2})], ids=str)
 def test_32_questions_are_answered_as_without_over_a_pair(
         tmp_path: Path, prefill: dict[str, object], decode: dict[str, object]) -> None:
-    plain = answers(End(MODEL, **OPTIONS, sparse_kv="off"))
-    with PairOfEnds(MODEL, tmp_path, **OPTIONS, sparse_kv="off", prefill=prefill, decode=decode,
+    plain = answers(End(MODEL, **OPTIONS, host_decode="off"))
+    with PairOfEnds(MODEL, tmp_path, **OPTIONS, host_decode="off", prefill=prefill, decode=decode,
                     **MTP) as pair:
         assert answers(pair.decode, pair.turn) == plain
         print(f"pair: {share(pair.decode):.3f} of drafts accepted")

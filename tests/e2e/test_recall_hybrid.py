@@ -19,9 +19,9 @@ from penstock.eval.tasks import Interview, Size
 
 MODEL = str(Path(__file__).parents[1] / "data" / "hybrid")
 GRID = 512                          # tokens between states that are kept
-OPTIONS = {"hbm_bytes": "200M", "max_model_len": 4608, "step_tokens": 512, "state_interval": GRID}
+OPTIONS = {"kv_cache_memory_bytes": "200M", "max_model_len": 4608, "step_tokens": 512, "state_interval": GRID}
 # A device that holds a context and its states, and the next one's not beside it.
-SMALL = {"hbm_bytes": "12M", "dram_bytes": "200M"}
+SMALL = {"kv_cache_memory_bytes": "12M", "kv_offloading_size": "200M"}
 
 
 class Said(NamedTuple):
@@ -94,7 +94,7 @@ def test_paused_through_host_pages_it_answers_the_same() -> None:
 
 
 def test_behind_a_hit_at_each_line_of_the_grid_it_answers_the_same() -> None:
-    end, [interview] = End(MODEL, **{**OPTIONS, "hbm_bytes": "600M"}), interviews(1)
+    end, [interview] = End(MODEL, **{**OPTIONS, "kv_cache_memory_bytes": "600M"}), interviews(1)
     context = ids(interview.context)
     for n, line in enumerate(range(GRID, len(context), GRID)):
         end.submit(context[:line + 1], 1, namespace=n)

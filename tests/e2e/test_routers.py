@@ -128,15 +128,15 @@ def test_in_front_of_a_prefill_end_and_two_decode_ends_of_which_one_is_killed(mo
     """bootstrap_room or kv_transfer_params come with each prompt, by which decode ends find the other end."""
     flags = (*SERVED["resident"], *key_file(tmp_path), "--router-dialect", dialect, "--disaggregation-mode")
     with ExitStack() as stack:
-        prefill = Server(model, tmp_path / "prefill", *flags, "prefill", "--pair-listen", "127.0.0.1:0")
+        prefill = Server(model, tmp_path / "prefill", *flags, "prefill", "--disaggregation-listen", "127.0.0.1:0")
         stack.callback(prefill.close)
         decode = [Server(model, tmp_path / f"decode{n}", *flags, "decode") for n in range(2)]
         for end in decode:
             stack.callback(end.close)
         port = prefill.info()["pair_address"].rpartition(":")[2]
         url = stack.enter_context(routing(
-            router, tmp_path / "router", "--pd-disaggregation", "--prefill", prefill.url, port,
-            "--decode", decode[0].url, "--decode", decode[1].url))
+            router, tmp_path / "router", "--pd-disaggregation", "--prefill-replicas", prefill.url, port,
+            "--decode-replicas", decode[0].url, "--decode-replicas", decode[1].url))
         same(url, want)
         delivered = [end.stats()["pair_delivered_total"] for end in decode]
         assert sum(delivered) >= ASKED and min(delivered) > 0, "the prefill end has computed them"

@@ -25,7 +25,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM("demo", threads=1, max_num_seqs=8, hbm_bytes="300M", dtype="float32", seed=1,
+    with LLM("demo", threads=1, max_num_seqs=8, kv_cache_memory_bytes="300M", dtype="float32", seed=1,
              speculative_config='{"method": "ngram", "num_speculative_tokens": 3}') as llm:
         yield llm
 

@@ -20,7 +20,7 @@ FAKE_ENGINE, ENGINE, RANK = "http_fake.py --engine", "serve.engine.main", "pipel
 KILLED = r"was killed by signal 9"
 ENGINE_SAYS = rf"penstock: the engine process {KILLED}"
 AGENT_SAYS = r"(rank \d \(process \d+ of node 1.*|node 1 .*) (is gone|does not start its ranks)"
-PAIR = ("--prefill", "1", "--decode", "1")
+PAIR = ("--prefill-replicas", "1", "--decode-replicas", "1")
 
 
 def command(pid: int) -> str:
@@ -90,7 +90,7 @@ def test_kill_9_of_a_process_that_loads_is_exit_code_1(tmp_path, flags, kind, nt
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     log = tmp_path / "log"
     server = start([*SERVE, str(tmp_path), "--port", "0", "--threads", "1", "--load-format", "dummy",
-                    "--hbm-bytes", "2M", *flags], log)
+                    "--kv-cache-memory-bytes", "2M", *flags], log)
     try:
         victim = found(server, kind, nth)
         time.sleep(after_s)
@@ -105,7 +105,7 @@ def test_a_start_without_memory_names_the_limit_and_prints_no_traceback(tmp_path
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     log = tmp_path / "log"
     server = start(["sh", "-c", 'ulimit -v 400000 && exec "$@"', "sh", *SERVE, str(tmp_path), "--port", "0",
-                    "--threads", "1", "--load-format", "dummy", "--hbm-bytes", "2M"], log)
+                    "--threads", "1", "--load-format", "dummy", "--kv-cache-memory-bytes", "2M"], log)
     try:
         assert server.wait(WAIT_S) == 1
     finally:
@@ -121,7 +121,7 @@ def test_kill_9_of_an_agent_that_loads_is_exit_code_1(tmp_path, after_s):
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     logs = [tmp_path / "log0", tmp_path / "log1"]
     argv = [*SERVE, str(tmp_path), "--port", "0", "--threads", "1", "--load-format", "dummy",
-            "--hbm-bytes", "2M", "--pp", "2", "--nnodes", "2", "--dist-init-addr",
+            "--kv-cache-memory-bytes", "2M", "--pp", "2", "--nnodes", "2", "--dist-init-addr",
             f"127.0.0.1:{free_port()}"]
     nodes = [start([*argv, "--node-rank", str(n)], logs[n]) for n in range(2)]
     try:

@@ -66,7 +66,7 @@ def test_hosted_it_says_what_resident_selection_says(model, tmp_path, hosted):
 @pytest.mark.soak
 @pytest.mark.parametrize("place", ["resident", "hosted"])
 def test_a_restarted_server_hits_states_in_storage(model, tmp_path, want, hosted, place):
-    flags = (*(RESIDENT if place == "resident" else HOSTED), "--dram-bytes", "8M",
+    flags = (*(RESIDENT if place == "resident" else HOSTED), "--kv-offloading-size", "8M",
              "--kv-storage", f"file://{tmp_path}/kv")
     for turn in range(2):
         got, stats = answers(model, tmp_path / str(turn), *flags)

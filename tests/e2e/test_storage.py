@@ -63,9 +63,9 @@ def keys(tmp_path: Path) -> tuple[str, ...]:
 def test_a_restarted_server_hits_what_the_one_before_it_has_stored(model, tmp_path, place):
     """Of a tenant and a salt; what is not stored is computed, and all say the same."""
     url = f"file://{tmp_path}/a%20store"
-    flags = *SERVED[place], "--kv-storage", url, *COMPLETE, *keys(tmp_path), "--check"
-    flags = *flags, "--event-log", str(tmp_path / "events")
-    host = () if place == "hosted" else ("--dram-bytes", "4M")
+    flags = *SERVED[place], "--kv-storage", url, *COMPLETE, *keys(tmp_path), "--debug-check"
+    flags = *flags, "--debug-event-log", str(tmp_path / "events")
+    host = () if place == "hosted" else ("--kv-offloading-size", "4M")
 
     def ask(server, tenant: str, **more):
         server.http.headers["Authorization"] = f"Bearer {tenant}"
@@ -96,7 +96,8 @@ def test_a_restarted_server_hits_what_the_one_before_it_has_stored(model, tmp_pa
 
 
 def test_pages_of_any_ranks_are_read_by_any_other(model, tmp_path):
-    host = "--hbm-bytes", "4M", "--dram-bytes", "4M", "--kv-storage", f"file://{tmp_path}/store", *COMPLETE
+    host = ("--kv-cache-memory-bytes", "4M", "--kv-offloading-size", "4M", "--kv-storage", f"file://{tmp_path}/store",
+            *COMPLETE)
     with serving(model, tmp_path, *host, "--pp", "2") as two:
         want = two.ask(PROMPT)
         settle(two, ALL)
@@ -115,7 +116,7 @@ def test_pages_of_any_ranks_are_read_by_any_other(model, tmp_path):
 @pytest.mark.parametrize("layout", [{"pp": 2}, {"tp": 2}], ids=str)
 def test_pages_of_several_machines_are_those_of_one(model, tmp_path, layout):
     """Written whole by way of node 0, read back to the layers or heads of each."""
-    options = {"hbm_bytes": "4M", "dram_bytes": "4M", "kv_storage": f"file://{tmp_path}/store",
+    options = {"kv_cache_memory_bytes": "4M", "kv_offloading_size": "4M", "kv_storage": f"file://{tmp_path}/store",
                "kv_storage_policy": "wait_complete"}
     with serving(model, tmp_path, *agents.flags(options)) as one:
         want = one.ask(PROMPT)
@@ -134,8 +135,8 @@ def test_pages_of_several_machines_are_those_of_one(model, tmp_path, layout):
 
 @pytest.mark.parametrize("place", SERVED)
 def test_either_end_of_a_pair_stores_what_the_other_and_a_single_engine_find(model, tmp_path, place):
-    flags = *SERVED[place], "--kv-storage", f"file://{tmp_path}/store", *COMPLETE, *keys(tmp_path), "--check"
-    flags = *flags, *(() if place == "hosted" else ("--dram-bytes", "4M"))
+    flags = *SERVED[place], "--kv-storage", f"file://{tmp_path}/store", *COMPLETE, *keys(tmp_path), "--debug-check"
+    flags = *flags, *(() if place == "hosted" else ("--kv-offloading-size", "4M"))
     with serving(model, tmp_path, *flags, *PAIR) as pair:
         pair.http.headers.update(ONE)
         want = pair.ask(PROMPT)
@@ -154,7 +155,8 @@ def test_either_end_of_a_pair_stores_what_the_other_and_a_single_engine_find(mod
 
 
 def test_two_engines_on_one_folder_and_one_that_only_reads(model, tmp_path):
-    host = "--hbm-bytes", "4M", "--dram-bytes", "4M", "--kv-storage", f"file://{tmp_path}/store", *COMPLETE
+    host = ("--kv-cache-memory-bytes", "4M", "--kv-offloading-size", "4M", "--kv-storage", f"file://{tmp_path}/store",
+            *COMPLETE)
     (tmp_path / "b").mkdir()
     with serving(model, tmp_path, *host) as one, serving(model, tmp_path / "b", *host,
                                                          "--kv-storage-readonly") as two:
@@ -170,7 +172,8 @@ def test_two_engines_on_one_folder_and_one_that_only_reads(model, tmp_path):
 
 
 def test_damage_and_loss_cost_hits_and_no_answer(model, tmp_path):
-    host = "--hbm-bytes", "4M", "--dram-bytes", "4M", "--kv-storage", f"file://{tmp_path}/store", *COMPLETE
+    host = ("--kv-cache-memory-bytes", "4M", "--kv-offloading-size", "4M", "--kv-storage", f"file://{tmp_path}/store",
+            *COMPLETE)
     with serving(model, tmp_path, *host) as first:
         want = first.ask(PROMPT)
         settle(first, ALL)
@@ -202,7 +205,7 @@ def test_engines_that_are_killed_while_they_write_leave_nothing_wrong(model, tmp
     def after(stays) -> None:
         assert metric(stays, "storage_bad_total") == metric(stays, "storage_gone_total") == 0
 
-    host = "--hbm-bytes", "4M", "--dram-bytes", "2M", "--kv-storage", f"file://{tmp_path}/store"
+    host = "--kv-cache-memory-bytes", "4M", "--kv-offloading-size", "2M", "--kv-storage", f"file://{tmp_path}/store"
     asked, hits = kill_and_kill(model, tmp_path, host, kills, after)
     assert hits
     folder = Folder(tmp_path / "store")
@@ -218,7 +221,8 @@ def test_engines_that_are_killed_while_they_write_leave_nothing_wrong(model, tmp
 
 def test_rows_of_latent_models_are_stored_too(tmp_path):
     model = checkpoint(tmp_path / "latent", GLM)
-    host = "--hbm-bytes", "4M", "--dram-bytes", "4M", "--kv-storage", f"file://{tmp_path}/store", *COMPLETE
+    host = ("--kv-cache-memory-bytes", "4M", "--kv-offloading-size", "4M", "--kv-storage", f"file://{tmp_path}/store",
+            *COMPLETE)
     with serving(model, tmp_path, *host) as first:
         want = first.ask(PROMPT)
         settle(first, ALL)

@@ -25,7 +25,7 @@ from stores import Proxy, running
 pytestmark = pytest.mark.soak
 
 REQUESTS, FROM, CLIENTS, PROMPTS = 200, 50, 6, 40
-HOST = "--hbm-bytes", "3M", "--dram-bytes", "3M", "--max-num-seqs", "8"
+HOST = "--kv-cache-memory-bytes", "3M", "--kv-offloading-size", "3M", "--max-num-seqs", "8"
 TMPFS = ("unshare", "-Urm", "sh", "-c", 'mount -t tmpfs -o size=4m tmpfs "$0" && exec "$@"')
 FAULTS = ["none", "full", "hung", "dead", "slow"]
 FETCHING = re.compile(r'^penstock:requests_in_phase\{phase="fetching"\} (\S+)$', re.MULTILINE)
@@ -94,7 +94,7 @@ def place(fault: str, folder: Path):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_storage_fails_no_request_and_changes_no_token(model, tmp_path, fault):
     asked, order = prompts(), random.Random(6).choices(range(PROMPTS), k=REQUESTS)
-    with serving(model, tmp_path, "--hbm-bytes", "8M") as plain:
+    with serving(model, tmp_path, "--kv-cache-memory-bytes", "8M") as plain:
         want = [said(plain.ask(prompt))[0] for prompt in asked]
     if fault == "full" and shutil.which("unshare") is None:
         pytest.skip("needs unshare, of util-linux")

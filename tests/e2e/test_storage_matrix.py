@@ -11,8 +11,8 @@ from penstock.config.request.params import SamplingParams
 
 PROMPTS = {1: tuple((7 * i) % 96 + 1 for i in range(150)), 2: tuple((i * i * 7 + i) % 97 for i in range(203))}
 PAGE, NEW = 8, 16
-DEVICE = {"hbm_bytes": "4M", "dram_bytes": "4M"}
-HOST = {"hbm_bytes": "2M", "dram_bytes": "8M", "sparse_kv": "always"}
+DEVICE = {"kv_cache_memory_bytes": "4M", "kv_offloading_size": "4M"}
+HOST = {"kv_cache_memory_bytes": "2M", "kv_offloading_size": "8M", "host_decode": "always"}
 # KV heads; the same, of which decode selects; latent rows with an indexer.
 MODELS = {"heads": (CONFIG, {}), "selecting": (CONFIG, {"sparse_top_k": 96}), "latent": (GLM, {})}
 PLACES = {"device": DEVICE, "host": HOST}
@@ -29,7 +29,7 @@ def said(model: str, name: str, place: str, **options) -> tuple[dict[int, list[i
     """What an engine says to the prompts, one after the other, and how many tokens of each storage had."""
     kind = {**MODELS[name][1], **PLACES[place], "page_size": PAGE, **options}
     if place == "device" and name != "heads":
-        kind["sparse_kv"] = "off"
+        kind["host_decode"] = "off"
     with Pipeline(model, **kind) as engine:
         for rid, prompt in PROMPTS.items():
             engine.add(rid, prompt, NEW)

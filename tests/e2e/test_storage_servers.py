@@ -9,7 +9,7 @@ from stores import BUCKET, SECRETS, running
 
 PROMPT = [(7 * i) % 96 + 1 for i in range(150)]
 PAGES, ALL = 9 * 16, 10         # tokens of whole pages; objects, with an answer of 16 tokens
-HOST = ("--hbm-bytes", "4M", "--dram-bytes", "4M", "--kv-storage-policy", "wait_complete")
+HOST = ("--kv-cache-memory-bytes", "4M", "--kv-offloading-size", "4M", "--kv-storage-policy", "wait_complete")
 
 
 def url_of(server, monkeypatch, *, password: str = "") -> str:
@@ -75,8 +75,8 @@ def test_engines_that_are_killed_while_they_write_leave_nothing_wrong(tmp_path, 
         stays.until(lambda: not stays.stats()["pages_to_store"] and not stays.stats()["storage_in_flight"])
 
     with running(kind, tmp_path / "server") as server:
-        flags = "--hbm-bytes", "4M", "--kv-storage", url_of(server, monkeypatch)
-        asked, hits = kill_and_kill(model, tmp_path, (*flags, "--dram-bytes", "2M"), 10, after)
+        flags = "--kv-cache-memory-bytes", "4M", "--kv-storage", url_of(server, monkeypatch)
+        asked, hits = kill_and_kill(model, tmp_path, (*flags, "--kv-offloading-size", "2M"), 10, after)
         want = answers(model, tmp_path)
         with serving(model, tmp_path, *flags, *HOST[2:]) as third:
             for prompt, ids in zip(PROMPTS, want, strict=True):

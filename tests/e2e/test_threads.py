@@ -34,7 +34,7 @@ def is_engine(pid: int) -> bool:
 def spent(model: Path, threads: int) -> float:
     """Processor seconds of an engine for one answer, after it has warmed up."""
     before = children(os.getpid())
-    with LLM(str(model), load_format="dummy", hbm_bytes="32M", threads=threads, seed=1) as llm:
+    with LLM(str(model), load_format="dummy", kv_cache_memory_bytes="32M", threads=threads, seed=1) as llm:
         [pid] = [pid for pid in children(os.getpid()) if pid not in before and is_engine(pid)]
 
         def answer(tokens: int) -> float:

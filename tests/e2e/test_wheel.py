@@ -75,5 +75,5 @@ def test_it_answers_a_prompt_where_nothing_else_of_penstock_is(bare: Path) -> No
     assert Path(where).is_relative_to(bare)
     assert run(bare, "penstock", "--version") == run(bare, "python", "-m", "penstock", "--version")
     told = run(bare, "penstock", "generate", "demo", "--prompt", "The capital of France is",
-               "--max-tokens", "8", "--temperature", "0", "--hbm-bytes", "50M")
+               "--max-tokens", "8", "--temperature", "0", "--kv-cache-memory-bytes", "50M")
     assert "Paris" in told

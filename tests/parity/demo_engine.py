@@ -92,7 +92,7 @@ class Demo:
 
     @staticmethod
     def _config(options: dict[str, object]) -> build.Config:
-        whole = {"threads": 1, "hbm_bytes": "200M", "dtype": "float32", **options}
+        whole = {"threads": 1, "kv_cache_memory_bytes": "200M", "dtype": "float32", **options}
         return resolve(from_options("demo", whole), probe())
 
     def prompt(self, messages: Sequence[dict[str, str]]) -> Tokens:

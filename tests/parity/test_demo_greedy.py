@@ -91,15 +91,15 @@ def test_chunks_of_one_token(demo, reference, prompts):
 
 
 def test_pauses_every_other_step_with_copies_as_late_as_allowed(demo, reference, prompts):
-    engine = demo.engine(max_num_seqs=6, step_tokens=10, page_size=8, dram_bytes="200M",
+    engine = demo.engine(max_num_seqs=6, step_tokens=10, page_size=8, kv_offloading_size="200M",
                          lateness=Latest(), pause_every=2)
     agree(reference, engine.ask(prompts[1::4], params=demo_engine.MEASURED))
     assert engine.pauses >= 40 and engine.core.stats()["drops"] == 0
 
 
 def test_a_device_pool_that_is_too_small_and_torn_copies(demo, reference, prompts):
-    engine = demo.engine(max_num_seqs=16, step_tokens=64, page_size=4, hbm_bytes="24M",
-                         dram_bytes="60M", lateness=Shuffled(1, torn=0.2))
+    engine = demo.engine(max_num_seqs=16, step_tokens=64, page_size=4, kv_cache_memory_bytes="24M",
+                         kv_offloading_size="60M", lateness=Shuffled(1, torn=0.2))
     agree(reference, engine.ask(prompts[::2]))
     assert engine.pauses >= 3 and engine.core.stats()["failed_moves"] >= 10
 
@@ -143,7 +143,7 @@ ONCE = {("latest", 1), ("prompt", 5), ("torn", 16), ("torn", 256)}     # each of
     for page_size, overlap in ((1, True), (5, False), (16, True), (256, False))])
 def test_pauses_with_every_page_size(demo, reference, prompts, lateness, page_size, overlap):
     engine = demo.engine(max_num_seqs=11, step_tokens=31, page_size=page_size, overlap=overlap,
-                         dram_bytes="500M", hbm_bytes="500M", lateness=LATENESS[lateness](),
+                         kv_offloading_size="500M", kv_cache_memory_bytes="500M", lateness=LATENESS[lateness](),
                          pause_every=3)
     agree(reference, engine.ask(prompts))
     assert engine.pauses >= 20
@@ -157,6 +157,6 @@ def test_every_back_end(demo, reference, prompts, choice, every):
     op, _, name = choice.partition("=")
     if any(name == skipped for skipped, _ in choose(probe())[op].skipped):
         pytest.skip("cannot run here")
-    engine = demo.engine(max_num_seqs=40, step_tokens=47, dram_bytes="100M", pause_every=5,
+    engine = demo.engine(max_num_seqs=40, step_tokens=47, kv_offloading_size="100M", pause_every=5,
                          backends=[choice])
     agree(reference, engine.ask(prompts[::every]))

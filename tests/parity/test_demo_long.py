@@ -49,7 +49,7 @@ def agree(demo: Any, seed: int, answer: Any) -> None:
 
 def test_chunks_beside_others_with_pauses_then_a_prefix_hit(demo, prompts):
     others = [demo.prompt(m) for _, m in demo_reference.conversations()[:3]]
-    engine = demo.engine(step_tokens=200, hbm_bytes="400M", dram_bytes="300M", lateness=Latest(),
+    engine = demo.engine(step_tokens=200, kv_cache_memory_bytes="400M", kv_offloading_size="300M", lateness=Latest(),
                          pause_every=8)
     first = engine.ask([prompts[4], *others], params=MEASURED)[0]
     agree(demo, 4, first)
@@ -78,8 +78,8 @@ def test_what_is_expected_is_what_transformers_says(demo, prompts, seed):
     pytest.param(1, 1500, 16, marks=pytest.mark.soak)])
 def test_any_chunk_size(demo, prompts, chunk, every, page_size):
     """A chunk of one token is 6,000 steps."""
-    engine = demo.engine(step_tokens=chunk, page_size=page_size, hbm_bytes="700M",
-                         dram_bytes="600M", lateness=Latest(), pause_every=every)
+    engine = demo.engine(step_tokens=chunk, page_size=page_size, kv_cache_memory_bytes="700M",
+                         kv_offloading_size="600M", lateness=Latest(), pause_every=every)
     for again in (False, True):
         [answer] = engine.ask([prompts[2]], params=MEASURED)
         agree(demo, 2, answer)
@@ -92,7 +92,7 @@ def test_any_chunk_size(demo, prompts, chunk, every, page_size):
                                      pytest.param(False, marks=pytest.mark.soak)])
 def test_a_pool_for_one_and_torn_copies(demo, prompts, overlap):
     """Three prompts want the device: they wait, pause and come back from the host."""
-    engine = demo.engine(step_tokens=512, hbm_bytes="290M", dram_bytes="600M", overlap=overlap,
+    engine = demo.engine(step_tokens=512, kv_cache_memory_bytes="290M", kv_offloading_size="600M", overlap=overlap,
                          lateness=Shuffled(3, torn=0.1), pause_every=9)
     seeds = (1, 2, 1)
     answers = engine.ask([prompts[seed] for seed in seeds], params=MEASURED)

@@ -40,7 +40,7 @@ from penstock.exec.load.backends import choose_backends
 def kib(key):
     return int(Path("/proc/self/status").read_text().split(key)[1].split()[0])
 
-config = resolve(from_options(sys.argv[1], {"dtype": sys.argv[2], "hbm_bytes": "16M",
+config = resolve(from_options(sys.argv[1], {"dtype": sys.argv[2], "kv_cache_memory_bytes": "16M",
                                             "threads": 1}), probe())
 # Imports, but in earnest: torch's library reads 18 MB of its own code when it first multiplies.
 choose_backends(config, ("linear", "layer", *sys.argv[3].split(",")), lambda line: None)

@@ -145,7 +145,7 @@ class FakeExecutor:
 
     def open(self, rid, prompt, params, *, choice, stop_ids):
         assert rid not in self.prompts
-        self.budgets[rid], self.params[rid] = params.top_k_tokens, params
+        self.budgets[rid], self.params[rid] = params.sparse_top_k, params
         self.prompts[rid] = list(prompt)
 
     def compiled(self, grammar):

@@ -27,7 +27,7 @@ NEUTRAL = ("--enable-prompt-tokens-details", "--hf-overrides {}", "--json-model-
            "--enable-metrics", "--model-impl auto", "--task generate", "--language-model-only", "-m demo")
 YARN = '{"rope_type":"yarn","factor":4.0,"original_max_position_embeddings":2048}'
 SET: dict[str, tuple[str, Any]] = {
-    "--kv-cache-memory-bytes 1073741824": ("kv.hbm_bytes", 1 << 30),
+    "--kv-cache-memory-bytes 1073741824": ("kv.kv_cache_memory_bytes", 1 << 30),
     "--download-dir /x": ("model.download_dir", "/x"),
     '--default-chat-template-kwargs {"enable_thinking":false}':
         ("model.default_chat_template_kwargs", '{"enable_thinking":false}'),
@@ -110,7 +110,7 @@ def test_every_line_of_the_cards_is_looked_at() -> None:
     ("-c 0", "model.max_model_len", None), ("-np -1", "schedule.max_num_seqs", 16),
     ("-t -1", "device.threads", None),
     ("-ngl all", "device.gpu_layers", None), ("-ngl -1", "device.gpu_layers", None),
-    ("--gpu-layers 0", "device.gpu_layers", 0), ("-b 512", "schedule.step_tokens", 512),
+    ("--gpu-layers 0", "device.gpu_layers", 0), ("-b 512", "schedule.max_num_batched_tokens", 512),
     ("-hf org/name", "model.model", "org/name"), ("--rope-scaling none", "model.rope_scaling", None),
     ("--rope-scaling yarn --rope-scale 4 --yarn-orig-ctx 32768", "model.rope_scaling",
      '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}'),
@@ -216,8 +216,8 @@ seed: null
 """
     found = of_file(tmp_path, text)
     assert found.model.model == "org/name" and found.model.max_model_len == 4096
-    assert found.kv.dram_bytes == 10**9 and found.kv.sparse_kv == "off" and not found.kv.prefix_cache
-    assert not found.schedule.overlap and found.device.threads == 2
+    assert found.kv.dram_bytes == 10**9 and found.kv.host_decode == "off" and not found.kv.prefix_cache
+    assert not found.schedule.async_scheduling and found.device.threads == 2
     assert json.loads(found.model.rope_scaling or "") == {"rope_type": "yarn", "factor": 4.0}
     assert json.loads(found.model.hf_overrides or "") == {"rope_theta": 1e6}
     assert found.device.backends == ("linear=reference", "layer=reference")

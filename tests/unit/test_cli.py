@@ -68,14 +68,14 @@ def test_every_spelling_sets_its_field(spelling: str, flag: Any) -> None:
     ("--max-model-len 64", "model.max_model_len", 64),
     ("--max_model_len 64", "model.max_model_len", 64),
     ("--max-running-requests 3", "schedule.max_num_seqs", 3),
-    ("--gpu-memory-utilization 0.5", "kv.memory_fraction", 0.5),
-    ("--mem-fraction-static 0.5", "kv.memory_fraction", 0.5),
+    ("--gpu-memory-utilization 0.5", "kv.gpu_memory_utilization", 0.5),
+    ("--mem-fraction-static 0.5", "kv.gpu_memory_utilization", 0.5),
     ("--block-size 32", "kv.page_size", 32),
-    ("--chunked-prefill-size 9", "schedule.step_tokens", 9),
-    ("--max-num-batched-tokens 9", "schedule.step_tokens", 9),
+    ("--chunked-prefill-size 9", "schedule.max_num_batched_tokens", 9),
+    ("--max-num-batched-tokens 9", "schedule.max_num_batched_tokens", 9),
     ("--disable-radix-cache", "kv.prefix_cache", False),
     ("--no-enable-prefix-caching", "kv.prefix_cache", False),
-    ("--disable-overlap-schedule", "schedule.overlap", False),
+    ("--disable-overlap-schedule", "schedule.async_scheduling", False),
     ("--device cuda", "device.device", "cuda"), ("--enforce-eager", "device.cuda_graphs", False),
     ("--disable-cuda-graph", "device.cuda_graphs", False),
     ("--load-format dummy", "model.load_format", "dummy"),
@@ -109,7 +109,7 @@ def test_asking_for_what_happens_anyway_changes_nothing(line: str) -> None:
     ("--kv-offloading-backend lmcache", "only native"),
     ("--hicache-storage-backend hf3fs", "--kv-storage"), ("--disk-bytes 1G", "--kv-storage"),
     ("--hicache-storage-backend-extra-config {}", "give --hicache-storage-backend as well"),
-    ("--disaggregation-bootstrap-port 8998", "--pair-peer"),
+    ("--disaggregation-bootstrap-port 8998", "--disaggregation-connect"),
     ("--disaggregation-decode-tp 2", "other settings of a pair"),
     ("--kv-transfer-config {}", "--disaggregation-mode"),
     ("--kv-cache-dtype fp8_e5m2", "KV cache of another type"), ("--device tpu", "NVIDIA GPU"),
@@ -167,8 +167,8 @@ def test_no_unbuilt_spelling_hides_a_flag_of_ours() -> None:
     ("demo --page-size", "--page-size/--block-size: a value is needed"),
     ("demo --page-size x", "--page-size x: a whole number"),
     ("demo --page-size 1.5", "--page-size 1.5: a whole number"),
-    ("demo --memory-fraction x", "--memory-fraction x: a number"),
-    ("demo --hbm-bytes 3Q", "--hbm-bytes: '3Q' is not a size"),
+    ("demo --gpu-memory-utilization x", "--gpu-memory-utilization x: a number"),
+    ("demo --kv-cache-memory-bytes 3Q", "--kv-cache-memory-bytes: '3Q' is not a size"),
     ("demo --log-level loud", "choose from debug, info"),
 ])
 def test_wrong_usage_is_one_clear_line(line: str, message: str) -> None:
@@ -195,11 +195,11 @@ def test_the_peers_words_for_the_host_tier(line: str, kv: KVConfig) -> None:
 
 
 @pytest.mark.parametrize(("line", "kv"), [
-    ("--enable-hisparse", KVConfig(sparse_kv="auto")), ("--sparse-kv always", KVConfig(sparse_kv="always")),
-    ("--enable_hisparse --hisparse-config {}", KVConfig(sparse_kv="auto")),
+    ("--enable-hisparse", KVConfig(host_decode="auto")), ("--host-decode always", KVConfig(host_decode="always")),
+    ("--enable_hisparse --hisparse-config {}", KVConfig(host_decode="auto")),
     ("--hisparse-config '{\"top_k\": 512, \"device_buffer_size\": 1024, \"host_to_device_ratio\": 2}' "
      "--enable-hisparse",
-     KVConfig(sparse_kv="auto", sparse_top_k=512, hot_buffer_tokens=1024, dram_ratio=2.0)),
+     KVConfig(host_decode="auto", sparse_top_k=512, hot_buffer_tokens=1024, dram_ratio=2.0)),
     ("--sparse-top-k 512 --sparse-dense-layers 0,1",
      KVConfig(sparse_top_k=512, sparse_dense_layers=("0", "1")))])
 def test_the_peers_words_for_sparse_decode(line: str, kv: KVConfig) -> None:
@@ -325,8 +325,8 @@ def test_keyword_arguments_equal_the_command_line() -> None:
     options = {"tensor_parallel_size": 1, "page_size": 8, "enable_prefix_caching": False,
                "hbm_bytes": 1 << 20, "backends": ("a=b", "c=d"), "max_model_len": None,
                "gpu_memory_utilization": 0.25, "enforce_eager": True, "trust_remote_code": False}
-    line = ("demo --page-size 8 --no-prefix-cache --hbm-bytes 1M --backends a=b,c=d "
-            "--memory-fraction 0.25 --no-cuda-graphs")
+    line = ("demo --page-size 8 --no-prefix-cache --kv-cache-memory-bytes 1M --backends a=b,c=d "
+            "--gpu-memory-utilization 0.25 --no-cuda-graphs")
     assert from_options("demo", options) == parse(line)
     assert from_options("-odd name", {}).model.model == "-odd name"
     with pytest.raises(ConfigError, match="data-parallel attention"):
@@ -338,7 +338,7 @@ def test_keyword_arguments_equal_the_command_line() -> None:
 # ---------------------------------------------------------------- the whole command
 def test_errors_leave_by_stderr_with_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     for argv in (["serv"], ["serve"], ["serve", "demo", "--nnodes", "2"], ["doctor", "--tru"],
-                 ["serve", "demo", "--page-size", "0", "--memory-fraction", "2"]):
+                 ["serve", "demo", "--page-size", "0", "--gpu-memory-utilization", "2"]):
         assert main(argv) == 2
         out, err = capsys.readouterr()
         assert out == "" and "Traceback" not in err

@@ -86,26 +86,26 @@ def test_a_budget_is_the_servers_or_the_requests_and_only_for_what_is_longer_tha
             [stream] = client.submit([5] * prompt, SamplingParams(**fields))
             return reads_of(stream)
 
-        asked = [ask(200, max_tokens=3), ask(200, max_tokens=3, top_k_tokens=107),
-                 ask(200, max_tokens=3, top_k_tokens=0), ask(119, max_tokens=2),
-                 ask(119, max_tokens=3), ask(119, max_tokens=2, top_k_tokens=96)]
+        asked = [ask(200, max_tokens=3), ask(200, max_tokens=3, sparse_top_k=107),
+                 ask(200, max_tokens=3, sparse_top_k=0), ask(119, max_tokens=2),
+                 ask(119, max_tokens=3), ask(119, max_tokens=2, sparse_top_k=96)]
         misses = [reads and reads["hot_misses"] for reads in await asyncio.gather(*asked)]
         assert misses == [120, 104, None, None, 120, 96]
         for budget, said in ((121, "at most 120, the server's --sparse-top-k"), (95, "at least 96"),
                              (-1, "0 \\(all\\) to")):
-            with pytest.raises(RequestError, match=f"top_k_tokens is {budget}: {said}") as e:
-                client.submit([5] * 9, SamplingParams(top_k_tokens=budget))
-            assert e.value.param == "top_k_tokens"
+            with pytest.raises(RequestError, match=f"sparse_top_k is {budget}: {said}") as e:
+                client.submit([5] * 9, SamplingParams(sparse_top_k=budget))
+            assert e.value.param == "sparse_top_k"
         assert client.num_waiting == 0
     with_engine(go, kv=KVConfig(sparse_top_k=127))
 
 
 def test_a_server_without_a_budget_takes_zero_only():
     async def go(client):
-        [stream] = client.submit([5, 6], SamplingParams(max_tokens=3, top_k_tokens=0))
+        [stream] = client.submit([5, 6], SamplingParams(max_tokens=3, sparse_top_k=0))
         assert await reads_of(stream) is None
-        with pytest.raises(RequestError, match=r"top_k_tokens is 512: .* start it with --sparse-top-k N"):
-            client.submit([5, 6], SamplingParams(top_k_tokens=512))
+        with pytest.raises(RequestError, match=r"sparse_top_k is 512: .* start it with --sparse-top-k N"):
+            client.submit([5, 6], SamplingParams(sparse_top_k=512))
     with_engine(go)
 
 

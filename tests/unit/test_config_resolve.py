@@ -41,14 +41,14 @@ GPU = replace(MACHINE, gpus=("NVIDIA H200",), torch_cuda="13.0")
 
 def test_the_device_is_the_gpu_where_torch_can_use_it() -> None:
     auto = resolve(from_options("demo", {}), GPU)
-    assert (auto.device.device, auto.model.dtype, auto.kv.memory_fraction) == ("cuda", "auto", 0.9)
-    assert auto.schedule.step_tokens is None                # the model tells
+    assert (auto.device.device, auto.model.dtype, auto.kv.gpu_memory_utilization) == ("cuda", "auto", 0.9)
+    assert auto.schedule.max_num_batched_tokens is None                # the model tells
     assert resolve(auto, GPU) == auto
     asked = resolve(from_options("demo", {"device": "cpu"}), GPU)
-    assert (asked.device.device, asked.model.dtype, asked.kv.memory_fraction) == ("cpu", "float32", 0.3)
+    assert (asked.device.device, asked.model.dtype, asked.kv.gpu_memory_utilization) == ("cpu", "float32", 0.3)
     assert asked.schedule.num_step_tokens == 512
     # KV of the device is not of the host's memory
-    assert resolve(from_options("demo", {"hbm_bytes": 100 << 30}), GPU).kv.hbm_bytes == 100 << 30
+    assert resolve(from_options("demo", {"hbm_bytes": 100 << 30}), GPU).kv.kv_cache_memory_bytes == 100 << 30
     for machine, why in ((MACHINE, ""), (replace(GPU, torch_cuda=""), "CPU build")):
         assert resolve(from_options("demo", {}), machine).device.device == "cpu"
         with pytest.raises(ConfigError, match=f"--device cuda: .*{why}.*; take --device cpu"):
@@ -63,7 +63,7 @@ def test_the_device_is_the_gpu_where_torch_can_use_it() -> None:
 def test_more_memory_than_there_is_names_both_numbers() -> None:
     with pytest.raises(ConfigError) as e:
         resolve(from_options("demo", {"hbm_bytes": 3 << 30, "dram_bytes": 2 << 30}), MACHINE)
-    assert str(e.value) == ("--hbm-bytes 3GiB, --dram-bytes 2GiB: together more than the 4.0 GiB of "
+    assert str(e.value) == ("--kv-cache-memory-bytes 3GiB, --kv-offloading-size 2GiB: together more than the 4.0 GiB of "
                             "memory that are free here")
 
 

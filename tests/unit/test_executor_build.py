@@ -48,14 +48,15 @@ LLAMA = {
 
 def config(max_model_len=None, **kv) -> Config:
     return Config(model=ModelConfig(dtype="float32", model="x", max_model_len=max_model_len),
-                  kv=KVConfig(**{"memory_fraction": 0.3} | kv), schedule=ScheduleConfig(step_tokens=512))
+                  kv=KVConfig(**{"gpu_memory_utilization": 0.3} | kv), schedule=ScheduleConfig(step_tokens=512))
 
 
 def test_a_gpu_has_large_steps_unless_launching_a_layer_takes_longer_than_its_arithmetic():
     def tokens(layer_bytes, given=None, **device):
         model = SimpleNamespace(stage=SimpleNamespace(first=2, end=6))
         raw = replace(config(), schedule=ScheduleConfig(step_tokens=given), device=DeviceConfig(**device))
-        return build._with_step(raw, SimpleNamespace(model=model, bytes=4 * layer_bytes)).schedule.step_tokens
+        return build._with_step(raw, SimpleNamespace(model=model,
+                                                     bytes=4 * layer_bytes)).schedule.max_num_batched_tokens
     assert [tokens(n << 20) for n in (8, 35, 37, 380)] == [1024, 1024, 8192, 8192]
     assert tokens(8 << 20, given=77) == 77
     assert tokens(0, tp=2) == 8192              # several ranks' weights are not known here
@@ -68,7 +69,7 @@ def test_pools_take_what_they_are_given():
 
 
 def test_without_hbm_bytes_a_share_of_what_the_host_tier_leaves_is_taken():
-    core = size_pools(config(memory_fraction=0.5, dram_bytes=200_000), CACHES, 512, FREE).core
+    core = size_pools(config(gpu_memory_utilization=0.5, dram_bytes=200_000), CACHES, 512, FREE).core
     assert core.hbm_pages == 400_000 // 4096
     assert core.max_len == 512
 
@@ -79,7 +80,7 @@ def test_without_hbm_bytes_a_share_of_what_the_host_tier_leaves_is_taken():
     (dict(host_tier=True, dram_bytes=100_000), 270_000, 100_000),
     (dict(dram_ratio=2.0, hbm_bytes=300_000), 300_000, 600_000),
     (dict(dram_ratio=2.0), 187_500, 375_000),          # 0.3 of what the host tier leaves
-    (dict(dram_ratio=1000.0, memory_fraction=1.0, page_size=1), 999, 999_000)])
+    (dict(dram_ratio=1000.0, gpu_memory_utilization=1.0, page_size=1), 999, 999_000)])
 def test_the_host_tier_is_what_is_asked_for_or_half_of_what_is_free(changes, hbm, dram):
     caches = caches_of((FULL,), changes.get("page_size", 16), torch.float32)
     core = size_pools(config(**changes), caches, 512, FREE).core
@@ -87,7 +88,7 @@ def test_the_host_tier_is_what_is_asked_for_or_half_of_what_is_free(changes, hbm
 
 
 @pytest.mark.parametrize("changes", [
-    dict(), dict(host_tier=True), dict(memory_fraction=1.0), dict(dram_ratio=2.0, memory_fraction=1.0),
+    dict(), dict(host_tier=True), dict(gpu_memory_utilization=1.0), dict(dram_ratio=2.0, gpu_memory_utilization=1.0),
     dict(host_tier=True, hbm_bytes=400_000)])
 def test_two_engines_of_one_server_take_no_more_than_is_free(changes):
     both = replace(config(**changes), pair=PairConfig(prefill=1, decode=1))
@@ -102,18 +103,18 @@ def test_two_engines_of_one_server_take_no_more_than_is_free(changes):
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    (dict(hbm_bytes=1_000_001), r"--hbm-bytes 1000001 and .* 0 bytes .* at most 1000000 bytes"),
+    (dict(hbm_bytes=1_000_001), r"--kv-cache-memory-bytes 1000001 and .* 0 bytes .* at most 1000000 bytes"),
     (dict(hbm_bytes=600_000, dram_bytes=500_000), r"--dram-bytes 500000 are 1\.0 MiB, but 257\.0"),
     (dict(dram_bytes=2_000_000), r"--dram-bytes 2000000 are"),
-    (dict(hbm_bytes=4095), r"--hbm-bytes 4095 is less than one page: 16 tokens .* 4096 bytes"),
-    (dict(memory_fraction=0.001), r"--memory-fraction 0\.001 .*less than one page"),
+    (dict(hbm_bytes=4095), r"--kv-cache-memory-bytes 4095 is less than one page: 16 tokens .* 4096 bytes"),
+    (dict(gpu_memory_utilization=0.001), r"--gpu-memory-utilization 0\.001 .*less than one page"),
     (dict(dram_bytes=4095), r"--dram-bytes 4095 is less than one page"),
     (dict(hbm_bytes=600_000, dram_ratio=1.0), r"--dram-ratio 1\.0 times that, 600000 bytes, are 1\.1 MiB"),
     (dict(hbm_bytes=20_000, dram_ratio=0.1), r"--dram-ratio 0\.1 times that, 2000 bytes, is less than one"),
     (dict(hbm_bytes=999_000, host_tier=True), r"half of what that leaves free, 500 bytes .* less than one"),
     (dict(max_model_len=513), r"--max-model-len 513: this model's context is 512 tokens"),
     (dict(max_model_len=161, hbm_bytes=40960),
-     r"--max-model-len 161: .* 10 pages of 16 tokens, 160 in all; set --hbm-bytes to at least "
+     r"--max-model-len 161: .* 10 pages of 16 tokens, 160 in all; set --kv-cache-memory-bytes to at least "
      r"45056, or --max-model-len to at most 160"),
 ])
 def test_what_does_not_fit_is_refused_with_the_numbers(changes, message):
@@ -160,11 +161,11 @@ def test_pages_of_engines_that_read_all_of_other_layers_are_no_others_pages(fold
 
 
 def test_bounds_have_the_type_that_is_asked_for_and_name_pages_by_it(folder):
-    kv = KVConfig(hbm_bytes=1 << 20, sparse_top_k=128, sparse_bounds_dtype="fp8_e4m3")
-    with pytest.raises(ConfigError, match=r"--sparse-bounds-dtype fp8_e4m3: .* have 8 values to code"):
+    kv = KVConfig(hbm_bytes=1 << 20, sparse_top_k=128, sparse_metadata_dtype="fp8_e4m3")
+    with pytest.raises(ConfigError, match=r"--sparse-metadata-dtype fp8_e4m3: .* have 8 values to code"):
         build_engine(dummy(folder, kv=kv), str)
     (folder / "config.json").write_text(json.dumps(LLAMA | {"head_dim": 16}))
-    plain, coded = (build_engine(dummy(folder, kv=replace(kv, sparse_bounds_dtype=name)), str)
+    plain, coded = (build_engine(dummy(folder, kv=replace(kv, sparse_metadata_dtype=name)), str)
                     for name in ("auto", "fp8_e4m3"))
     assert plain.info["selector_bytes_per_token"] == 2 * 2 * 2 * 16 * 4 // 8     # layers, heads, bounds
     assert coded.info["selector_bytes_per_token"] == 2 * 2 * 2 * (16 + 4) // 8
@@ -208,7 +209,7 @@ def test_decoders_that_have_to_take_turns_are_announced_once(folder, rows):
     lines: list[str] = []
     build_engine(dummy(folder, schedule=ScheduleConfig(max_num_seqs=rows, step_tokens=4)),
                  lines.append)
-    warned = [line for line in lines if line.startswith("warning: --step-tokens 4 is below")]
+    warned = [line for line in lines if line.startswith("warning: --max-num-batched-tokens 4 is below")]
     assert len(warned) == (rows > 4)
 
 
@@ -370,10 +371,10 @@ def test_a_model_that_drafts_is_built_with_two_groups_more_and_says_so(latent):
 
 @pytest.mark.parametrize(("given", "message"), [
     (dict(sparse_top_k=8), "--sparse-top-k 8: this model chooses 4 tokens itself"),
-    (dict(sparse_top_k=4, sparse_unit=16), "--sparse-unit 16: this model chooses 4"),
+    (dict(sparse_top_k=4, sparse_block_size=16), "--sparse-block-size 16: this model chooses 4"),
     (dict(sparse_top_k=4, sparse_dense_layers=("0",)), "chooses 4 tokens one by one in every layer"),
     (dict(hot_buffer_tokens=3), r"--hot-buffer-tokens 3: .* this model reads 4 tokens .*: at least as many"),
-    (dict(hbm_bytes=9000), r"--hbm-bytes 9000 is too little for one hot buffer: 2 pages of 16 tokens")])
+    (dict(hbm_bytes=9000), r"--kv-cache-memory-bytes 9000 is too little for one hot buffer: 2 pages of 16 tokens")])
 def test_another_choice_than_the_models_own_is_refused(latent, given, message):
     with pytest.raises(ConfigError, match=message):
         build_engine(dummy(latent, kv=KVConfig(**{"hbm_bytes": 1 << 20, **given})), str)
@@ -403,7 +404,7 @@ def test_the_least_device_memory_of_a_real_models_rows_is_named():
     sized = size_pools(config(page_size=64, hbm_bytes=4 << 30, dram_bytes=64 << 30), caches, 163840, 1 << 40,
                        budget=2048)
     assert sized.core.hot_pages == 33 and sized.core.max_len == 163840
-    with pytest.raises(ConfigError, match=r"--hbm-bytes 104857600 is too little for one hot buffer: 33 "
+    with pytest.raises(ConfigError, match=r"--kv-cache-memory-bytes 104857600 is too little for one hot buffer: 33 "
                                           r"pages of 64 tokens for 2112 tokens, .* 1\d\d\.\d MiB"):
         size_pools(config(page_size=64, hbm_bytes=100 << 20, dram_bytes=64 << 30), caches, 163840, 1 << 40,
                    budget=2048)

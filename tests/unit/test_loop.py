@@ -65,7 +65,7 @@ def test_tokens_arrive_once_and_in_order(depth):
 
 
 TOP = Selection(selector="bounds", version=1, unit=8, budget=512, sinks=16, window=64)
-HALF = SamplingParams(top_k_tokens=256)
+HALF = SamplingParams(sparse_top_k=256)
 NATIVE = indexer_selection(256)
 
 
@@ -73,7 +73,7 @@ def test_what_a_submit_says_of_attention_reaches_the_core():
     rig = Rig(selection=TOP)
     half = attention_identity(TOP.within(256))
     rig.submit(1, selects=True, attention=half, params=HALF)
-    rig.submit(2, params=SamplingParams(top_k_tokens=0))
+    rig.submit(2, params=SamplingParams(sparse_top_k=0))
     rig.submit(3)
     rig.run()
     assert [(e.selects, e.attention, e.transfer)
@@ -93,13 +93,13 @@ def test_every_request_of_a_model_with_an_indexer_selects_and_shares_all_pages()
 
 @pytest.mark.parametrize("top, fields, said", [
     (NATIVE, {}, "every request of this model does"),
-    (NATIVE, {"selects": True, "params": SamplingParams(top_k_tokens=128)}, "256 to 256"),
+    (NATIVE, {"selects": True, "params": SamplingParams(sparse_top_k=128)}, "256 to 256"),
     (NATIVE, {"selects": True, "params": HALF, "attention": 5}, "not the identity"),
     (None, {"selects": True}, "no selector"), (TOP, {"attention": 5}, "reads all KV"),
     (None, {"params": HALF}, "reads all KV"),
-    (TOP, {"selects": True, "params": SamplingParams(top_k_tokens=520)}, "96 to 512, in units of 8"),
-    (TOP, {"selects": True, "params": SamplingParams(top_k_tokens=88)}, "96 to 512, in units of 8"),
-    (TOP, {"selects": True, "params": SamplingParams(top_k_tokens=257)}, "96 to 512, in units of 8"),
+    (TOP, {"selects": True, "params": SamplingParams(sparse_top_k=520)}, "96 to 512, in units of 8"),
+    (TOP, {"selects": True, "params": SamplingParams(sparse_top_k=88)}, "96 to 512, in units of 8"),
+    (TOP, {"selects": True, "params": SamplingParams(sparse_top_k=257)}, "96 to 512, in units of 8"),
     (TOP, {"selects": True}, "96 to 512"),
     (TOP, {"selects": True, "params": HALF, "attention": attention_identity(TOP)}, "not the identity"),
     (TOP, {"selects": True, "params": HALF, "attention": -1}, "not the identity")])

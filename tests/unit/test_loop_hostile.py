@@ -62,7 +62,7 @@ def hostile(rng: random.Random, newest: int) -> wire.ToEngine:
                 logit_bias={number(range(100)): 1.0} if rng.random() < .2 else {},
                 priority=number(range(-2, 3)),
                 forced=(number(range(100)),) * rng.randrange(3),
-                top_k_tokens=number(range(1)) if rng.random() < .2 else None)
+                sparse_top_k=number(range(1)) if rng.random() < .2 else None)
             prompt = [rng.randrange(100) for _ in range(number(range(1, 60)) % 130)]
             prompt += [number(range(100))]
             return wire.Submit(

@@ -61,12 +61,12 @@ def test_every_field_of_the_official_client_is_known(kind, official):
 
 @pytest.mark.parametrize("call", [chat, text])
 def test_a_budget_of_kv_is_a_field_of_ours(call):
-    assert call(top_k_tokens=0).params().top_k_tokens == 0
-    assert call(top_k_tokens=512).params().top_k_tokens == 512
-    assert call().params().top_k_tokens is None
+    assert call(sparse_top_k=0).params().sparse_top_k == 0
+    assert call(sparse_top_k=512).params().sparse_top_k == 512
+    assert call().params().sparse_top_k is None
     assert [call(speculative_tokens=n).params().speculative_tokens for n in (0, 2, None)] == [0, 2, None]
     assert refused(call, speculative_tokens=-1).param == "speculative_tokens"
-    assert refused(call, top_k_tokens=-1).param == "top_k_tokens"
+    assert refused(call, sparse_top_k=-1).param == "sparse_top_k"
 
 
 def test_usage_says_what_selected_units_were_read_from_if_any_were():
@@ -389,12 +389,12 @@ def test_a_request_that_reads_all_of_its_kv_is_held_to_the_device():
         return checked_limits(ready, [1] * prompt, SamplingParams(**given))
     for prompt, max_tokens in ((10, 7), (16, 1), (30, None)):
         with pytest.raises(RequestError, match=r"length is 16 tokens .* of at most 12, may have 40") as e:
-            limit(prompt, max_tokens=max_tokens, top_k_tokens=0)
+            limit(prompt, max_tokens=max_tokens, sparse_top_k=0)
         assert e.value.code == "context_length_exceeded" and e.value.overflow == (
             prompt, max_tokens if prompt == 10 else 0, 16)
         assert e.value.param == ("max_tokens" if prompt == 10 else "prompt")
-    assert limit(10, max_tokens=6, top_k_tokens=0) == limit(10, max_tokens=None, top_k_tokens=0) == 6
-    assert limit(10, max_tokens=None) == 30 and limit(30, max_tokens=9, top_k_tokens=10) == 9
+    assert limit(10, max_tokens=6, sparse_top_k=0) == limit(10, max_tokens=None, sparse_top_k=0) == 6
+    assert limit(10, max_tokens=None) == 30 and limit(30, max_tokens=9, sparse_top_k=10) == 9
     assert limit(4, max_tokens=3) == 3             # short: it reads all, and fits
 
 

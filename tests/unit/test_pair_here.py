@@ -57,7 +57,7 @@ def test_where_they_meet_and_their_secret_are_in_no_folder() -> None:
     one, two = map(pair_key, ends)
     assert one == two and len(one) == 64
     at = [LinkSettings(role="decode", address=address, listens=False, key=one)
-          for address in (ends[0].pair_peer[0], ends[1].pair_listen)]
+          for address in (ends[0].disaggregation_connect[0], ends[1].disaggregation_listen)]
     with listen(at[1]), dial(at[0]) as dialled:
         assert str(dialled.getpeername(), "ascii").startswith("\0penstock-pair-")
     asyncio.run(pair.close())

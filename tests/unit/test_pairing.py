@@ -14,9 +14,9 @@ from penstock.transfer.streams import LinkSettings
 
 
 @pytest.mark.parametrize("key, options, said", [
-    (None, {}, "the same secret"), ("short", {}, "16 or more"), ("k" * 16, {"pair_listen": "h"}, "HOST:PORT"),
+    (None, {}, "the same secret"), ("short", {}, "16 or more"), ("k" * 16, {"disaggregation_listen": "h"}, "HOST:PORT"),
     ("k" * 16, {"pair_tls_cert": "/nowhere.pem"}, "--pair-tls-cert /nowhere.pem: no PEM"),
-    ("k" * 16, {"pair_listen": "10.0.0.1:1"}, "beyond this machine")])
+    ("k" * 16, {"disaggregation_listen": "10.0.0.1:1"}, "beyond this machine")])
 def test_bad_flags_are_told_before_a_model_is_loaded(
         key: str | None, options: dict[str, object], said: str, tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +29,7 @@ def test_bad_flags_are_told_before_a_model_is_loaded(
         (tmp_path / "key").write_text(key)
         (tmp_path / "key").chmod(0o600)
         options = {"pair_key_file": str(tmp_path / "key"), **options}
-    config = from_options("demo", {"disaggregation_mode": "prefill", "pair_listen": "127.0.0.1:0", **options})
+    config = from_options("demo", {"disaggregation_mode": "prefill", "disaggregation_listen": "127.0.0.1:0", **options})
     with pytest.raises(ConfigError, match=said):
         engine_main.build(config, EventLog())
 

@@ -26,7 +26,7 @@ def peers(*allowed: str, num: int = 2) -> Peers:
 def test_hosts_that_are_not_on_the_list_are_not_called() -> None:
     some = peers("Alpha", "[fe80::1]")
     for address in ("beta:1", "alpha.evil:1", "[fe80::2]:1"):
-        with pytest.raises(ConfigError, match="--pair-allow alpha, fe80::1"):
+        with pytest.raises(ConfigError, match="--disaggregation-allow alpha, fe80::1"):
             some.at(address)
     assert some.at("alpha:1").address == "alpha:1"
     assert some.at("[fe80::1]:2").address == "[fe80::1]:2"

@@ -15,9 +15,9 @@ from penstock.config.settings.tree import Config
 MACHINE = Machine(system="Linux", machine="x86_64", python="3.11", cpu="test", features=(),
                    cores=2, memory_total=8 << 30, memory_available=4 << 30)
 
-DECODE: dict[str, object] = {"disaggregation_mode": "decode", "pair_peer": ["h:1"]}
+DECODE: dict[str, object] = {"disaggregation_mode": "decode", "disaggregation_connect": ["h:1"]}
 NODES: dict[str, object] = {"nnodes": 2, "pp": 2, "dist_init_addr": "127.0.0.1:1"}
-PREFILL: dict[str, object] = {"disaggregation_mode": "prefill", "pair_listen": "h:1"}
+PREFILL: dict[str, object] = {"disaggregation_mode": "prefill", "disaggregation_listen": "h:1"}
 
 # One row for every entry of REFUSED, in its order: options that it refuses, options at the edge.
 CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
@@ -25,30 +25,31 @@ CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
     ({"seed": -1}, {"seed": 2**63 - 1}),
     ({"page_size": 257}, {"page_size": 256}),
     ({"hbm_bytes": 0}, {"hbm_bytes": 1}),
-    ({"memory_fraction": 0.0}, {"memory_fraction": 1.0}),
+    ({"gpu_memory_utilization": 0.0}, {"gpu_memory_utilization": 1.0}),
     ({"dram_bytes": -1}, {"dram_bytes": 0}),
-    ({"hbm_bytes": "3G", "dram_bytes": "2G"}, {"hbm_bytes": "3G", "dram_bytes": "1G"}),
+    ({"kv_cache_memory_bytes": "3G", "kv_offloading_size": "2G"}, {"kv_cache_memory_bytes": "3G",
+                                                                   "kv_offloading_size": "1G"}),
     ({"dram_ratio": 0.0}, {"dram_ratio": 2.5}),
     ({"dram_ratio": 2.0, "dram_bytes": 0}, {"dram_ratio": 2.0, "host_tier": True}),
     ({"host_tier": True, "dram_bytes": 0}, {"host_tier": True, "dram_bytes": 1}),
     ({"host_tier": False, "dram_ratio": 2.0}, {"host_tier": False, "dram_bytes": 0}),
     ({"sparse_top_k": 0}, {"sparse_top_k": 96}),
-    ({"sparse_unit": 3, "sparse_top_k": 512, "page_size": 24},
-     {"sparse_unit": 4, "sparse_top_k": 512, "page_size": 24}),
+    ({"sparse_block_size": 3, "sparse_top_k": 512, "page_size": 24},
+     {"sparse_block_size": 4, "sparse_top_k": 512, "page_size": 24}),
     ({"state_interval": 40}, {"state_interval": 48}),
-    ({"sparse_top_k": 512, "page_size": 24, "sparse_unit": 16},
-     {"sparse_top_k": 512, "page_size": 24, "sparse_unit": 12}),
-    ({"sparse_top_k": 95}, {"sparse_top_k": 112, "sparse_unit": 16}),
+    ({"sparse_top_k": 512, "page_size": 24, "sparse_block_size": 16},
+     {"sparse_top_k": 512, "page_size": 24, "sparse_block_size": 12}),
+    ({"sparse_top_k": 95}, {"sparse_top_k": 112, "sparse_block_size": 16}),
     ({"sparse_top_k": 512, "sparse_dense_layers": ["0", "-1"]},
      {"sparse_top_k": 512, "sparse_dense_layers": ["0", "29"]}),
     ({"sparse_dense_layers": ["0"]}, {"sparse_dense_layers": []}),
     ({"hot_buffer_tokens": 0}, {"hot_buffer_tokens": 1}),
     ({"hot_buffer_tokens": 511, "sparse_top_k": 512}, {"hot_buffer_tokens": 512, "sparse_top_k": 512}),
-    ({"hot_buffer_tokens": 512, "sparse_kv": "off"}, {"sparse_kv": "off"}),
+    ({"hot_buffer_tokens": 512, "host_decode": "off"}, {"host_decode": "off"}),
     ({"hot_buffer_tokens": 512, "sparse_top_k": 512, "dram_bytes": 0},
      {"sparse_top_k": 512, "dram_bytes": 0}),
-    ({"sparse_unit": 4}, {"sparse_unit": 4, "sparse_top_k": 512}),
-    ({"sparse_kv": "always", "dram_bytes": 0}, {"sparse_kv": "always"}),
+    ({"sparse_block_size": 4}, {"sparse_block_size": 4, "sparse_top_k": 512}),
+    ({"host_decode": "always", "dram_bytes": 0}, {"host_decode": "always"}),
     ({"kv_storage": "file://host/a"}, {"kv_storage": "file:///a/b%20c"}),
     ({"kv_storage": "file:///a", "dram_bytes": 0}, {"kv_storage": "file:///a", "dram_bytes": 1}),
     ({"kv_storage": "file:///a", "prefix_cache": False}, {"kv_storage": "file:///a", "prefix_cache": True}),
@@ -136,23 +137,24 @@ CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
     ({"dp": 2, **PREFILL}, {"dp": 2, **DECODE}),
     ({"disaggregation_mode": "prefill"}, PREFILL),
     ({"disaggregation_mode": "decode"}, {"disaggregation_mode": "decode", "router_dialect": "sglang"}),
-    ({"router_dialect": "vllm", **PREFILL, "pair_listen": "unix:s"}, {"router_dialect": "vllm", **PREFILL}),
-    ({"pair_allow": ["h"], "router_dialect": "sglang", **DECODE},
-     {"pair_allow": ["h"], "router_dialect": "sglang", "disaggregation_mode": "decode"}),
-    ({"pair_room_s": 5.0, **PREFILL}, {"pair_room_s": 5.0, "router_dialect": "sglang", **PREFILL}),
+    ({"router_dialect": "vllm", **PREFILL, "disaggregation_listen": "unix:s"}, {"router_dialect": "vllm", **PREFILL}),
+    ({"disaggregation_allow": ["h"], "router_dialect": "sglang", **DECODE},
+     {"disaggregation_allow": ["h"], "router_dialect": "sglang", "disaggregation_mode": "decode"}),
+    ({"disaggregation_bootstrap_timeout_s": 5.0, **PREFILL}, {"disaggregation_bootstrap_timeout_s": 5.0,
+                                                              "router_dialect": "sglang", **PREFILL}),
     ({"pair_key_file": "key"}, {"pair_key_file": "key", **DECODE}),
     ({"pair_tls_cert": "pem", **DECODE}, {"pair_tls_cert": "pem", **PREFILL}),
     ({"pair_tls": True, **PREFILL}, {"pair_tls": True, **DECODE}),
     ({"pair_tls": True, "pair_plaintext": True, **DECODE}, {"pair_plaintext": True, **DECODE}),
     ({"disaggregation_transfer_backend": "nixl"}, {"disaggregation_transfer_backend": "nixl", **DECODE}),
     ({"disaggregation_transfer_backend": "nixl", "pair_tls": True, **DECODE}, {"pair_tls": True, **DECODE}),
-    ({"pair_fallback": "refuse"}, {"pair_fallback": "refuse", **DECODE}),
-    ({"pair_timeout_s": 5.0, **PREFILL}, {"pair_timeout_s": 5.0, **DECODE}),
+    ({"disaggregation_fallback": "refuse"}, {"disaggregation_fallback": "refuse", **DECODE}),
+    ({"disaggregation_timeout_s": 5.0, **PREFILL}, {"disaggregation_timeout_s": 5.0, **DECODE}),
     ({"pair_silence_s": 5.0}, {"pair_silence_s": 5.0, **PREFILL}),
-    ({"pair_timeout_s": 0.0, **DECODE}, {"pair_timeout_s": 0.1, **DECODE}),
+    ({"disaggregation_timeout_s": 0.0, **DECODE}, {"disaggregation_timeout_s": 0.1, **DECODE}),
     ({"pair_silence_s": 0.5, **DECODE}, {"pair_silence_s": 1.0, "prefill": 1, "decode": 1}),
-    ({"pair_room_s": 0.0, "router_dialect": "vllm", **PREFILL},
-     {"pair_room_s": 0.1, "router_dialect": "vllm", **PREFILL}),
+    ({"disaggregation_bootstrap_timeout_s": 0.0, "router_dialect": "vllm", **PREFILL},
+     {"disaggregation_bootstrap_timeout_s": 0.1, "router_dialect": "vllm", **PREFILL}),
     ({"nnodes": 0}, {"nnodes": 1}),
     ({"node_rank": 2, **NODES}, {"node_rank": 1, **NODES}),
     ({"nnodes": 2, "pp": 2}, NODES),
@@ -193,7 +195,7 @@ def test_refusal_trips_alone_and_not_at_its_edge(index: int) -> None:
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -1.0, 1.0001])
 def test_numbers_that_are_no_fraction(number: float) -> None:
-    assert refusals(from_options("demo", {"memory_fraction": number}), MACHINE)
+    assert refusals(from_options("demo", {"gpu_memory_utilization": number}), MACHINE)
 
 
 @pytest.mark.parametrize(("host", "public"), [
@@ -208,7 +210,7 @@ def test_which_addresses_are_public(host: str, public: bool) -> None:
 
 def test_a_budget_below_the_least_is_refused_with_the_numbers() -> None:
     [text] = refusals(from_options("demo", {"sparse_top_k": 95}), MACHINE)
-    assert text == ("--sparse-top-k 95, --sparse-unit 8: a step always reads the first 16 tokens and the "
+    assert text == ("--sparse-top-k 95, --sparse-block-size 8: a step always reads the first 16 tokens and the "
                     "last 64, in whole units, and selects at least one unit: at least 88 with units of 4, "
                     "96 with units of 8, 112 with units of 16 tokens")
 

@@ -62,7 +62,7 @@ def test_a_start_compiles_nothing_behind_its_rehearsal_and_keeps_nothing_of_it(
     monkeypatch.setattr(Rehearsal, "join", joined)
     (tmp_path / "config.json").write_text(json.dumps(config))
     said: list[str] = []
-    given = {"load_format": "dummy", "device": "cuda", "max_num_seqs": 8, "hbm_bytes": "64M", **more}
+    given = {"load_format": "dummy", "device": "cuda", "max_num_seqs": 8, "kv_cache_memory_bytes": "64M", **more}
     build_engine(resolve(from_options(str(tmp_path), given), probe()), said.append)
     assert compiled[False] and not compiled[True], (compiled, said)
     assert not left, "memory of the rehearsal is kept"

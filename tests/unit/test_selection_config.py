@@ -47,7 +47,7 @@ def test_the_least_budget_is_what_the_rule_of_the_op_needs(unit, sinks, window):
 
 
 def test_budgets_are_whole_units():
-    kv = KVConfig(sparse_top_k=510, sparse_unit=8, sparse_dense_layers=("3", "0", "3"))
+    kv = KVConfig(sparse_top_k=510, sparse_block_size=8, sparse_dense_layers=("3", "0", "3"))
     selection = selection_of(kv)
     assert selection == Selection(selector="bounds", version=2, unit=8, budget=504, sinks=16, window=64,
                                   dense=(0, 3))
@@ -59,9 +59,9 @@ def test_what_an_indexer_chooses_is_not_the_requests_to_say():
     """Short and long ones select, pages are shared by all, and another budget is refused with both."""
     native = indexer_selection(2048)
     for asked in (None, 2048):
-        assert native.of(SamplingParams(top_k_tokens=asked), 5, 3) is native
+        assert native.of(SamplingParams(sparse_top_k=asked), 5, 3) is native
     for asked in (0, 512, 4096):
-        with pytest.raises(RequestError, match=f"top_k_tokens is {asked}: this model chooses 2048") as e:
-            native.of(SamplingParams(top_k_tokens=asked), 5, 3)
-        assert e.value.param == "top_k_tokens"
+        with pytest.raises(RequestError, match=f"sparse_top_k is {asked}: this model chooses 2048") as e:
+            native.of(SamplingParams(sparse_top_k=asked), 5, 3)
+        assert e.value.param == "sparse_top_k"
     assert attention_identity(native) == 0 and native.least == native.budget == 2048

@@ -114,9 +114,9 @@ def test_the_demo_holds_six_hot_buffers_of_23_mib_and_20_000_tokens():
 
 def test_the_context_is_what_the_core_can_place():
     for kv in (DEMO, replace(DEMO, hbm_bytes=40 * MIB), replace(DEMO, dram_bytes=150 * MIB),
-               replace(DEMO, sparse_dense_layers=("0", "7")), replace(DEMO, sparse_kv="off"),
+               replace(DEMO, sparse_dense_layers=("0", "7")), replace(DEMO, host_decode="off"),
                replace(DEMO, hbm_bytes=40 * MIB, sparse_dense_layers=("0", "7")),
-               replace(DEMO, dram_bytes=0), replace(DEMO, hbm_bytes=30 * MIB, page_size=64, sparse_unit=16)):
+               replace(DEMO, dram_bytes=0), replace(DEMO, hbm_bytes=30 * MIB, page_size=64, sparse_block_size=16)):
         core = sized(kv).core
         wide = replace(core, max_len=1 << 16)
         longest = largest(wide, wide.sparse)
@@ -125,8 +125,8 @@ def test_the_context_is_what_the_core_can_place():
 
 
 def test_always_and_off():
-    assert sized(replace(DEMO, sparse_kv="always")).core.always_hosted
-    off = sized(replace(DEMO, sparse_kv="off"))
+    assert sized(replace(DEMO, host_decode="always")).core.always_hosted
+    off = sized(replace(DEMO, host_decode="off"))
     assert (off.core.hot_pages, off.table_bytes, len(off.core.groups)) == (0, 0, 2)
     assert off.core.max_len == 5_168                               # 256 MiB of KV and bounds, in slabs
 
@@ -142,7 +142,7 @@ def test_the_host_tier_is_half_of_what_is_free_as_soon_as_something_may_be_hoste
     half = (16 * GIB - 256 * MIB - 256 * MIB) // 2 // (16 * TOKEN_BYTES)
     assert sized(kv).core.dram_pages == half
     assert sized(replace(kv, dram_ratio=4.0)).core.dram_pages == GIB // (16 * TOKEN_BYTES)
-    for none in (dict(sparse_kv="off"), dict(host_tier=False), dict(dram_bytes=0)):
+    for none in (dict(host_decode="off"), dict(host_tier=False), dict(dram_bytes=0)):
         core = sized(replace(kv, **none)).core
         assert (core.dram_pages, core.hot_pages) == (0, 0)
     assert sized(KVConfig(hbm_bytes=256 * MIB)).core.dram_pages == 0
@@ -150,7 +150,7 @@ def test_the_host_tier_is_half_of_what_is_free_as_soon_as_something_may_be_hoste
 
 def test_ranks_share_the_host_tier_and_divide_what_is_left():
     """What is free is measured once, by who starts them; each rank's device pool is its part of that."""
-    kv = KVConfig(sparse_top_k=512, memory_fraction=0.3)
+    kv = KVConfig(sparse_top_k=512, gpu_memory_utilization=0.3)
     caches = caches_for(kv)
     room = 16 * GIB - 2 * WORKSPACE_BYTES
     config = Config(model=ModelConfig(model="demo"), kv=kv, device=DeviceConfig(pp=2),
@@ -158,7 +158,7 @@ def test_ranks_share_the_host_tier_and_divide_what_is_left():
     halves = caches.stage(split([15, 15])[0], groups_of(Shape(), selection_of(kv)))
     core = size_pools(config, halves, 8192, 16 * GIB, budget=512).core
     assert core.dram_pages == room // 2 // (16 * TOKEN_BYTES)           # pages of all layers
-    device = int((room - room // 2) * kv.memory_fraction) // 2
+    device = int((room - room // 2) * kv.gpu_memory_utilization) // 2
     assert device * .98 < halves.nbytes(core.hbm_pages) <= device
     assert 2 * halves.nbytes(core.hbm_pages) + halves.host_bytes(core) <= room
 
@@ -175,7 +175,7 @@ def test_hot_buffers_are_budget_and_one_page_and_grow_to_what_is_asked_for(given
     (None, 16), (DeviceMemory(total=80 * GIB, free=70 * GIB, workspace=GIB), 32)])
 def test_the_core_knows_how_many_positions_a_step_with_drafts_has(gpu, positions):
     for drafts, found in ({}, 0), ({"speculative_method": "ngram", "speculative_tokens": 5}, positions):
-        config = Config(model=ModelConfig(model="demo"), kv=replace(DEMO, memory_fraction=0.9),
+        config = Config(model=ModelConfig(model="demo"), kv=replace(DEMO, gpu_memory_utilization=0.9),
                         schedule=ScheduleConfig(step_tokens=512, **drafts))
         core = size_pools(config, caches_for(DEMO), 8192, 16 * GIB, budget=512, gpu=gpu).core
         assert core.draft_positions == found and core.hot_pages_max == (192 if drafts else 128)
@@ -204,8 +204,8 @@ def test_tables_are_what_a_row_may_need():
 
 
 @pytest.mark.parametrize(("kv", "said"), [
-    (dict(hbm_bytes=24 * MIB), r"--hbm-bytes 25165824 is too little for one hot buffer: 33 pages of 16 "
-     r"tokens for 528 tokens, .* are 23\.9 MiB, tables .*; raise --hbm-bytes to at least \d+, or lower"),
+    (dict(hbm_bytes=24 * MIB), r"--kv-cache-memory-bytes 25165824 is too little for one hot buffer: 33 pages of 16 "
+     r"tokens for 528 tokens, .* are 23\.9 MiB, tables .*; raise --kv-cache-memory-bytes to at least \d+, or lower"),
     (dict(dram_bytes=20 * MIB), r"host tier of 28 pages holds 448 tokens, less than one hot buffer of 528: "
      r"set --dram-bytes to at least 24330240, or to 0"),
 ])
@@ -248,9 +248,9 @@ def test_the_number_in_a_refusal_of_a_host_tier_is_the_limit(changes, pp):
                                 KVConfig(hbm_bytes=60 * MIB)])
 def test_the_number_in_a_refusal_of_a_context_is_the_limit(kv, pp):
     least = at_least(kv=kv, max_model_len=8192, pp=pp)
-    assert sized(replace(kv, hbm_bytes=least), max_model_len=8192, pp=pp).core.max_len == 8192
+    assert sized(replace(kv, kv_cache_memory_bytes=least), max_model_len=8192, pp=pp).core.max_len == 8192
     with pytest.raises(ConfigError, match="to at least"):
-        sized(replace(kv, hbm_bytes=least - 1), max_model_len=8192, pp=pp)
+        sized(replace(kv, kv_cache_memory_bytes=least - 1), max_model_len=8192, pp=pp)
 
 
 def test_tables_are_those_that_the_device_makes():
@@ -273,26 +273,26 @@ def on_a_gpu(kv: KVConfig, workspace=2 * GIB, free=100 * GIB, ranks=1) -> Sizes:
 def test_a_gpu_has_memory_of_its_own():
     """The share is of all of it: weights, what others use, and the largest step come off."""
     page = 16 * TOKEN_BYTES
-    core = on_a_gpu(KVConfig(memory_fraction=0.9)).core
+    core = on_a_gpu(KVConfig(gpu_memory_utilization=0.9)).core
     assert core.hbm_pages == int((100 - 2 - 14) * GIB) // page and core.dram_pages == 0
     core = on_a_gpu(KVConfig(hbm_bytes=90 * GIB, dram_bytes=15 * GIB)).core
     assert (core.hbm_pages, core.dram_pages) == (90 * GIB // page, 15 * GIB // page)
-    assert on_a_gpu(KVConfig(memory_fraction=0.9, host_tier=True)).core.dram_pages == (
+    assert on_a_gpu(KVConfig(gpu_memory_utilization=0.9, host_tier=True)).core.dram_pages == (
         (16 * GIB - 256 * MIB) // 2 // page)
-    for kv, words in ((KVConfig(hbm_bytes=99 * GIB), f"--hbm-bytes {99 * GIB} does not fit: .* of 140.0 GiB"
+    for kv, words in ((KVConfig(hbm_bytes=99 * GIB), f"--kv-cache-memory-bytes {99 * GIB} does not fit: .* of 140.0 GiB"
                        f".* at most {98 * GIB} bytes are left; .* give at most that"),
-                      (KVConfig(memory_fraction=0.2), "--gpu-memory-utilization 0.2 leaves 0 bytes .*"
-                       "step of --step-tokens 512 and --max-num-seqs 16 2048.0 MiB: at most"),
+                      (KVConfig(gpu_memory_utilization=0.2), "--gpu-memory-utilization 0.2 leaves 0 bytes .*"
+                       "step of --max-num-batched-tokens 512 and --max-num-seqs 16 2048.0 MiB: at most"),
                       (KVConfig(hbm_bytes=GIB, dram_bytes=17 * GIB), "--dram-bytes .* of memory .* host")):
         with pytest.raises(ConfigError, match=words):
             on_a_gpu(kv)
     with pytest.raises(ConfigError, match="at most 0 bytes are left"):
-        on_a_gpu(KVConfig(memory_fraction=0.9), workspace=101 * GIB)
+        on_a_gpu(KVConfig(gpu_memory_utilization=0.9), workspace=101 * GIB)
 
 
 def test_ranks_on_one_gpu_have_the_same_share_of_what_is_left():
     page = 16 * TOKEN_BYTES
-    core = on_a_gpu(KVConfig(memory_fraction=0.9), ranks=2).core
+    core = on_a_gpu(KVConfig(gpu_memory_utilization=0.9), ranks=2).core
     assert core.hbm_pages == int((100 - 2 - 14) * GIB) // 2 // page
     with pytest.raises(ConfigError, match=f"does not fit for each of 2 ranks: .* at most {49 * GIB} bytes"):
         on_a_gpu(KVConfig(hbm_bytes=50 * GIB), ranks=2)

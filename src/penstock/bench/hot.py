@@ -27,8 +27,8 @@ async def measure(config: Config, args: Namespace) -> int:
     kv = config.kv
     if kv.sparse_top_k is None:
         raise ConfigError("--plot-hot is for decode from host pages: add --sparse-top-k N")
-    if kv.hot_buffer_tokens is not None or kv.sparse_kv == "off":
-        raise ConfigError("--plot-hot sets --sparse-kv always and --hot-buffer-tokens itself: leave them out")
+    if kv.hot_buffer_tokens is not None or kv.host_decode == "off":
+        raise ConfigError("--plot-hot sets --host-decode always and --hot-buffer-tokens itself: leave them out")
     if args.against is not None or args.plot is not None:
         raise ConfigError("--plot-hot is a bench of its own: leave --against and --plot out")
     sizes = [int(times * kv.sparse_top_k) + kv.page_size for times in SIZES]
@@ -36,7 +36,7 @@ async def measure(config: Config, args: Namespace) -> int:
     rows, found, shares = [], [], []
     bar = optional("tqdm").tqdm(total=len(sizes), unit="size", disable=args.quiet or None)
     for size in sizes:
-        hot = replace(config, kv=replace(kv, sparse_kv="always", hot_buffer_tokens=size,
+        hot = replace(config, kv=replace(kv, host_decode="always", hot_buffer_tokens=size,
                                               prefix_cache=False))
         async with AsyncLLM(config=hot) as llm:
             first = await _reads(llm, args.hot_context, GROWN)
@@ -48,7 +48,7 @@ async def measure(config: Config, args: Namespace) -> int:
         bar.update()
     bar.close()
     about = (f"{config.model.model}, {config.model.dtype}, budget {kv.sparse_top_k} of {args.hot_context} "
-             f"tokens, units of {kv.sparse_unit}, {args.output_len} new")
+             f"tokens, units of {kv.sparse_block_size}, {args.output_len} new")
     print(f"\n{about}\n")
     print(table(("hot buffer, tokens", "hits", "MiB a token from the host"), rows))
     if args.output_json:

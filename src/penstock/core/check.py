@@ -25,7 +25,7 @@ INNER = "states that only lead to another differ from those said to"
 
 def check(core: CoreState, pairs: Mapping[PeerId, Pairing]) -> None:
     """Raises AssertionError. Walks everything but pools in which nothing has changed: for tests, the
-    simulator and `--check`."""
+    simulator and `--debug-check`."""
     kv = core.kv
     kv.rows.check()
     for arena in kv.arenas.values():

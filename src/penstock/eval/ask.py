@@ -38,7 +38,7 @@ class Library:
 
     async def answer(self, question: Question) -> str:
         params = SamplingParams(temperature=0.0, max_tokens=question.max_tokens,
-                                top_k_tokens=question.budget)
+                                sparse_top_k=question.budget)
         if question.chat and self.llm.has_chat_template:
             [result] = await self.llm.chat([{"role": "user", "content": question.prompt}], params)
         else:
@@ -47,9 +47,9 @@ class Library:
 
     async def forced(self, prompt: Sequence[int], given: Sequence[int],
                      budget: int | None = None) -> list[Logprob]:
-        """Of each given token how likely it was, and which rank it had. budget: `top_k_tokens`."""
+        """Of each given token how likely it was, and which rank it had. budget: `sparse_top_k`."""
         params = SamplingParams(temperature=0.0, max_tokens=len(given), forced=tuple(given), logprobs=0,
-                                ignore_eos=True, top_k_tokens=budget)
+                                ignore_eos=True, sparse_top_k=budget)
         [result] = await self.llm.generate({"prompt_token_ids": list(prompt)}, params)
         rows = result.outputs[0].logprobs or []
         assert len(rows) == len(given), f"{len(rows)} tokens came of {len(given)}"
@@ -86,7 +86,7 @@ class Server:
         return int(reply["usage"]["prompt_tokens"])
 
     async def answer(self, question: Question) -> str:
-        budget = {} if question.budget is None else {"top_k_tokens": question.budget}
+        budget = {} if question.budget is None else {"sparse_top_k": question.budget}
         if question.chat:
             message = {"role": "user", "content": question.prompt}
             reply = await self._post("/v1/chat/completions", {

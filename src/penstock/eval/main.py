@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        help="recall, tracking, sum: ask while decoding, all of a context in one request")
     group.add_argument("--prefix", type=float,
                        help="text: share of a window that is the prompt (0.5); the rest is forced")
-    group.add_argument("--budgets", help="ask with each of these top_k_tokens, e.g. 0,512: 0 reads all KV; "
+    group.add_argument("--budgets", help="ask with each of these sparse_top_k, e.g. 0,512: 0 reads all KV; "
                        "others need --sparse-top-k (default: what the server gives)")
     group.add_argument("--concurrency", type=int, default=4, help="requests open at once")
     group.add_argument("--eval-seed", dest="eval_seed", type=int, help="of the questions (0)")

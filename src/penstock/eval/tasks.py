@@ -34,7 +34,7 @@ FILLER = ("The road went on along the river and past the old mill.",
 class Question:
     """`answer`: its words must come in this order, the first one at once. `group`: a line of the table.
     `chat`: the prompt is a message, not a text to continue. `max_tokens`: of what is looked at. `budget`:
-    `top_k_tokens` of the request."""
+    `sparse_top_k` of the request."""
 
     group: str
     prompt: str

@@ -193,12 +193,12 @@ class Rank:
     def open(self, rid: RequestId, prompt: tuple[int, ...], params: SamplingParams, *,
              choice: int, stop_ids: tuple[int, ...]) -> None:
         """Sampling state of `rid`. Raises RequestError for a token id outside the vocabulary."""
-        assert self._attending.selects or params.top_k_tokens in (None, 0, self._model.attention.topk), (
+        assert self._attending.selects or params.sparse_top_k in (None, 0, self._model.attention.topk), (
             f"request {rid} selects, and nothing here can")
         self._tokens.open(rid, prompt, params, choice, stop_ids)
         if self._prompts is not None:
             self._prompts.open(rid, prompt, params)
-        self._selects[rid] = params.top_k_tokens or 0, len(prompt)
+        self._selects[rid] = params.sparse_top_k or 0, len(prompt)
 
     def compiled(self, grammar: Grammar) -> bool:
         return self._tokens.compiled(grammar)

@@ -272,7 +272,7 @@ def secure(sock: socket.socket, settings: LinkSettings) -> Stream:
         raise
 
 
-def read_certificate(path: str, flag: str = "--pair-tls-cert") -> bytes:
+def read_certificate(path: str, flag: str = "--cluster-tls-cert") -> bytes:
     """The first certificate of a PEM file, in DER. Raises ConfigError."""
     try:
         with open(path, encoding="ascii") as file:

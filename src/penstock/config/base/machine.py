@@ -121,12 +121,12 @@ def why_no_memory(error: BaseException) -> str | None:
     if limit:
         return f"{what}: {limit}: {RAISE}"
     return (f"{what}, {probe().memory_available / (1 << 30):.2f} GiB of memory are free: lower "
-            "--memory-fraction or --kv-cache-memory-bytes, or take a smaller model")
+            "--gpu-memory-utilization or --kv-cache-memory-bytes, or take a smaller model")
 
 
 def limit_libraries(isa: str) -> None:
     """What torch, oneDNN and MKL (on an Intel CPU) may use of the CPU, in this process, if they are not
-    loaded, and its children: so in a process that ends with its engine. `isa` is --cpu-isa; 'native' leaves
+    loaded, and its children: so in a process that ends with its engine. `isa` is --debug-cpu-isa; 'native' leaves
     them as they are. Waits of OpenMP's threads are bounded."""
     bound_waits()
     if isa != "native":

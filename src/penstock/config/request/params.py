@@ -36,8 +36,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs_start: int = 0         # of this one and those behind it; the very first has none
     skip_special_tokens: bool = True
     priority: int = 0
-    top_k_tokens: int | None = None        # KV that a decode step selects and reads; 0: all, None: the
-                                           # server's --sparse-top-k
+    sparse_top_k: int | None = None        # tokens of KV that a decode step selects and reads; 0: all, None:
+                                           # the server's --sparse-top-k
+    top_k_tokens: int | None = None        # its old name, for one release more
     speculative_tokens: int | None = None  # drafts a step, at most; 0: none, None: the server's
     grammar: Grammar | None = None         # what the answer must match; not with three others, see `checked`
     forced: tuple[int, ...] = ()           # library only: output i is forced[i], whatever the model
@@ -54,7 +55,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return None if self.prompt_logprobs is None else self.prompt_from - 1
 
     def checked(self) -> SamplingParams:
-        """This, or RequestError that names the field, the value and the allowed range."""
+        """Return these parameters; a RequestError names the field, the value and the allowed range."""
+        if self.top_k_tokens is not None:
+            if self.sparse_top_k is not None:
+                raise RequestError("top_k_tokens is the old name of sparse_top_k: give one", "top_k_tokens")
+            return msgspec.structs.replace(self, sparse_top_k=self.top_k_tokens, top_k_tokens=None).checked()
+
         def need(ok: bool, name: str, allowed: str) -> None:
             if not ok:
                 value = getattr(self, name)
@@ -84,7 +90,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         need(self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "prompt_logprobs", "0 to 20")
         need(0 <= self.prompt_logprobs_start <= COUNT_MAX, "prompt_logprobs_start", f"0 to {COUNT_MAX}")
         need(-(2**31) <= self.priority < 2**31, "priority", "a 32-bit integer")
-        need(self.top_k_tokens is None or 0 <= self.top_k_tokens <= 1 << 24, "top_k_tokens",
+        need(self.sparse_top_k is None or 0 <= self.sparse_top_k <= 1 << 24, "sparse_top_k",
              "0 (all) to 16777216")
         need(self.speculative_tokens is None or 0 <= self.speculative_tokens <= COUNT_MAX,
              "speculative_tokens", f"0 (none) to {COUNT_MAX}")

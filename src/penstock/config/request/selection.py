@@ -54,20 +54,20 @@ class Selection:
 
         Raises RequestError for a budget that this server does not give.
         """
-        asked = params.top_k_tokens
+        asked = params.sparse_top_k
         if self.native:
             if asked not in (None, self.budget):
-                raise RequestError(f"top_k_tokens is {asked}: this model chooses {self.budget} tokens itself "
-                                   "(index_topk): leave it out", "top_k_tokens")
+                raise RequestError(f"sparse_top_k is {asked}: this model chooses {self.budget} tokens itself "
+                                   "(index_topk): leave it out", "sparse_top_k")
             return self
         if asked is not None and asked > self.budget:
-            raise RequestError(f"top_k_tokens is {asked}: at most {self.budget}, the server's "
-                               "--sparse-top-k; 0 reads all KV", "top_k_tokens")
+            raise RequestError(f"sparse_top_k is {asked}: at most {self.budget}, the server's "
+                               "--sparse-top-k; 0 reads all KV", "sparse_top_k")
         if asked is not None and 0 < asked < self.least:
             raise RequestError(
-                f"top_k_tokens is {asked}: at least {self.least}, as the first {self.sinks} tokens and the "
+                f"sparse_top_k is {asked}: at least {self.least}, as the first {self.sinks} tokens and the "
                 f"last {self.window} are always read and one unit of {self.unit} selected; 0 reads all KV",
-                "top_k_tokens")
+                "sparse_top_k")
         found = self if asked is None else self.within(asked)
         return found if asked != 0 and prompt + max_new - 1 > found.budget else None
 
@@ -81,7 +81,7 @@ def selection_of(kv: KVConfig) -> Selection | None:
     if kv.sparse_top_k is None:
         return None
     return Selection(
-        selector=BOUNDS, version=BOUNDS_VERSION, unit=kv.sparse_unit, budget=kv.sparse_top_k,
+        selector=BOUNDS, version=BOUNDS_VERSION, unit=kv.sparse_block_size, budget=kv.sparse_top_k,
         sinks=SINKS, window=WINDOW, dense=tuple(sorted({int(i) for i in kv.sparse_dense_layers})),
     ).within(kv.sparse_top_k)
 

@@ -16,18 +16,19 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from penstock.config.base.errors import ConfigError
 from penstock.config.base.sizes import parse_bytes, show_bytes
-from penstock.config.settings import peers, sglang
-from penstock.config.settings.tree import Alias, Bytes, Config, InUnit, Inverse
+from penstock.config.settings import old, peers, sglang
+from penstock.config.settings.tree import Alias, Bytes, Config, HostSize, Inverse
 from penstock.config.settings.unbuilt import ALWAYS, find_unbuilt
 
 SECTIONS = {
     "model": "model and weights",
-    "kv": "KV cache and its tiers",
+    "kv": "KV cache: GPU, host memory, storage",
     "schedule": "scheduling",
-    "device": "device and back-ends",
+    "device": "device and parallelism",
     "server": "HTTP server",
-    "pair": "prefill and decode apart",
+    "pair": "prefill/decode (PD) disaggregation",
     "nodes": "several machines",
+    "cluster": "between processes and machines",
     "debug": "debugging",
 }
 
@@ -38,10 +39,9 @@ class Flag:
 
     section: str
     name: str
-    kind: Literal["str", "int", "float", "bytes", "bool", "list"]
+    kind: Literal["str", "int", "float", "bytes", "bool", "list", "host"]
     spellings: tuple[str, ...]
     inverse: tuple[str, ...]            # spellings that mean False
-    in_unit: tuple[tuple[str, str], ...]    # (spelling, unit): take a plain number of that unit
     choices: tuple[str, ...]
     default: Any
     required: bool
@@ -69,7 +69,6 @@ def _flags() -> Iterator[Flag]:
                 spellings=("--" + f.name.replace("_", "-"),
                            *(n for a in meta if isinstance(a, Alias) for n in a.names)),
                 inverse=tuple(n for a in meta if isinstance(a, Inverse) for n in a.names),
-                in_unit=tuple((n, a.unit) for a in meta if isinstance(a, InUnit) for n in a.names),
                 choices=get_args(base) if get_origin(base) is Literal else (),
                 default=None if f.default is MISSING else f.default,
                 required=f.default is MISSING and f.default_factory is MISSING,
@@ -79,6 +78,8 @@ def _flags() -> Iterator[Flag]:
 def _kind(base: Any, meta: list[Any]) -> Any:
     if any(isinstance(a, Bytes) for a in meta):
         return "bytes"
+    if any(isinstance(a, HostSize) for a in meta):
+        return "host"
     if get_origin(base) is Literal:
         return "str"
     if get_origin(base) is tuple:
@@ -94,9 +95,9 @@ def parse_value(flag: Flag, text: str) -> Any:
     text = peers.parser(flag.name, own, text)
     if flag.choices and text not in flag.choices:
         raise ConfigError(f"{own} {text}: choose from {', '.join(flag.choices)}")
-    if flag.kind == "bytes":
+    if flag.kind in ("bytes", "host"):
         try:
-            return parse_bytes(text)
+            return parse_bytes(text) if flag.kind == "bytes" else old.size_of(text)
         except ConfigError as e:
             raise ConfigError(f"{own}: {e}") from None
     if flag.kind == "list":
@@ -148,7 +149,8 @@ class Parser(argparse.ArgumentParser):
                     raise ConfigError(f"{text!r} is one argument too many: put MODEL first, or give it by "
                                       f"--model, where {NAMES} has several names")
                 raise ConfigError(f"{text!r} is one argument too many (see {self.prog} --help)")
-            name, known = spelled(text), [*self._option_string_actions, *_valued(), *ALWAYS, *SWITCHES]
+            name = spelled(text)
+            known = [*self._option_string_actions, *_valued() - {*old.FORMS}, *ALWAYS, *SWITCHES]
             raise ConfigError(f"{text.split('=')[0]} is not a flag of {self.prog}: "
                               + _hint(name, known, f"see {self.prog} --help"))
         return args
@@ -211,7 +213,7 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
                                action="store_false", help=f"same as --no-{flag.spellings[0][2:]}")
         return
     shown = show_bytes(flag.default) if flag.kind == "bytes" and flag.default else flag.default
-    metavar = {"int": "N", "float": "X", "bytes": "SIZE", "list": "A,B"}.get(
+    metavar = {"int": "N", "float": "X", "bytes": "SIZE", "list": "A,B", "host": "SIZE"}.get(
         flag.kind, flag.name.rpartition("_")[2].upper())
     group.add_argument(*flag.spellings, dest=flag.dest, default=argparse.SUPPRESS,
                        help=flag.help if shown in (None, ()) else f"{flag.help} (default: {shown})",
@@ -221,8 +223,9 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
 
 MODEL_SPELLINGS = ("--model", "--model-path", "-m", "--hf-repo", "-hf", "-hfr")
 NAMES = "--served-model-name"
-SWITCHES = {sglang.ENABLE: "--sparse-kv=auto", "--disable-log-stats": "--log-stats-interval=0"}
-COLLECTED = (sglang.BACKEND, sglang.EXTRA, peers.ROPE, peers.SCALE, peers.ORIGINAL)     # several make one
+SWITCHES = {sglang.ENABLE: "--host-decode=auto", "--disable-log-stats": "--log-stats-interval=0"}
+COLLECTED = (sglang.BACKEND, sglang.EXTRA, peers.ROPE, peers.SCALE, peers.ORIGINAL,      # several make one
+             *old.FORMS)
 
 
 def prepare(argv: Sequence[str], own: Collection[str] = ()) -> list[str]:
@@ -246,8 +249,12 @@ def prepare(argv: Sequence[str], own: Collection[str] = ()) -> list[str]:
             break
         _, eq, value = word.partition("=")
         name = spelled(word)
+        if name not in own:
+            name = old.renamed(name)
         entry = None if name in own else find_unbuilt(name)
-        if name in SWITCHES and not eq:
+        if name in old.SWITCHES and not eq:
+            kept[name] = ""
+        elif name in SWITCHES and not eq:
             out.append(SWITCHES[name])
         elif name == NAMES and not eq and model_first and rest and rest[0][:1] != "-":
             while rest and not rest[0].startswith("-"):             # as vLLM takes several
@@ -277,7 +284,8 @@ def prepare(argv: Sequence[str], own: Collection[str] = ()) -> list[str]:
     stored = sglang.storage(kept.get(sglang.BACKEND), kept.get(sglang.EXTRA))
     if stored and any(word.partition("=")[0] == "--kv-storage" for word in out):
         raise ConfigError(f"{sglang.BACKEND}, --kv-storage: both say where pages are stored: give one")
-    return [*out, *stored, *peers.rope(kept), *rest]
+    sized = any(word.partition("=")[0] == old.SIZE for word in out)
+    return [*out, *stored, *peers.rope(kept), *old.offloading(kept, sized), *rest]
 
 
 def spelled(word: str) -> str:
@@ -289,7 +297,7 @@ def spelled(word: str) -> str:
 @cache
 def _valued() -> frozenset[str]:
     """Spellings with a value that is rewritten."""
-    return frozenset((*MODEL_SPELLINGS, *COLLECTED, sglang.CONFIG, *peers.TRANSLATED, *_in_units()))
+    return frozenset((*MODEL_SPELLINGS, *COLLECTED, sglang.CONFIG, *peers.TRANSLATED))
 
 
 def _translated(name: str, value: str) -> list[str]:
@@ -298,19 +306,7 @@ def _translated(name: str, value: str) -> list[str]:
         return [value]
     if name == sglang.CONFIG:
         return sglang.sparse(value)
-    return [_sized(name, value)] if name in _in_units() else peers.TRANSLATED[name](name, value)
-
-
-def _in_units() -> dict[str, tuple[str, str]]:
-    """(our flag, unit) by the spelling that takes a plain number of it."""
-    return {name: (flag.spellings[0], unit) for flag in flags() for name, unit in flag.in_unit}
-
-
-def _sized(name: str, number: str) -> str:
-    own, unit = _in_units()[name]
-    if not re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,9})?", number):
-        raise ConfigError(f"{name} {number}: a number of {unit} is needed (or {own} SIZE)")
-    return f"{own}={number}{unit}"
+    return peers.TRANSLATED[name](name, value)
 
 
 def config_from(args: argparse.Namespace) -> Config:

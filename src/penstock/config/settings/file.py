@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from penstock.config.base.errors import ConfigError, show
+from penstock.config.settings import old
 from penstock.config.settings.cli import MODEL_SPELLINGS, flags, spelled
 
 FLAG = "--config"
@@ -117,9 +118,10 @@ def _flag(key: str) -> str:
 
 def _field(name: str) -> str:
     """What two spellings of one setting have in common: its place in the tree, else the spelling."""
+    name = old.SIZE if name in old.FORMS else old.renamed(name)
     positive = "--" + name[5:] if name.startswith("--no-") else name
     for flag in flags():
-        if {name, positive} & {*flag.spellings, *flag.inverse, *(s for s, _ in flag.in_unit)}:
+        if {name, positive} & {*flag.spellings, *flag.inverse}:
             return flag.dest
     return positive
 

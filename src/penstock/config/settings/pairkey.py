@@ -1,16 +1,17 @@
-"""Secrets out of files, and those of the ends of a pair and of nodes: of a file, or of the environment."""
+"""Secrets from files, and the cluster's: from a file, or from the environment."""
 from __future__ import annotations
 
 import os
 import stat
 
 from penstock.config.base.errors import ConfigError
-from penstock.config.settings.tree import NodesConfig, PairConfig
+from penstock.config.settings.tree import ClusterConfig
 
-VARIABLE, NODES_VARIABLE = "PENSTOCK_PAIR_KEY", "PENSTOCK_NODE_KEY"
+VARIABLE = "PENSTOCK_CLUSTER_KEY"
+OLD_VARIABLES = PAIR, NODES = "PENSTOCK_PAIR_KEY", "PENSTOCK_NODE_KEY"      # for one release more
 BYTES_MIN = 16
 # What processes that need no secret are not handed on.
-SECRET_VARIABLES = (VARIABLE, NODES_VARIABLE, "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+SECRET_VARIABLES = (VARIABLE, *OLD_VARIABLES, "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
 def read_secret(flag: str, path: str) -> bytes:
@@ -27,22 +28,25 @@ def read_secret(flag: str, path: str) -> bytes:
         raise ConfigError(f"{flag} {path}: {e.strerror}: give a readable file") from None
 
 
-def pair_key(config: PairConfig) -> bytes:
-    """Raises ConfigError: there is none, it cannot be read, others can read it, or it is too short."""
-    return _key("--pair-key-file", config.pair_key_file, VARIABLE, "both ends of a pair")
+def pair_key(config: ClusterConfig) -> bytes:
+    """The secret of a prefill and a decode instance. Raises ConfigError: there is none, it cannot be read,
+    others can read it, or it is too short."""
+    return _key(config, PAIR, "prefill and decode instances")
 
 
-def node_key(config: NodesConfig) -> bytes:
-    """As `pair_key`."""
-    return _key("--node-key-file", config.node_key_file, NODES_VARIABLE, "all nodes")
+def node_key(config: ClusterConfig) -> bytes:
+    """The secret of all nodes. Raises ConfigError, see `pair_key`."""
+    return _key(config, NODES, "all nodes")
 
 
-def _key(flag: str, path: str | None, variable: str, who: str) -> bytes:
+def _key(config: ClusterConfig, old: str, users: str) -> bytes:
+    flag, path = "--cluster-key-file", config.cluster_key_file
     if path is None:
+        variable = old if old in os.environ and VARIABLE not in os.environ else VARIABLE
         key, where = os.environ.get(variable, "").encode(), f"${variable}"
         if not key:
-            raise ConfigError(f"no {flag} and no ${variable}: {who} need the same "
-                              "secret, e.g. of openssl rand -hex 32")
+            raise ConfigError(f"no {flag} and no ${variable}: {users} need the same secret, for example from "
+                              "openssl rand -hex 32")
     else:
         where = f"{flag} {path}"
         key = read_secret(flag, path).strip()

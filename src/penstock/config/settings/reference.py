@@ -7,10 +7,12 @@ from __future__ import annotations
 import ast
 import itertools
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.config.base.sizes import show_bytes
+from penstock.config.settings import old
 from penstock.config.settings.cli import SECTIONS, Flag, flags
 from penstock.config.settings.refuse import REFUSED
 from penstock.config.settings.refuse_model import OF_MODEL, WORDS
@@ -55,7 +57,8 @@ def _flags() -> Iterator[str]:
             title = SECTIONS[section]
             yield from _head(title[0].upper() + title[1:], "flag | also | default | meaning")
         also = ", ".join(f"`{s}`" for s in flag.spellings[1:])
-        also += "".join(f", `{s}` ({unit})" for s, unit in flag.in_unit).removeprefix("" if also else ", ")
+        if flag.kind == "host":
+            also = "`--enable-hierarchical-cache`, `--hicache-size` (GB), `--hicache-ratio`"
         if flag.inverse:
             also += f"{'; ' if also else ''}off: " + ", ".join(f"`{s}`" for s in flag.inverse)
         yield f"| {_form(flag)} | {also} | {_default(flag)} | {flag.help}" + (
@@ -66,7 +69,7 @@ def _form(flag: Flag) -> str:
     own = flag.spellings[0]
     if flag.kind == "bool":
         return f"`{own}`, `--no-{own[2:]}`"
-    values = {"int": "N", "float": "X", "bytes": "SIZE", "list": "A,B"}.get(flag.kind, "TEXT")
+    values = {"int": "N", "float": "X", "bytes": "SIZE", "list": "A,B", "host": "SIZE"}.get(flag.kind, "TEXT")
     return f"`{own} {','.join(flag.choices) or values}`"
 
 
@@ -163,5 +166,30 @@ def _always() -> Iterator[str]:
         yield f"| `{name}` | {why} |"
 
 
+_MIGRATION = """\
+# Old spellings
+
+Written by `make docs`; a test compares it. These spellings work for one release more, as flags, as keyword
+arguments of `LLM(...)` and as keys of a `--config` file, and stand in no other document.
+
+| old flag | new flag |
+|---|---|"""
+_OTHERS = """
+A plain number of `--kv-offloading-size` is GiB, as in vLLM; one of `--dram-bytes` is bytes.
+
+| old | new |
+|---|---|
+| body field `top_k_tokens`, `SamplingParams(top_k_tokens=...)` | `sparse_top_k` |
+| environment `PENSTOCK_PAIR_KEY`, `PENSTOCK_NODE_KEY` | `PENSTOCK_CLUSTER_KEY` |"""
+
+
+def migration() -> str:
+    """The document of old spellings, ending in a newline."""
+    forms = {"--dram-bytes": "SIZE", "--dram-ratio": "2x, for example", "--host-tier": "auto", "--no-host-tier": "0"}
+    rows = [(name, f"`{new}`") for name, new in old.RENAMED.items()]
+    rows += [(name, f"`{old.SIZE}`: {form}") for name, form in forms.items()]
+    return "\n".join([_MIGRATION, *(f"| `{name}` | {new} |" for name, new in rows), _OTHERS]) + "\n"
+
+
 if __name__ == "__main__":
-    print(reference(), end="")
+    print(migration() if "migration" in sys.argv else reference(), end="")

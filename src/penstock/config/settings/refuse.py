@@ -18,11 +18,10 @@ from penstock.config.base.storage_url import FORMS, masked, parse_storage
 from penstock.config.request.selection import BOUNDS, BOUNDS_VERSION, SINKS, WINDOW, Selection
 from penstock.config.settings.plain import object_of
 from penstock.config.settings.tree import (
-    DECODE_ENDS_MAX,
+    DECODE_INSTANCES_MAX,
     SECRETS,
     Config,
     KVConfig,
-    NodesConfig,
     PairConfig,
     ScheduleConfig,
 )
@@ -134,16 +133,16 @@ def _is_origin(origin: str) -> bool:
 
 
 def _wants_more_than_all(config: Config, machine: Machine) -> bool:
-    device = 0 if config.device.device == "cuda" else (config.kv.hbm_bytes or 0) * config.ranks_here
-    wanted = device + (config.kv.dram_bytes or 0)
+    device = 0 if config.device.device == "cuda" else (config.kv.kv_cache_memory_bytes or 0) * config.ranks_here
+    wanted = device + (config.kv.host_bytes or 0)
     return wanted * config.num_engines > machine.memory_available
 
 
 def _budget_below_least(config: Config, _: Machine) -> bool:
     kv = config.kv
-    if kv.sparse_top_k is None or kv.sparse_unit < 1:
+    if kv.sparse_top_k is None or kv.sparse_block_size < 1:
         return False
-    return kv.sparse_top_k < _least(kv.sparse_unit)
+    return kv.sparse_top_k < _least(kv.sparse_block_size)
 
 
 def _least(unit: int) -> int:
@@ -152,7 +151,7 @@ def _least(unit: int) -> int:
 
 
 def _leasts() -> str:
-    return ", ".join(f"{_least(unit)} with units of {unit}" for unit in (4, 8, 16))
+    return ", ".join(f"{_least(unit)} with blocks of {unit}" for unit in (4, 8, 16))
 
 
 # What a captured step runs kernels of its own for.
@@ -165,75 +164,71 @@ def _mode(config: Config) -> str:
 
 
 def _can_be_named(address: str) -> bool:
-    """Whether another machine could dial it, as far as it shows; "" is of an end that does not listen."""
+    """Return whether another machine could connect to it, as far as the text shows; "" is no address."""
     return not address.startswith(("unix:", "0.0.0.0:", "[::]:"))
 
 
+def _not_decoding(config: Config) -> bool:
+    return not config.pair.prefill_replicas and _mode(config) != "decode"
+
+
 PAIR: tuple[Refusal[Machine], ...] = (
-    Refusal(lambda c, _: (c.pair.prefill, c.pair.decode) != (0, 0)
-            and not (1 <= c.pair.prefill <= 64 and 1 <= c.pair.decode <= DECODE_ENDS_MAX),
-            ("pair.prefill", "pair.decode"),
-            f"a pair has 1 to 64 and 1 to {DECODE_ENDS_MAX} of them: --prefill 1 --decode 1, or neither"),
-    Refusal(lambda c, _: bool(c.pair.prefill and _mode(c)), ("pair.prefill", "pair.disaggregation_mode"),
-            "the one starts both ends on this machine, the other one end: leave one of them out"),
-    Refusal(lambda c, m: c.num_engines > 1 and c.device.device == "cuda" and c.kv.hbm_bytes is None
-            and c.num_engines * c.ranks_here > len(m.gpus),
-            ("server.dp", "pair.prefill", "kv.hbm_bytes"), "engines would take the same memory of a GPU that "
-            "they share: give what each takes for KV, e.g. --hbm-bytes 8G, or have a GPU for each"),
-    Refusal(lambda c, _: c.server.dp > 1 and bool(c.pair.prefill),
-            ("server.dp", "pair.prefill", "pair.decode"),
-            "--decode says how many engines there are at the address: leave --dp out"),
+    Refusal(lambda c, _: (c.pair.prefill_replicas, c.pair.decode_replicas) != (0, 0)
+            and not (1 <= c.pair.prefill_replicas <= 64
+                     and 1 <= c.pair.decode_replicas <= DECODE_INSTANCES_MAX),
+            ("pair.prefill_replicas", "pair.decode_replicas"),
+            f"give both, 1 to 64 prefill and 1 to {DECODE_INSTANCES_MAX} decode instances, or neither"),
+    Refusal(lambda c, _: bool(c.pair.prefill_replicas and _mode(c)),
+            ("pair.prefill_replicas", "pair.disaggregation_mode"),
+            "the first starts all instances on this machine, the second makes this engine one instance: give one "
+            "of them"),
+    Refusal(lambda c, m: c.num_engines > 1 and c.device.device == "cuda"
+            and c.kv.kv_cache_memory_bytes is None and c.num_engines * c.ranks_here > len(m.gpus),
+            ("server.dp", "pair.prefill_replicas", "kv.kv_cache_memory_bytes"),
+            "several engines share a GPU: give each a fixed size for KV, e.g. --kv-cache-memory-bytes 8G, or one "
+            "GPU per engine"),
+    Refusal(lambda c, _: c.server.dp > 1 and bool(c.pair.prefill_replicas),
+            ("server.dp", "pair.prefill_replicas", "pair.decode_replicas"),
+            "--decode-replicas sets the number of engines at this address: leave --dp out"),
     Refusal(lambda c, _: c.server.dp > 1 and _mode(c) == "prefill", ("server.dp", "pair.disaggregation_mode"),
-            "one engine listens at one address: start others with addresses of their own"),
-    Refusal(lambda c, _: (c.pair.pair_listen is not None) != (_mode(c) == "prefill"),
-            ("pair.disaggregation_mode", "pair.pair_listen"),
-            "the prefill end listens, and only that: give it --pair-listen HOST:PORT"),
-    Refusal(lambda c, _: bool(c.pair.pair_peer) != (_mode(c) == "decode") and not (
+            "one prefill instance listens at one address: start further instances with addresses of their own"),
+    Refusal(lambda c, _: (c.pair.disaggregation_listen is not None) != (_mode(c) == "prefill"),
+            ("pair.disaggregation_mode", "pair.disaggregation_listen"),
+            "a prefill instance listens, and only a prefill instance: give it --disaggregation-listen HOST:PORT"),
+    Refusal(lambda c, _: bool(c.pair.disaggregation_connect) != (_mode(c) == "decode") and not (
                 _mode(c) == "decode" and c.is_routed),
-            ("pair.disaggregation_mode", "pair.pair_peer"),
-            "the decode end is told where the prefill end listens, and only that: give it "
-            "--pair-peer HOST:PORT, or --router-dialect where a router tells it"),
-    Refusal(lambda c, _: c.is_routed and not _can_be_named(c.pair.pair_listen or ""),
-            ("server.router_dialect", "pair.pair_listen"),
-            "a router tells decode ends where to connect: give --pair-listen an address of this machine, "
-            "HOST:PORT"),
-    Refusal(lambda c, _: bool(c.pair.pair_allow) and (
-                not c.is_routed or _mode(c) != "decode" or bool(c.pair.pair_peer)),
-            ("pair.pair_allow", "pair.pair_peer", "server.router_dialect"), "for a decode end that a router "
-            "tells where to connect: give it --router-dialect, and no --pair-peer"),
-    Refusal(lambda c, _: c.pair.pair_room_s != PairConfig().pair_room_s and not c.is_routed,
-            ("pair.pair_room_s", "server.router_dialect"), "of one end of a pair behind a router: give "
-            "--router-dialect and --disaggregation-mode as well"),
-    Refusal(lambda c, _: not _mode(c) and any((c.pair.pair_key_file, c.pair.pair_tls, c.pair.pair_tls_cert,
-                                              c.pair.pair_plaintext)),
-            ("pair.disaggregation_mode", "pair.pair_key_file", "pair.pair_tls", "pair.pair_tls_cert",
-             "pair.pair_plaintext"), "for one end of a pair: give --disaggregation-mode as well"),
-    Refusal(lambda c, _: c.pair.pair_tls_cert is not None and _mode(c) == "decode",
-            ("pair.pair_tls_cert", "pair.disaggregation_mode"),
-            "the end that listens has the certificate: here give --pair-tls"),
-    Refusal(lambda c, _: c.pair.pair_tls and _mode(c) == "prefill" and c.pair.pair_tls_cert is None,
-            ("pair.pair_tls", "pair.pair_tls_cert"), "the end that listens needs a certificate"),
-    Refusal(lambda c, _: c.pair.pair_plaintext and bool(c.pair.pair_tls or c.pair.pair_tls_cert),
-            ("pair.pair_plaintext", "pair.pair_tls", "pair.pair_tls_cert"), "with TLS, or without: not both"),
-    Refusal(lambda c, _: c.pair.disaggregation_transfer_backend != "stream" and not c.pair.prefill
+            ("pair.disaggregation_mode", "pair.disaggregation_connect"),
+            "a decode instance connects, and only a decode instance: give it --disaggregation-connect HOST:PORT, "
+            "or --router-dialect if a router names the prefill instances"),
+    Refusal(lambda c, _: c.is_routed and not _can_be_named(c.pair.disaggregation_listen or ""),
+            ("server.router_dialect", "pair.disaggregation_listen"),
+            "a router names this address to decode instances: give --disaggregation-listen an address of this "
+            "machine, HOST:PORT"),
+    Refusal(lambda c, _: bool(c.pair.disaggregation_allow) and (
+                not c.is_routed or _mode(c) != "decode" or bool(c.pair.disaggregation_connect)),
+            ("pair.disaggregation_allow", "pair.disaggregation_connect", "server.router_dialect"),
+            "limits which prefill instances a router may name: give a decode instance --router-dialect, and no "
+            "--disaggregation-connect"),
+    Refusal(lambda c, _: not c.is_routed and c.pair.disaggregation_bootstrap_timeout_s
+            != PairConfig().disaggregation_bootstrap_timeout_s,
+            ("pair.disaggregation_bootstrap_timeout_s", "server.router_dialect"),
+            "applies to instances behind a router: also give --router-dialect and --disaggregation-mode"),
+    Refusal(lambda c, _: c.pair.disaggregation_transfer_backend != "stream" and not c.pair.prefill_replicas
             and not _mode(c), ("pair.disaggregation_transfer_backend",),
-            "of a pair: give --disaggregation-mode, or --prefill and --decode, as well"),
-    Refusal(lambda c, _: c.pair.disaggregation_transfer_backend != "stream"
-            and bool(c.pair.pair_tls or c.pair.pair_tls_cert),
-            ("pair.disaggregation_transfer_backend", "pair.pair_tls", "pair.pair_tls_cert"),
-            "KV would go past TLS: on a network that is yours alone give --pair-plaintext, else leave the "
-            "backend out"),
-    Refusal(lambda c, _: c.pair.pair_fallback != "compute" and not c.pair.prefill and _mode(c) != "decode",
-            ("pair.pair_fallback",), "of the decode end: there is no other here"),
-    Refusal(lambda c, _: c.pair.pair_timeout_s != PairConfig().pair_timeout_s
-            and not c.pair.prefill and _mode(c) != "decode",
-            ("pair.pair_timeout_s",), "of the decode end, which waits: there is no other here"),
-    Refusal(lambda c, _: c.pair.pair_silence_s != PairConfig().pair_silence_s
-            and not c.pair.prefill and not _mode(c),
-            ("pair.pair_silence_s",), "of a pair: there is no other engine here"),
-    _outside("pair.pair_timeout_s", 0.1, 86400, "0.1 to 86400 seconds"),
-    _outside("pair.pair_silence_s", 1, 3600, "1 to 3600 seconds"),
-    _outside("pair.pair_room_s", 0.1, 3600, "0.1 to 3600 seconds"),
+            "applies to PD disaggregation: also give --disaggregation-mode, or --prefill-replicas and "
+            "--decode-replicas"),
+    Refusal(lambda c, _: c.pair.disaggregation_transfer_backend != "stream" and bool(_mode(c))
+            and bool(c.cluster.cluster_tls or c.cluster.cluster_tls_cert),
+            ("pair.disaggregation_transfer_backend", "cluster.cluster_tls", "cluster.cluster_tls_cert"),
+            "this back-end sends KV without TLS: on a private network give --cluster-insecure, else leave the "
+            "back-end out"),
+    Refusal(lambda c, _: c.pair.disaggregation_fallback != "compute" and _not_decoding(c),
+            ("pair.disaggregation_fallback",), "applies to a decode instance: leave it out"),
+    Refusal(lambda c, _: c.pair.disaggregation_timeout_s != PairConfig().disaggregation_timeout_s
+            and _not_decoding(c), ("pair.disaggregation_timeout_s",),
+            "applies to a decode instance: leave it out"),
+    _outside("pair.disaggregation_timeout_s", 0.1, 86400, "0.1 to 86400 seconds"),
+    _outside("pair.disaggregation_bootstrap_timeout_s", 0.1, 3600, "0.1 to 3600 seconds"),
 )
 
 _ADDRESS = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
@@ -254,38 +249,52 @@ def _no_ports(config: Config) -> bool:
 
 def _no_layout(config: Config) -> bool:
     """Nodes have whole stages, or as many nodes each stage between them."""
-    nodes, stages, lanes = config.nodes.num, config.device.pp, config.device.tp
-    return nodes > stages and (nodes % max(1, stages) > 0 or nodes > stages * lanes)
+    nodes, stages, ranks = config.nodes.num, config.device.pp, config.device.tp
+    return nodes > stages and (nodes % max(1, stages) > 0 or nodes > stages * ranks)
 
 
 NODES: tuple[Refusal[Machine], ...] = (
     _outside("nodes.nnodes", 1, 256, "1 to 256 machines"),
     Refusal(lambda c, _: not 0 <= c.nodes.rank < max(1, c.nodes.num), ("nodes.node_rank", "nodes.nnodes"),
-            "nodes are counted from 0: give --nnodes N, and each of them another of 0 to N-1"),
+            "give --nnodes N, and each machine another number from 0 to N-1"),
     Refusal(lambda c, _: c.nodes.num > 1 and c.nodes.dist_init_addr is None,
             ("nodes.nnodes", "nodes.dist_init_addr"),
-            "where do they meet? give all of them --dist-init-addr HOST:PORT, an address of node 0"),
-    Refusal(lambda c, _: c.nodes.num == 1 and any(
-                _value(c, f"nodes.{name}") != getattr(NodesConfig(), name) for name in (
-                    "dist_init_addr", "node_key_file", "node_tls_cert", "node_plaintext", "node_silence_s")),
-            ("nodes.nnodes", "nodes.dist_init_addr", "nodes.node_key_file", "nodes.node_tls_cert",
-             "nodes.node_plaintext", "nodes.node_silence_s"),
-            "of several machines: give --nnodes N as well"),
-    Refusal(lambda c, _: _no_ports(c), ("nodes.dist_init_addr",), "HOST:PORT is needed, a port of 1 to 65535 "
-            "with one more behind it for each further engine, e.g. 10.0.0.1:20000"),
-    Refusal(lambda c, _: _beyond(c) and c.nodes.node_tls_cert is None and not c.nodes.node_plaintext,
-            ("nodes.dist_init_addr", "nodes.node_tls_cert", "nodes.node_plaintext"),
-            "that is beyond this machine: give all nodes --node-tls-cert FILE, or --node-plaintext"),
-    Refusal(lambda c, _: c.nodes.node_plaintext and c.nodes.node_tls_cert is not None,
-            ("nodes.node_plaintext", "nodes.node_tls_cert"), "with TLS, or without: not both"),
-    Refusal(lambda c, _: _beyond(c) and c.nodes.num > c.device.pp and c.nodes.node_tls_cert is not None,
-            ("nodes.nnodes", "device.pp", "nodes.node_tls_cert"), "sums of lanes go from machine to machine "
-            "without TLS, which gloo and NCCL do not have: take at least as many stages as nodes, which then "
-            "have whole stages, or give --node-plaintext in place of the certificate"),
+            "give all machines --dist-init-addr HOST:PORT, an address of machine 0"),
+    Refusal(lambda c, _: c.nodes.num == 1 and c.nodes.dist_init_addr is not None,
+            ("nodes.nnodes", "nodes.dist_init_addr"), "applies to several machines: also give --nnodes N"),
+    Refusal(lambda c, _: _no_ports(c), ("nodes.dist_init_addr",), "HOST:PORT is needed, with a port from 1 to "
+            "65535 and one more port for each further engine, e.g. 10.0.0.1:20000"),
+    Refusal(lambda c, _: _beyond(c) and c.cluster.cluster_tls_cert is None and not c.cluster.cluster_insecure,
+            ("nodes.dist_init_addr", "cluster.cluster_tls_cert", "cluster.cluster_insecure"),
+            "other machines can reach this address: give all machines --cluster-tls-cert FILE, or "
+            "--cluster-insecure"),
+    Refusal(lambda c, _: _beyond(c) and c.nodes.num > c.device.pp and c.cluster.cluster_tls_cert is not None,
+            ("nodes.nnodes", "device.pp", "cluster.cluster_tls_cert"), "one stage would span machines, and the "
+            "all-reduce of its TP ranks (gloo, NCCL) has no TLS: take at least as many stages as machines, or "
+            "--cluster-insecure and no certificate"),
     Refusal(lambda c, _: _no_layout(c), ("nodes.nnodes", "device.pp", "device.tp"),
-            "a node has whole stages, as even as it goes, or the lanes of one stage or some of them: at most "
-            "as many nodes as stages, or a multiple of the stages, up to --pp times --tp"),
-    _outside("nodes.node_silence_s", 1, 3600, "1 to 3600 seconds"),
+            "each machine has whole pipeline stages, or TP ranks of one stage: take at most as many machines as "
+            "stages, or a multiple of the stages up to --pp times --tp"),
+)
+
+
+CLUSTER: tuple[Refusal[Machine], ...] = (
+    Refusal(lambda c, _: c.cluster.is_given and not _mode(c) and c.nodes.num == 1,
+            ("cluster.cluster_key_file", "cluster.cluster_tls", "cluster.cluster_tls_cert",
+             "cluster.cluster_insecure"),
+            "apply between instances or machines: also give --disaggregation-mode, or --nnodes N"),
+    Refusal(lambda c, _: c.cluster.cluster_tls_cert is not None and _mode(c) == "decode" and c.nodes.num == 1,
+            ("cluster.cluster_tls_cert", "pair.disaggregation_mode"),
+            "the prefill instance has the certificate: give this decode instance --cluster-tls"),
+    Refusal(lambda c, _: c.cluster.cluster_tls and _mode(c) == "prefill" and c.cluster.cluster_tls_cert is None,
+            ("cluster.cluster_tls", "cluster.cluster_tls_cert"), "a prefill instance needs a certificate"),
+    Refusal(lambda c, _: c.cluster.cluster_tls and _mode(c) == "", ("cluster.cluster_tls",),
+            "applies to a decode instance; between machines give all of them --cluster-tls-cert FILE"),
+    Refusal(lambda c, _: c.cluster.cluster_insecure and bool(c.cluster.cluster_tls
+                                                             or c.cluster.cluster_tls_cert),
+            ("cluster.cluster_insecure", "cluster.cluster_tls", "cluster.cluster_tls_cert"),
+            "these exclude each other: give one"),
+    _outside("cluster.heartbeat_timeout_s", 1, 86400, "1 to 86400 seconds"),
 )
 
 REFUSED: tuple[Refusal[Machine], ...] = (
@@ -305,62 +314,63 @@ REFUSED: tuple[Refusal[Machine], ...] = (
     Refusal(lambda c, _: c.kv.host_tier is False and bool(c.kv.dram_bytes or c.kv.dram_ratio),
             ("kv.host_tier", "kv.dram_bytes", "kv.dram_ratio"), "a size is for a host tier: leave it out"),
     _outside("kv.sparse_top_k", 1, 1 << 24, "1 to 16777216 tokens, or leave the flag out to read all KV"),
-    _outside("kv.sparse_unit", 4, 16, "4 to 16 tokens"),
+    _outside("kv.sparse_block_size", 4, 16, "4 to 16 tokens"),
     Refusal(lambda c, _: c.kv.state_interval is not None and 0 < c.kv.page_size
             and (c.kv.state_interval < 1 or c.kv.state_interval % c.kv.page_size != 0),
-            ("kv.state_interval", "kv.page_size"), "a state is kept at the end of a page: take a multiple"),
-    Refusal(lambda c, _: c.kv.sparse_top_k is not None and 0 < c.kv.sparse_unit
-            and 0 < c.kv.page_size and c.kv.page_size % c.kv.sparse_unit != 0,
-            ("kv.sparse_unit", "kv.page_size"), "a page holds whole units: take a unit that divides it"),
-    Refusal(_budget_below_least, ("kv.sparse_top_k", "kv.sparse_unit"),
-            f"a step always reads the first {SINKS} tokens and the last {WINDOW}, in whole units, and "
-            f"selects at least one unit: at least {_leasts()} tokens"),
+            ("kv.state_interval", "kv.page_size"), "states are cached at page ends: take a multiple of the page size"),
+    Refusal(lambda c, _: c.kv.sparse_top_k is not None and 0 < c.kv.sparse_block_size
+            and 0 < c.kv.page_size and c.kv.page_size % c.kv.sparse_block_size != 0,
+            ("kv.sparse_block_size", "kv.page_size"), "a page holds whole blocks: take a divisor of the page size"),
+    Refusal(_budget_below_least, ("kv.sparse_top_k", "kv.sparse_block_size"),
+            f"a step always reads the first {SINKS} and the last {WINDOW} tokens, in whole blocks, and selects at "
+            f"least one more: at least {_leasts()} tokens"),
     Refusal(lambda c, _: not all(i.isascii() and i.isdigit() and len(i) < 6
                                  for i in c.kv.sparse_dense_layers),
-            ("kv.sparse_dense_layers",), "numbers of layers, from 0, separated by commas"),
+            ("kv.sparse_dense_layers",), "layer numbers from 0, separated by commas"),
     Refusal(lambda c, _: bool(c.kv.sparse_dense_layers) and c.kv.sparse_top_k is None,
             ("kv.sparse_dense_layers", "kv.sparse_top_k"),
-            "without a budget all layers read all of their KV"),
+            "without --sparse-top-k every layer reads all of its KV: leave it out"),
     _outside("kv.hot_buffer_tokens", 1, 1 << 24, "1 to 16777216 tokens"),
     Refusal(lambda c, _: (c.kv.hot_buffer_tokens or 1 << 30) < (c.kv.sparse_top_k or 0),
-            ("kv.hot_buffer_tokens", "kv.sparse_top_k"), "it holds what one step reads: at least as many"),
-    Refusal(lambda c, _: c.kv.hot_buffer_tokens is not None and c.kv.sparse_kv == "off",
-            ("kv.hot_buffer_tokens", "kv.sparse_kv"),
-            "no request has a hot buffer then: leave one of them out"),
+            ("kv.hot_buffer_tokens", "kv.sparse_top_k"),
+            "the hot buffer holds what one step reads: take at least as many tokens"),
+    Refusal(lambda c, _: c.kv.hot_buffer_tokens is not None and c.kv.host_decode == "off",
+            ("kv.hot_buffer_tokens", "kv.host_decode"),
+            "without decode from host memory there is no hot buffer: leave one of them out"),
     Refusal(lambda c, _: c.kv.hot_buffer_tokens is not None
-            and (c.kv.dram_bytes == 0 or c.kv.host_tier is False),
-            ("kv.hot_buffer_tokens", "kv.dram_bytes", "kv.host_tier"),
-            "it is for host pages, and there is no host tier: give that a size, or leave this out"),
-    Refusal(lambda c, _: c.kv.sparse_unit != KVConfig().sparse_unit and c.kv.sparse_top_k is None,
-            ("kv.sparse_unit", "kv.sparse_top_k"), "without a budget nothing is selected: leave it out"),
-    Refusal(lambda c, _: c.kv.sparse_kv == "always" and (c.kv.dram_bytes == 0 or c.kv.host_tier is False),
-            ("kv.sparse_kv", "kv.dram_bytes", "kv.host_tier"), "host pages need a host tier: give it a size"),
+            and c.kv.host_tier is False,
+            ("kv.hot_buffer_tokens", "kv.kv_offloading_size"),
+            "a hot buffer serves KV in host memory: give --kv-offloading-size, or leave this out"),
+    Refusal(lambda c, _: c.kv.sparse_block_size != KVConfig().sparse_block_size and c.kv.sparse_top_k is None,
+            ("kv.sparse_block_size", "kv.sparse_top_k"), "applies with --sparse-top-k: leave it out"),
+    Refusal(lambda c, _: c.kv.host_decode == "always" and c.kv.host_tier is False,
+            ("kv.host_decode", "kv.kv_offloading_size"), "decode from host memory needs a host tier: give it a size"),
     Refusal(lambda c, _: c.kv.kv_storage is not None and parse_storage(c.kv.kv_storage) is None,
             ("kv.kv_storage",), f"one of these is needed, paths absolute: {FORMS}"),
-    Refusal(lambda c, _: c.kv.kv_storage is not None and (c.kv.dram_bytes == 0 or c.kv.host_tier is False),
-            ("kv.kv_storage", "kv.dram_bytes", "kv.host_tier"),
-            "stored pages go through the host tier: give that a size, or leave both out"),
+    Refusal(lambda c, _: c.kv.kv_storage is not None and c.kv.host_tier is False,
+            ("kv.kv_storage", "kv.kv_offloading_size"),
+            "pages reach storage through the host tier: give it a size, or leave both out"),
     Refusal(lambda c, _: c.kv.kv_storage is not None and not c.kv.prefix_cache,
-            ("kv.kv_storage", "kv.prefix_cache"), "what is stored is found as a prefix: leave one out"),
+            ("kv.kv_storage", "kv.prefix_cache"), "stored pages are found by the prefix cache: leave one of them out"),
     *(_both(f"kv.{name}", "kv.kv_storage", lambda url: url is None,
-            "of a storage: give one with --kv-storage file:///DIR")
+            "applies to storage: also give --kv-storage file:///DIR")
       for name in ("kv_storage_bytes", "kv_storage_readonly", "kv_storage_key", "kv_storage_write_rate",
                    "kv_storage_sync", "kv_storage_policy", "kv_storage_write_policy")),
-    *(_both(f"kv.{name}", "kv.kv_storage", _is_elsewhere, "of a folder: leave it out")
+    *(_both(f"kv.{name}", "kv.kv_storage", _is_elsewhere, "applies to a folder: leave it out")
       for name in ("kv_storage_bytes", "kv_storage_sync")),
-    *(_both(f"kv.{name}", "kv.kv_storage_readonly", bool, "nothing is stored then: leave one out")
+    *(_both(f"kv.{name}", "kv.kv_storage_readonly", bool, "nothing is stored then: leave one of them out")
       for name in ("kv_storage_bytes", "kv_storage_write_rate", "kv_storage_sync",
                    "kv_storage_write_policy")),
     _outside("kv.kv_storage_bytes", 1 << 20, 1 << 62, "at least 1MiB"),
     _outside("kv.kv_storage_write_rate", 1 << 20, 1 << 62, "at least 1MiB a second"),
-    _outside("schedule.max_num_seqs", 1, 4096, "1 to 4096 rows"),
-    _outside("schedule.step_tokens", 1, 1 << 20, "1 to 1048576 tokens a step"),
+    _outside("schedule.max_num_seqs", 1, 4096, "1 to 4096 requests"),
+    _outside("schedule.max_num_batched_tokens", 1, 1 << 20, "1 to 1048576 tokens a step"),
     _outside("schedule.max_waiting", 0, 1 << 20, "0 to 1048576 waiting requests"),
     _outside("schedule.speculative_tokens", 1, 15, "1 to 15 tokens; for none leave --speculative-method out"),
     _outside("schedule.prompt_lookup_min", 1, 16, "1 to 16 tokens"),
     Refusal(lambda c, _: not c.schedule.prompt_lookup_min <= c.schedule.prompt_lookup_max <= 16,
             ("schedule.prompt_lookup_max", "schedule.prompt_lookup_min"),
-            "at least as many, and at most 16 tokens"),
+            "at least --prompt-lookup-min, at most 16 tokens"),
     *(Refusal(lambda c, _, name=name, of=of: c.schedule.speculative_method not in of  # type: ignore[misc]
               and getattr(c.schedule, name) != getattr(ScheduleConfig(), name),
               (f"schedule.{name}", "schedule.speculative_method"),
@@ -369,42 +379,41 @@ REFUSED: tuple[Refusal[Machine], ...] = (
                        ("speculative_model", ("eagle3",)), ("prompt_lookup_min", ("ngram",)),
                        ("prompt_lookup_max", ("ngram",)))),
     Refusal(lambda c, _: c.schedule.speculative_method == "eagle3" and c.schedule.speculative_model is None,
-            ("schedule.speculative_method", "schedule.speculative_model"), "name the folder of what drafts"),
+            ("schedule.speculative_method", "schedule.speculative_model"),
+            "give --speculative-model FOLDER, the draft layer"),
     Refusal(lambda c, m: c.device.device == "cuda" and m.device != "cuda", ("device.device",),
             "{why}; take --device cpu"),
     Refusal(lambda c, _: c.device.device == "cuda" and c.device.cuda_graphs
             and not _CAPTURED.isdisjoint(c.device.backends), ("device.backends", "device.cuda_graphs"),
-            "captured decode steps have kernels of their own, and references ask the host: take "
-            "--no-cuda-graphs as well"),
+            "CUDA graphs cannot contain the reference of these operations: also give --no-cuda-graphs"),
     Refusal(lambda c, _: c.model.dtype == "gguf" and c.device.device == "cuda",
             ("model.dtype", "device.device"),
-            "weights stay packed on a CPU only: take --device cpu, or --dtype bfloat16"),
+            "weights stay quantised on a CPU only: take --device cpu, or --dtype bfloat16"),
     Refusal(lambda c, _: c.model.dtype == "gguf" and c.model.load_format == "dummy",
-            ("model.dtype", "model.load_format"), "random weights are floats: leave one of them out"),
+            ("model.dtype", "model.load_format"), "dummy weights are not quantised: leave one of them out"),
     Refusal(lambda c, _: c.model.dtype == "gguf" and any(
                 b.startswith("linear=") and b not in ("linear=native", "linear=fastest")
                 for b in c.device.backends), ("model.dtype", "device.backends"),
-            "packed weights are multiplied by linear=native alone: leave one of them out"),
-    Refusal(lambda c, m: c.device.cpu_isa == "avx2" and not {"avx2", "fma"} <= set(m.features),
-            ("device.cpu_isa",), "this CPU has no AVX2 with FMA: leave it out, or take --cpu-isa plain"),
-    Refusal(lambda c, _: c.device.cpu_isa != "native" and c.device.device == "cuda",
-            ("device.cpu_isa", "device.device"), "it is about kernels of a CPU: take --device cpu"),
+            "only linear=native multiplies quantised weights: leave one of them out"),
+    Refusal(lambda c, m: c.device.debug_cpu_isa == "avx2" and not {"avx2", "fma"} <= set(m.features),
+            ("device.debug_cpu_isa",), "this CPU has no AVX2 with FMA: leave it out, or take --debug-cpu-isa plain"),
+    Refusal(lambda c, _: c.device.debug_cpu_isa != "native" and c.device.device == "cuda",
+            ("device.debug_cpu_isa", "device.device"), "applies to CPU kernels: take --device cpu"),
     _outside("device.threads", 1, 1024, "1 to 1024 threads"),
     _outside("device.pp", 1, 64, "1 to 64 stages"),
-    _outside("device.tp", 1, 64, "1 to 64 lanes"),
+    _outside("device.tp", 1, 64, "1 to 64 TP ranks"),
     Refusal(lambda c, _: c.device.ep < 1 or (c.device.tp >= 1 and c.device.tp % c.device.ep > 0),
-            ("device.ep", "device.tp"), "ranges of experts go over the lanes: a number that divides --tp"),
+            ("device.ep", "device.tp"), "expert groups are spread over the TP ranks: take a divisor of --tp"),
     Refusal(lambda c, _: c.device.expert_parallel and c.device.ep not in (1, c.device.tp),
             ("device.expert_parallel", "device.ep", "device.tp"),
-            "that makes as many ranges as lanes: leave one of them out"),
+            "--expert-parallel makes as many groups as TP ranks: leave one of them out"),
     Refusal(lambda c, _: any(not n.isdecimal() or len(n) > 4 or int(n) < 1 for n in c.device.pp_layers)
             or len(c.device.pp_layers) not in (0, c.device.pp), ("device.pp_layers", "device.pp"),
             "one number of layers for each stage, at least 1, separated by commas"),
-    _outside("device.rank_timeout_s", 1, 86400, "1 to 86400 seconds"),
-    _outside("device.rank_silence_s", 2, 86400, "2 to 86400 seconds: a rank says each second that it lives"),
+    _outside("device.step_timeout_s", 1, 86400, "1 to 86400 seconds"),
     _outside("device.gpu_layers", 0, 1 << 20, "all layers of the model, or 0 for the CPU"),
     Refusal(lambda c, _: c.device.gpu_layers == 0 and c.device.device == "cuda",
-            ("device.gpu_layers", "device.device"), "no layer on the GPU is --device cpu: give one of them"),
+            ("device.gpu_layers", "device.device"), "0 layers on the GPU means --device cpu: give one of them"),
     *map(_no_object, ("model.hf_overrides", "model.rope_scaling", "model.default_chat_template_kwargs",
                       "model.override_generation_config")),
     Refusal(lambda c, _: any(b.count("=") != 1 or "" in b.split("=") for b in c.device.backends),
@@ -414,31 +423,32 @@ REFUSED: tuple[Refusal[Machine], ...] = (
     Refusal(lambda c, _: not c.server.host, ("server.host",), "an address is needed"),
     Refusal(lambda c, _: is_public(c.server.host) and not c.server.api_key
             and not c.server.api_key_file, ("server.host", "server.api_key_file"),
-            "other machines can reach this address: set --api-key-file, or bind 127.0.0.1"),
+            "other machines can reach this address: also give --api-key-file, or bind 127.0.0.1"),
     Refusal(lambda c, _: c.server.api_key is not None and c.server.api_key_file is not None,
-            ("server.api_key", "server.api_key_file"), "give the keys in one place"),
+            ("server.api_key", "server.api_key_file"), "give the keys once"),
     Refusal(lambda c, _: c.server.api_key is not None and not c.server.api_key.strip(),
             ("server.api_key",), "is empty: leave the flag out to serve without a key"),
     Refusal(lambda c, _: (c.server.admin_key_file or c.server.admin_api_key) is not None
             and c.server.api_key is None
             and c.server.api_key_file is None, ("server.admin_key_file",),
-            "without API keys every program of this machine is an admin: add --api-key-file"),
+            "without API keys every local program is an admin: also give --api-key-file"),
     Refusal(lambda c, _: not 0 <= c.server.log_stats_interval <= 86_400, ("server.log_stats_interval",),
             "0 to 86400 seconds; 0 logs no status"),
     Refusal(lambda c, _: c.server.ssl_keyfile is not None and c.server.ssl_certfile is None,
-            ("server.ssl_keyfile", "server.ssl_certfile"), "a key is of a certificate: give both"),
+            ("server.ssl_keyfile", "server.ssl_certfile"), "the key belongs to a certificate: give both"),
     Refusal(lambda c, _: not all(map(_is_origin, c.server.cors_origins)), ("server.cors_origins",),
             "origins such as https://chat.example.com or http://localhost:3000, separated by commas, or *"),
     Refusal(lambda c, _: bool(c.server.cors_origins) and c.server.api_key is None
             and c.server.api_key_file is None
             and not all(is_local_origin(o) for o in c.server.cors_origins),
             ("server.cors_origins", "server.api_key_file"),
-            "without API keys only pages of this machine may ask: add --api-key-file"),
+            "without API keys only local pages may send requests: also give --api-key-file"),
     _outside("server.body_bytes_max", 1024, 1 << 30, "1KiB to 1GiB"),
     _outside("server.timeout_keep_alive", 1, 86_400, "1 to 86400 seconds"),
     _outside("server.drain_s", 0, 3600, "0 to 3600 seconds"),
     *PAIR,
     *NODES,
+    *CLUSTER,
 )
 
 

@@ -79,7 +79,8 @@ OF_MODEL: tuple[Refusal[ModelFacts], ...] = (
     Refusal(lambda c, m: bool(m.topk) and c.kv.sparse_top_k not in (None, m.topk), ("kv.sparse_top_k",),
             "this model chooses {topk} tokens itself, as its config.json says (index_topk): leave the flag "
             "out"),
-    Refusal(lambda c, m: bool(m.topk) and c.kv.sparse_unit != KVConfig().sparse_unit, ("kv.sparse_unit",),
+    Refusal(lambda c, m: bool(m.topk) and c.kv.sparse_block_size != KVConfig().sparse_block_size,
+            ("kv.sparse_block_size",),
             _CHOOSES),
     Refusal(lambda c, m: bool(m.topk and c.kv.sparse_dense_layers), ("kv.sparse_dense_layers",), _CHOOSES),
     Refusal(lambda c, m: c.kv.hot_buffer_tokens is not None and c.kv.hot_buffer_tokens < m.topk,
@@ -89,7 +90,7 @@ OF_MODEL: tuple[Refusal[ModelFacts], ...] = (
             "this model has layers 0 to {last}"),
     Refusal(lambda c, m: _dense(c) == set(range(m.layers)), ("kv.sparse_dense_layers",),
             "names every layer: leave --sparse-top-k out instead"),
-    Refusal(lambda c, m: c.kv.sparse_kv in ("auto", "always") and _reads_all(c, m), ("kv.sparse_kv",),
+    Refusal(lambda c, m: c.kv.host_decode in ("auto", "always") and _reads_all(c, m), ("kv.host_decode",),
             "this model reads all of its KV at each step, which host pages are too far for; give it a "
             "selector with --sparse-top-k N"),
     Refusal(lambda c, m: c.kv.hot_buffer_tokens is not None and _reads_all(c, m), ("kv.hot_buffer_tokens",),
@@ -100,8 +101,8 @@ OF_MODEL: tuple[Refusal[ModelFacts], ...] = (
             "compute type: leave it out"),
     Refusal(lambda c, m: c.kv.index_dtype != "auto" and not m.topk, ("kv.index_dtype",),
             "this model has no indexer whose keys it could be of: leave it out"),
-    Refusal(lambda c, m: c.kv.sparse_bounds_dtype != "auto" and bool(m.topk or _reads_all(c, m)),
-            ("kv.sparse_bounds_dtype",), "nothing here is selected by bounds of KV heads, which "
+    Refusal(lambda c, m: c.kv.sparse_metadata_dtype != "auto" and bool(m.topk or _reads_all(c, m)),
+            ("kv.sparse_metadata_dtype",), "nothing here is selected by bounds of KV heads, which "
             "--sparse-top-k N does of models without an indexer: leave it out"),
     Refusal(lambda c, m: 0 < (c.device.gpu_layers or 0) < m.layers, ("device.gpu_layers",),
             "this model has {layers} layers, and all of them run on one device: as many at least, or 0 for "

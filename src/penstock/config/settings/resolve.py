@@ -38,17 +38,17 @@ def resolve(raw: Config, machine: Machine) -> Config:
     if device.device == "auto":
         on_gpu = machine.device == "cuda" and device.gpu_layers != 0
         device = replace(device, device="cuda" if on_gpu else "cpu")
-    if schedule.step_tokens is None and device.device == "cpu":         # on a GPU the model tells
-        schedule = replace(schedule, step_tokens=512)
+    if schedule.max_num_batched_tokens is None and device.device == "cpu":         # on a GPU the model tells
+        schedule = replace(schedule, max_num_batched_tokens=512)
     if device.threads is None:
         device = replace(device, threads=max(1, min(machine.cores, 1024) // max(1, raw.num_engines)))
-    if kv.kv_storage is not None and kv.host_tier is kv.dram_bytes is kv.dram_ratio is None:
-        kv = replace(kv, host_tier=True)                # stored pages go through it
-    kept: tuple[Kept, ...] = kv.kv_cache_dtype, kv.index_dtype, kv.sparse_bounds_dtype
+    if kv.kv_storage is not None and kv.kv_offloading_size is None:
+        kv = replace(kv, kv_offloading_size="auto")                # stored pages go through it
+    kept: tuple[Kept, ...] = kv.kv_cache_dtype, kv.index_dtype, kv.sparse_metadata_dtype
     latent, index, bounds = ("fp8_e4m3" if dtype == "fp8" else dtype for dtype in kept)
-    kv = replace(kv, kv_cache_dtype=latent, index_dtype=index, sparse_bounds_dtype=bounds)
-    if kv.memory_fraction is None:
-        kv = replace(kv, memory_fraction=0.9 if device.device == "cuda" else 0.3)
+    kv = replace(kv, kv_cache_dtype=latent, index_dtype=index, sparse_metadata_dtype=bounds)
+    if kv.gpu_memory_utilization is None:
+        kv = replace(kv, gpu_memory_utilization=0.9 if device.device == "cuda" else 0.3)
     if model.dtype == "auto" and device.device == "cpu":
         model = replace(model, dtype="float32")         # on a GPU it is the checkpoint's
     if model.seed is None:

@@ -35,7 +35,7 @@ def _ratio(value: object) -> bool:
 KEYS: dict[str, tuple[str, str, Callable[[object], bool]]] = {
     "top_k": ("--sparse-top-k", "a whole number of tokens", whole),
     "device_buffer_size": ("--hot-buffer-tokens", "a whole number of tokens", whole),
-    "host_to_device_ratio": ("--dram-ratio", "a number", _ratio),
+    "host_to_device_ratio": ("--kv-offloading-size", "a number", _ratio),
 }
 
 
@@ -59,7 +59,7 @@ def sparse(text: str) -> list[str]:
     for key, value in values.items():
         if not KEYS[key][2](value):
             raise ConfigError(f"{CONFIG}: {key} is {json.dumps(value)}: {KEYS[key][1]} is needed")
-    return [f"{KEYS[key][0]}={value}" for key, value in values.items()]
+    return [f"{KEYS[key][0]}={value}{'x' * (key == 'host_to_device_ratio')}" for key, value in values.items()]
 
 
 def storage(backend: str | None, extra: str | None) -> list[str]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, get_args, get_type_hints
 
+from penstock.config.base.sizes import parse_bytes
+
 
 class Alias:
     """Other spellings of a flag, with their dashes."""
@@ -21,11 +23,9 @@ class Bytes:
     """Marks an int that is a size: the command line takes 512M, 4GiB, 1e9 or a plain number."""
 
 
-class InUnit:
-    """Other spellings of a flag of Bytes that take a plain number of `unit`, such as GB."""
-
-    def __init__(self, unit: str, *names: str) -> None:
-        self.unit, self.names = unit, names
+class HostSize:
+    """Marks a size in host memory: auto, a size (a plain number is GiB), or a multiple of the KV cache on the
+    device, such as 2x."""
 
 
 class Inverse:
@@ -41,15 +41,15 @@ class Secret:
 
 Dtype = Literal["auto", "float32", "bfloat16", "gguf"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
-SparseKV = Literal["auto", "always", "off"]
+HostDecode = Literal["auto", "always", "off"]
 ToolCallParser = Literal["auto", "none", "deepseek_v3", "deepseek_v31", "deepseek_v32", "glm", "hermes",
                          "kimi_k2", "llama3_json", "minimax_m2", "mistral", "qwen3_coder", "seed_oss"]
 SamplingDefaults = Literal["model", "openai"]
 ReasoningParser = Literal["auto", "none", "think", "gemma4", "kimi_vl", "minimax_m2_append_think",
                           "minimax_m3", "mistral", "seed_oss"]
 GrammarBackend = Literal["auto", "llguidance", "none"]
-DECODE_ENDS_MAX = 8             # of one prefill end
-PREFILL_ENDS_MAX = 8            # that a router names to one decode end
+DECODE_INSTANCES_MAX = 8        # of one prefill instance
+PREFILL_INSTANCES_MAX = 8       # that a router names to one decode instance
 LogFormat = Literal["text", "json"]
 HttpLogLevel = Literal["debug", "info", "warning", "error", "critical"]
 PairMode = Literal["prefill", "decode"]
@@ -65,167 +65,177 @@ StorageWrites = Literal["write_through", "write_through_selective"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     model: Annotated[str, "folder, .gguf file, hub id, or 'demo'"]
-    tokenizer: Annotated[str | None, "folder or file (default: the model's own)",
+    tokenizer: Annotated[str | None, "folder or file of the tokenizer (default: the model's own)",
                          Alias("--tokenizer-path")] = None
-    served_model_name: Annotated[tuple[str, ...], "names in the HTTP API; an answer has the one that was "
-                                 "asked for, else the first (default: the model's)"] = ()
-    dtype: Annotated[Dtype, "compute and KV type; auto is float32 on a CPU, on a GPU the checkpoint's own, "
-                     "bfloat16 for GGUF and float16; gguf (on a CPU) is float32 over weights that stay "
-                     "packed, as their .gguf file has them"] = "auto"
-    load_format: Annotated[LoadFormat, "dummy makes random weights from config.json"] = "auto"
-    max_model_len: Annotated[int | None, "tokens of prompt and output (default: the model's)",
+    served_model_name: Annotated[tuple[str, ...], "model names in the HTTP API; an answer has the name that the "
+                                 "request gave, else the first (default: the model's)"] = ()
+    dtype: Annotated[Dtype, "compute and KV type. auto: float32 on a CPU; on a GPU the checkpoint's type, or "
+                     "bfloat16 for GGUF and float16. gguf (CPU): float32 compute, weights stay quantised"] = "auto"
+    load_format: Annotated[LoadFormat, "file format of the weights; dummy makes random weights from "
+                           "config.json"] = "auto"
+    max_model_len: Annotated[int | None, "context length: tokens of prompt and output (default: the model's)",
                              Alias("--context-length", "--ctx-size", "-c")] = None
     revision: Annotated[str | None, "branch, tag or commit of a hub id (default: main)"] = None
     download_dir: Annotated[str | None, "folder for downloads from the hub (default: $HF_HUB_CACHE, else the "
                             "cache of Hugging Face's tools)"] = None
-    hf_overrides: Annotated[str | None, "JSON object: fields in place of those of config.json",
+    hf_overrides: Annotated[str | None, "JSON object: fields that replace those of config.json",
                             Alias("--json-model-override-args")] = None
-    rope_scaling: Annotated[str | None, 'JSON object in place of config.json\'s: {"rope_type": "yarn", '
-                            '"factor": 4.0, "original_max_position_embeddings": 32768} is for '
-                            '131,072 tokens'] = None
-    generation_config: Annotated[str, "whose generation_config.json has the sampling values of requests that "
-                                 "name none: auto (the model's), none, vllm (the same), or a folder"] = "auto"
-    sampling_defaults: Annotated[SamplingDefaults, "model: those of generation_config.json; openai: "
-                                 "temperature and top_p 1"] = "model"
+    rope_scaling: Annotated[str | None, "JSON object that replaces config.json's, for longer contexts: "
+                            '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": '
+                            '32768} allows 131,072 tokens'] = None
+    generation_config: Annotated[str, "generation_config.json with the default sampling values: auto (the "
+                                 "model's), none, vllm (same as auto), or a folder"] = "auto"
+    sampling_defaults: Annotated[SamplingDefaults, "sampling values of requests that name none. model: those of "
+                                 "generation_config.json; openai: temperature and top_p 1"] = "model"
     override_generation_config: Annotated[
-        str | None, "JSON object: temperature, top_k, top_p, min_p, repetition_penalty in place of the "
+        str | None, "JSON object: temperature, top_k, top_p, min_p, repetition_penalty that replace the "
         "model's"] = None
-    chat_template: Annotated[str | None, "Jinja template file, in place of the model's"] = None
+    chat_template: Annotated[str | None, "Jinja template file that replaces the model's"] = None
     default_chat_template_kwargs: Annotated[
-        str | None, "JSON object: names for the chat template, where a request's chat_template_kwargs has no "
-        "other value", Alias("--chat-template-kwargs")] = None
-    tool_call_parser: Annotated[ToolCallParser, "the format of the model's calls of tools, also by its name "
-                                "in SGLang and vLLM; auto finds it by the chat template"] = "auto"
-    reasoning_parser: Annotated[ReasoningParser, "the marks of reasoning in answers, also by their name in "
-                                "SGLang and vLLM; think: <think> (Qwen3, DeepSeek, GLM, Kimi, MiniMax); auto "
-                                "finds them by the chat template"] = "auto"
-    grammar_backend: Annotated[GrammarBackend, "what makes answers match a schema, a regular expression or a "
-                               "grammar; auto is llguidance where it is installed",
+        str | None, "JSON object: default variables of the chat template; a request's chat_template_kwargs "
+        "override them", Alias("--chat-template-kwargs")] = None
+    tool_call_parser: Annotated[ToolCallParser, "format of the model's tool calls; names of vLLM and SGLang work "
+                                "too; auto detects it from the chat template"] = "auto"
+    reasoning_parser: Annotated[ReasoningParser, "format of reasoning in answers; names of vLLM and SGLang work "
+                                "too; think is <think> (Qwen3, DeepSeek, GLM, Kimi, MiniMax); auto detects it "
+                                "from the chat template"] = "auto"
+    grammar_backend: Annotated[GrammarBackend, "library for structured output (JSON schema, regular expression, "
+                               "grammar); auto is llguidance if it is installed",
                                Alias("--guided-decoding-backend")] = "auto"
-    seed: Annotated[int | None, "of requests without a seed (default: drawn at start), and of dummy weights",
+    seed: Annotated[int | None, "seed of requests that give none, and of dummy weights (default: random)",
                     Alias("--random-seed")] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVConfig:
-    page_size: Annotated[int, "tokens per page: 1 to 256", Alias("--block-size")] = 16
-    state_interval: Annotated[int | None, "tokens from a state that is kept for later prompts to the next, "
-                              "of models that have states, a multiple of --page-size (default: as many as "
-                              "have KV of a quarter of a state's size, 128 at least)"] = None
-    hbm_bytes: Annotated[int | None, "device bytes for KV (default: measured once, at start)",
-                         Bytes(), Alias("--kv-cache-memory-bytes")] = None
-    memory_fraction: Annotated[float | None, "without --hbm-bytes: on a GPU the share of its memory that "
-                               "may be used, by weights, activations and KV together (default: 0.9); on a "
-                               "CPU the share of the free memory for KV (default: 0.3)",
-                               Alias("--gpu-memory-utilization", "--mem-fraction-static")] = None
-    host_tier: Annotated[bool | None, "copies of pages in host memory: of --dram-bytes, of --dram-ratio, "
-                         "else of half of what is free", Alias("--enable-hierarchical-cache")] = None
-    dram_bytes: Annotated[int | None, "host bytes for KV, 0 for no host tier (default: 0, or half of what is "
-                          "free with --host-tier or with requests that may decode from host pages)",
-                          Bytes(), InUnit("GB", "--hicache-size"),
-                          InUnit("GiB", "--kv-offloading-size")] = None
-    dram_ratio: Annotated[float | None, "host bytes for KV copies as a multiple of the device pool",
-                          Alias("--hicache-ratio")] = None
-    sparse_kv: Annotated[SparseKV | None, "decode from host pages: auto when device pages are short, always, "
-                         "or off (default: auto, where the model selects)"] = None
-    sparse_top_k: Annotated[int | None, "tokens of each KV head that a decode step selects and reads, of a "
-                            "model without a selector of its own: default and largest of a request"] = None
-    sparse_unit: Annotated[int, "tokens selected together: 4 to 16, divides --page-size"] = 8
-    sparse_dense_layers: Annotated[tuple[str, ...], "layers that read all of their KV, which stays on the "
-                                   "device, e.g. 0,1"] = ()
-    hot_buffer_tokens: Annotated[int | None, "device tokens through which a request reads its host pages, "
-                                 "at most: it has what a step selects and one page, what its drafts select "
-                                 "beside while few rows run, and more while pages lie idle (default: 4 times "
-                                 "what a step selects, or what all positions of a row with drafts do)"] = None
-    prefix_cache: Annotated[bool, "keep finished requests' pages for later prompts",
+    page_size: Annotated[int, "tokens per KV page: 1 to 256", Alias("--block-size")] = 16
+    state_interval: Annotated[int | None, "recurrent models: tokens between two states that are cached for later "
+                              "prompts, a multiple of --page-size (default: as many tokens as have KV of a "
+                              "quarter of a state's size, at least 128)"] = None
+    kv_cache_memory_bytes: Annotated[int | None, "GPU memory for KV, of each rank (default: measured at start; "
+                                     "see --gpu-memory-utilization)", Bytes()] = None
+    gpu_memory_utilization: Annotated[float | None, "share of the GPU's memory for weights, activations and KV "
+                                      "(default: 0.9). On a CPU: share of the free memory for KV (default: 0.3)",
+                                      Alias("--mem-fraction-static")] = None
+    kv_offloading_size: Annotated[
+        str | None, "host memory for KV: a size (a plain number is GiB), a multiple of the GPU's KV cache (2x), "
+        "auto (half of what is free), or 0 for none (default: 0; auto with --kv-storage, or if requests may "
+        "decode from host memory)", HostSize()] = None
+    host_decode: Annotated[HostDecode | None, "decode from host memory (sparse attention): auto when the GPU's "
+                           "KV cache is full, always, or off (default: auto for models with sparse "
+                           "attention)"] = None
+    sparse_top_k: Annotated[int | None, "tokens that each KV head selects and reads in a decode step, for models "
+                            "without a selector of their own; default and largest value of a request"] = None
+    sparse_block_size: Annotated[int, "tokens that are selected together: 4 to 16, a divisor of --page-size"] = 8
+    sparse_dense_layers: Annotated[tuple[str, ...], "layers that read all of their KV, which stays on the GPU: "
+                                   "0,1 for example"] = ()
+    hot_buffer_tokens: Annotated[int | None, "maximum size of a request's GPU hot buffer, in tokens. It starts at "
+                                 "what a step selects plus one page, and grows while GPU pages are idle (default: "
+                                 "4 times what a step selects, or what all draft positions select)"] = None
+    prefix_cache: Annotated[bool, "reuse the KV of earlier requests for prompts that begin alike",
                             Alias("--enable-prefix-caching"),
                             Inverse("--disable-radix-cache")] = True
-    kv_storage: Annotated[str | None, "where pages of KV outlive the engine, and others share them: "
+    kv_storage: Annotated[str | None, "storage for KV that outlives the engine and is shared by engines: "
                           "file:///DIR, s3://BUCKET/PREFIX, valkey://HOST:PORT, valkey:///SOCKET or "
                           "mooncake://MASTER:PORT"] = None
-    kv_storage_bytes: Annotated[int | None, "of a folder at most, of all engines (default: four fifths of "
-                                "what is free at start, beside what it holds)", Bytes()] = None
-    kv_storage_key: Annotated[str | None, "file with the secret of engines that share stored pages, 16 "
-                              "characters or more (default: one in the folder, or the user's cache)"] = None
-    kv_storage_write_rate: Annotated[int | None, "bytes a second that are stored at most", Bytes()] = None
-    kv_storage_sync: Annotated[bool, "a page in a folder is on the disk before it counts as stored"] = False
-    kv_storage_readonly: Annotated[bool, "find pages there, and store none"] = False
-    kv_storage_policy: Annotated[StoragePolicy, "timeout: a request waits for stored pages while that is "
-                                 "faster than computing them; wait_complete: until they have come; "
-                                 "best_effort: it goes on when its turn has come",
+    kv_storage_bytes: Annotated[int | None, "maximum size of a storage folder, over all engines (default: four "
+                                "fifths of the free space at start)", Bytes()] = None
+    kv_storage_key: Annotated[str | None, "file with the secret of engines that share stored pages, at least 16 "
+                              "characters (default: a key in the folder, or in the user's cache)"] = None
+    kv_storage_write_rate: Annotated[int | None, "maximum bytes written to storage per second", Bytes()] = None
+    kv_storage_sync: Annotated[bool, "count a page in a folder as stored only after it is on the disk "
+                               "(fsync)"] = False
+    kv_storage_readonly: Annotated[bool, "read stored pages, and write none"] = False
+    kv_storage_policy: Annotated[StoragePolicy, "how long a request waits for stored pages. timeout: while "
+                                 "reading is faster than computing; wait_complete: until all have come; "
+                                 "best_effort: until the scheduler takes it",
                                  Alias("--hicache-storage-prefetch-policy")] = "timeout"
-    kv_storage_write_policy: Annotated[StorageWrites, "write_through: all that is computed is stored; "
-                                       "write_through_selective: what a second request has begun with",
+    kv_storage_write_policy: Annotated[StorageWrites, "pages to store. write_through: all; "
+                                       "write_through_selective: prefixes that a second request has used",
                                        Alias("--hicache-write-policy")] = "write_through"
-    kv_cache_dtype: Annotated[Kept, "type of a model's latent rows; auto is the compute type; fp8 is "
-                              "fp8_e4m3, with a scale for 128 values"] = "auto"
-    index_dtype: Annotated[Kept, "type of the keys of an indexer; auto is as --kv-cache-dtype"] = "auto"
-    sparse_bounds_dtype: Annotated[Kept, "type of the bounds by which --sparse-top-k selects, rounded "
-                                   "outward; auto is the compute type"] = "auto"
+    kv_cache_dtype: Annotated[Kept, "type of an MLA KV cache: auto is the compute type; fp8 is fp8_e4m3 with "
+                              "a scale per 128 values"] = "auto"
+    index_dtype: Annotated[Kept, "type of the indexer key cache (DSA models); auto is that of "
+                           "--kv-cache-dtype"] = "auto"
+    sparse_metadata_dtype: Annotated[Kept, "type of the per-block key minima and maxima from which "
+                                     "--sparse-top-k selects; auto is the compute type"] = "auto"
+
+    @property
+    def host_bytes(self) -> int | None:
+        """Bytes of KV in host memory, 0 for none; None: not said as a size."""
+        size = self.kv_offloading_size
+        return None if size is None or size == "auto" or size.endswith("x") else parse_bytes(size)
+
+    @property
+    def host_ratio(self) -> float | None:
+        """The host tier as a multiple of the device's pool; None: not said so."""
+        size = self.kv_offloading_size
+        return float(size[:-1]) if size is not None and size.endswith("x") else None
+
+    @property
+    def host_tier(self) -> bool | None:
+        """Whether there is a host tier; None: not said."""
+        return None if self.kv_offloading_size is None else self.host_bytes != 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleConfig:
-    max_num_seqs: Annotated[int, "rows: requests decoding at once",
+    max_num_seqs: Annotated[int, "maximum number of requests that decode at once",
                             Alias("--max-running-requests", "--parallel", "-np")] = 16
-    step_tokens: Annotated[int | None, "token budget of one step, prefill and decode together (default: "
-                           "512; on a GPU 8192, or 1024 for small models)",
-                           Alias("--chunked-prefill-size", "--max-num-batched-tokens",
-                                 "--batch-size", "-b")] = None
-    overlap: Annotated[bool, "plan step n+1 before step n has finished",
-                       Alias("--async-scheduling"), Inverse("--disable-overlap-schedule")] = True
-    speculative_method: Annotated[SpeculativeMethod | None, "several tokens a step: ngram proposes what "
-                                  "followed the newest occurrence of the last tokens, in prompt and answer, "
-                                  "mtp what the layer says that the model's files have for it, eagle3 one "
-                                  "from a folder of its own. No token changes by it (default: one token a "
-                                  "step)"] = None
-    speculative_model: Annotated[str | None, "of eagle3: the folder of the layer that drafts",
+    max_num_batched_tokens: Annotated[int | None, "token budget of one step, prefill and decode together "
+                                      "(default: 512; on a GPU 8192, or 1024 for small models)",
+                                      Alias("--chunked-prefill-size", "--batch-size", "-b")] = None
+    async_scheduling: Annotated[bool, "plan step n+1 while step n runs",
+                                Inverse("--disable-overlap-schedule")] = True
+    speculative_method: Annotated[SpeculativeMethod | None, "speculative decoding, with unchanged output. ngram: "
+                                  "prompt lookup; mtp: the model's own MTP head; eagle3: a draft layer from "
+                                  "--speculative-model (default: off)"] = None
+    speculative_model: Annotated[str | None, "folder of the eagle3 draft layer",
                                  Alias("--speculative-draft-model-path")] = None
-    speculative_tokens: Annotated[int, "tokens that are proposed a row and step, at most",
+    speculative_tokens: Annotated[int, "maximum number of draft tokens per request and step",
                                   Alias("--num-speculative-tokens")] = 3
-    prompt_lookup_min: Annotated[int, "of ngram: last tokens that must have occurred before"] = 2
-    prompt_lookup_max: Annotated[int, "of ngram: of more, the longest that has is taken"] = 4
-    max_waiting: Annotated[int | None, "queued requests before 503 (default: 4x --max-num-seqs)",
+    prompt_lookup_min: Annotated[int, "ngram: shortest run of last tokens to look up"] = 2
+    prompt_lookup_max: Annotated[int, "ngram: longest run of last tokens to look up"] = 4
+    max_waiting: Annotated[int | None, "queued requests before a 503 (default: 4 times --max-num-seqs)",
                            Alias("--max-queued-requests")] = None
 
     @property
     def num_drafts(self) -> int:
-        """Of a row and step, at most."""
+        """Draft tokens of a request in a step, at most."""
         return self.speculative_tokens if self.speculative_method else 0
 
     @property
     def num_step_tokens(self) -> int:
-        assert self.step_tokens is not None, "neither resolved nor told by a model"
-        return self.step_tokens
+        assert self.max_num_batched_tokens is not None, "an unresolved config"
+        return self.max_num_batched_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceConfig:
-    device: Annotated[Literal["auto", "cpu", "cuda"], "where the model runs; auto is the GPU where there is "
-                      "one that torch can use"] = "auto"
-    gpu_layers: Annotated[int | None, "layers on the GPU: all of them, or 0 for the CPU (default: all, where "
-                          "there is a GPU)", Alias("--n-gpu-layers", "-ngl")] = None
-    cuda_graphs: Annotated[bool, "on a GPU: capture decode steps at start, and replay them",
+    device: Annotated[Literal["auto", "cpu", "cuda"], "where the model runs; auto is the GPU if torch can use "
+                      "one"] = "auto"
+    gpu_layers: Annotated[int | None, "layers on the GPU: all of them, or 0 for the CPU (default: all, with a "
+                          "GPU)", Alias("--n-gpu-layers", "-ngl")] = None
+    cuda_graphs: Annotated[bool, "capture CUDA graphs of decode steps at start",
                            Inverse("--enforce-eager", "--disable-cuda-graph")] = True
     threads: Annotated[int | None, "CPU threads for the model (default: usable cores)",
                        Alias("-t")] = None
-    cpu_isa: Annotated[Literal["native", "avx2", "plain"], "most of the CPU's instructions that kernels use, "
-                       "to measure what a smaller one would do"] = "native"
-    pp: Annotated[int, "pipeline stages, each a process with its own layers and --hbm-bytes",
+    debug_cpu_isa: Annotated[Literal["native", "avx2", "plain"], "largest CPU instruction set that kernels may "
+                             "use, for measurements"] = "native"
+    pp: Annotated[int, "pipeline parallelism: number of stages, each a process with layers of its own",
                   Alias("--pipeline-parallel-size", "--pp-size", "-pp")] = 1
-    pp_layers: Annotated[tuple[str, ...], "layers of each stage, e.g. 10,12,8 (default: even)"] = ()
-    tp: Annotated[int, "lanes of each stage, which have its heads, MLP columns, experts and words between "
-                  "them, each a process with --hbm-bytes of its own",
+    pp_layers: Annotated[tuple[str, ...], "layers of each pipeline stage, e.g. 10,12,8 (default: even)"] = ()
+    tp: Annotated[int, "tensor parallelism: ranks of each stage, which split heads, MLP columns, experts and "
+                  "vocabulary; each is a process",
                   Alias("--tensor-parallel-size", "--tp-size", "-tp")] = 1
-    ep: Annotated[int, "ranges of experts over the lanes (default: each has columns of all)",
-                  Alias("--expert-parallel-size", "--ep-size", "-ep")] = 1
-    expert_parallel: Annotated[bool, "as many ranges of experts as lanes",
+    ep: Annotated[int, "expert parallelism: groups of experts over the TP ranks (default: each rank has columns "
+                  "of all experts)", Alias("--expert-parallel-size", "--ep-size", "-ep")] = 1
+    expert_parallel: Annotated[bool, "expert parallelism with as many groups as TP ranks",
                                Alias("--enable-expert-parallel", "--enable-ep-moe")] = False
-    rank_timeout_s: Annotated[float, "seconds that ranks in processes may compute at a step before they "
-                              "count as hung", Alias("--watchdog-timeout")] = 300.0
-    rank_silence_s: Annotated[float, "seconds of a rank's process without a word, of ranks that all wait "
-                              "for each other, or of a GPU at one step, after which they count as hung"] = 6.0
-    backends: Annotated[tuple[str, ...], "OP=NAME choices, e.g. linear=reference"] = ()
+    step_timeout_s: Annotated[float, "seconds after which a rank that still computes one step counts as hung",
+                              Alias("--watchdog-timeout")] = 300.0
+    backends: Annotated[tuple[str, ...], "kernel implementations by operation, e.g. linear=reference "
+                        "(`penstock doctor` lists them)"] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -239,40 +249,39 @@ class DeviceConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     host: Annotated[str, "address to bind"] = "127.0.0.1"
-    dp: Annotated[int, "engines behind this address, each with --hbm-bytes and all else of its own; a prompt "
-                  "goes where its KV is, else to one with little to do",
+    dp: Annotated[int, "data parallelism: engines at this address, each with memory of its own; a prompt goes to "
+                  "the engine that has its prefix cached, else to one with little to do",
                   Alias("--data-parallel-size", "--dp-size", "-dp")] = 1
     port: Annotated[int, "TCP port; 0 takes a free one and prints it"] = 8000
-    api_key: Annotated[str | None, "required from clients when set; others on this machine see "
-                       "it in the process list: prefer a file", Secret()] = field(
-                           default=None, repr=False)
-    api_key_file: Annotated[str | None, "file with one key a line"] = None
-    admin_key_file: Annotated[str | None, "beside API keys: file of those that may also read metrics and "
-                              "server_info, and flush; one a line"] = None
-    admin_api_key: Annotated[str | None, "the same as one key; others on this machine see it in the process "
-                             "list (default: one API key alone may do all that too)", Secret()] = field(
+    api_key: Annotated[str | None, "key that clients must send; other users of this machine see it in the "
+                       "process list: prefer a file", Secret()] = field(default=None, repr=False)
+    api_key_file: Annotated[str | None, "file with one API key per line"] = None
+    admin_key_file: Annotated[str | None, "file with keys, one per line, that may also read metrics and "
+                              "server_info, and flush the cache"] = None
+    admin_api_key: Annotated[str | None, "one admin key; other users of this machine see it in the process list "
+                             "(default: a single API key is an admin key too)", Secret()] = field(
                                  default=None, repr=False)
-    ssl_certfile: Annotated[str | None, "PEM file with the server's certificate: serve HTTPS; read again on "
+    ssl_certfile: Annotated[str | None, "PEM file with the server's certificate: serve HTTPS; reread on "
                             "SIGHUP"] = None
-    ssl_keyfile: Annotated[str | None, "PEM file with its key (default: in --ssl-certfile)"] = None
-    cors_origins: Annotated[tuple[str, ...], "origins whose pages may ask from a browser, e.g. "
-                            "https://chat.example.com; * is all of them"] = ()
-    clip_max_tokens: Annotated[bool, "a max_tokens that does not fit the context beside its prompt is "
-                               "clipped, and the usage has clipped_max_tokens; off: it is a 400"] = False
-    body_bytes_max: Annotated[int | None, "largest request body (default: 16 bytes for each token of the "
-                              "context, 4 MiB at least)", Bytes()] = None
-    router_dialect: Annotated[RouterDialect, "whose worker it is for a router in front, which sends a prompt "
-                              "to both ends of a pair; sglang: without GET /version, by whose answer smg "
-                              "takes a worker for vLLM's"] = "off"
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], "what is logged"] = "info"
-    log_format: Annotated[LogFormat, "of the log on stderr; text has times and levels where that is no "
-                          "terminal, json is an object a line"] = "text"
-    log_stats_interval: Annotated[float, "seconds between two status lines while requests run: running, "
-                                  "waiting, KV in use, tokens a second, prefix hits; 0: none",
+    ssl_keyfile: Annotated[str | None, "PEM file with the certificate's key (default: in --ssl-certfile)"] = None
+    cors_origins: Annotated[tuple[str, ...], "origins whose pages may send requests from a browser, e.g. "
+                            "https://chat.example.com; * allows all"] = ()
+    clip_max_tokens: Annotated[bool, "shorten a max_tokens that exceeds the context, and report it as "
+                               "clipped_max_tokens in usage; off: refuse it with a 400"] = False
+    body_bytes_max: Annotated[int | None, "largest request body (default: 16 bytes per token of the context, at "
+                              "least 4 MiB)", Bytes()] = None
+    router_dialect: Annotated[RouterDialect, "protocol of a router that sends each prompt to a prefill and a "
+                              "decode instance; sglang: no GET /version, by which smg would take this server "
+                              "for vLLM"] = "off"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], "least severe messages that are "
+                         "logged"] = "info"
+    log_format: Annotated[LogFormat, "format of the log on stderr: text (with time and level unless on a "
+                          "terminal), or json, one object per line"] = "text"
+    log_stats_interval: Annotated[float, "seconds between two status lines while requests run; 0 for none",
                                   Alias("--decode-log-interval")] = 10.0
-    access_log: Annotated[bool | None, "a log line for each HTTP request; also on with --log-level debug",
+    access_log: Annotated[bool | None, "log each HTTP request; on with --log-level debug",
                           Inverse("--disable-uvicorn-access-log")] = None
-    log_level_http: Annotated[HttpLogLevel | None, "of the HTTP server's own messages (default: warning)",
+    log_level_http: Annotated[HttpLogLevel | None, "log level of the HTTP server itself (default: warning)",
                               Alias("--uvicorn-log-level")] = None
     timeout_keep_alive: Annotated[int, "seconds that an idle connection stays open: longer than clients and "
                                   "proxies keep one, which else send a request into a closed one"] = 65
@@ -281,59 +290,45 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairConfig:
-    prefill: Annotated[int, "with --decode M: engines for prompts, on this machine too"] = 0
-    decode: Annotated[int, "with --prefill N: engines that decode, and answer"] = 0
-    disaggregation_mode: Annotated[PairMode | None, "be one end of a pair of engines: prefill computes "
-                                   "prompts, decode has the HTTP address and forwards them"] = None
-    pair_peer: Annotated[tuple[str, ...], "HOST:PORT, unix:PATH or unix:@NAME, where a prefill end listens; "
-                         "several, separated by commas: who has least to do computes a prompt"] = ()
-    pair_listen: Annotated[str | None, "HOST:PORT, unix:PATH or unix:@NAME, on which the prefill "
-                           "end listens"] = None
-    pair_key_file: Annotated[str | None, "file with the secret of both ends, 16 characters or more (default: "
-                             "$PENSTOCK_PAIR_KEY)"] = None
-    pair_tls: Annotated[bool, "TLS between the ends, on the one that connects; the other has a "
-                        "certificate"] = False
-    pair_tls_cert: Annotated[str | None, "PEM file with the certificate of the end that listens, and its "
-                             "key"] = None
-    pair_plaintext: Annotated[bool, "no TLS though the other end is on another machine: page bytes are then "
-                              "neither secret nor authenticated"] = False
+    prefill_replicas: Annotated[int, "prefill instances on this machine; needs --decode-replicas"] = 0
+    decode_replicas: Annotated[int, "decode instances on this machine, which answer requests; needs "
+                               "--prefill-replicas"] = 0
+    disaggregation_mode: Annotated[PairMode | None, "role of this engine: prefill computes prompts; decode has "
+                                   "the HTTP address and sends prompts to prefill instances"] = None
+    disaggregation_connect: Annotated[tuple[str, ...], "decode: addresses of prefill instances, HOST:PORT, "
+                                      "unix:PATH or unix:@NAME, separated by commas; the least busy one computes "
+                                      "a prompt"] = ()
+    disaggregation_listen: Annotated[str | None, "prefill: address to listen on for decode instances, HOST:PORT, "
+                                     "unix:PATH or unix:@NAME"] = None
     disaggregation_transfer_backend: Annotated[
-        TransferBackend, "how KV goes over: in the pair's own stream, or READ by the decode end, by NIXL or "
-        "Mooncake's transfer engine, which encrypt nothing; both ends say the same"] = "stream"
-    pair_fallback: Annotated[PairFallback, "without the prefill end: compute prompts here, or refuse with "
-                             "503"] = "compute"
-    pair_timeout_s: Annotated[float, "seconds that a request waits for the KV of its prompt before that is "
-                              "computed here"] = 300.0
-    pair_silence_s: Annotated[float, "seconds without a word after which the other end counts as gone"] = 10.0
-    pair_allow: Annotated[tuple[str, ...], "hosts to which a router may tell this decode end to connect, "
-                          "as it names them, separated by commas (default: any)"] = ()
-    pair_room_s: Annotated[float, "seconds that a prompt which a router sent to one end waits for the other "
-                           "one"] = 30.0
+        TransferBackend, "transfer of KV: stream uses the connection of both instances; nixl and mooncake read it "
+        "directly and encrypt nothing. Both instances need the same value"] = "stream"
+    disaggregation_fallback: Annotated[PairFallback, "decode, without a prefill instance: compute prompts itself, "
+                                       "or refuse them with 503"] = "compute"
+    disaggregation_timeout_s: Annotated[float, "decode: seconds to wait for the KV of a prompt before computing "
+                                        "it itself"] = 300.0
+    disaggregation_allow: Annotated[tuple[str, ...], "decode: hosts that a router may name as prefill instances, "
+                                    "separated by commas (default: any)"] = ()
+    disaggregation_bootstrap_timeout_s: Annotated[float, "seconds that a prompt from a router waits for the other "
+                                                  "instance"] = 30.0
 
     @property
     def num_peers(self) -> int:
-        """Engines of the other end that one end has a place for; 0 without another end."""
+        """Remote instances that this one has a place for; 0 without disaggregation."""
         if self.disaggregation_mode == "decode":
-            return len(self.pair_peer) or PREFILL_ENDS_MAX
-        return DECODE_ENDS_MAX if self.disaggregation_mode == "prefill" else 0
+            return len(self.disaggregation_connect) or PREFILL_INSTANCES_MAX
+        return DECODE_INSTANCES_MAX if self.disaggregation_mode == "prefill" else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodesConfig:
-    nnodes: Annotated[int | None, "machines over which the ranks of this engine go; all run the same command "
-                      "(default: 1, or $WORLD_SIZE of torchrun)"] = None
-    node_rank: Annotated[int | None, "which of them this is; 0 has the HTTP address (default: 0, or $RANK of "
-                         "torchrun)"] = None
-    dist_init_addr: Annotated[str | None, "HOST:PORT on which node 0 listens for the others, with a port "
-                              "more for each further engine (default: $MASTER_ADDR of torchrun, the port "
-                              "after $MASTER_PORT)"] = None
-    node_key_file: Annotated[str | None, "file with the secret of all nodes, 16 characters or more (default: "
-                             "$PENSTOCK_NODE_KEY)"] = None
-    node_tls_cert: Annotated[str | None, "TLS between nodes: PEM file with a certificate and its key, which "
-                             "node 0 reads"] = None
-    node_plaintext: Annotated[bool, "no TLS though nodes are on several machines: what they say, and sums of "
-                              "lanes on several of them, are then not secret"] = False
-    node_silence_s: Annotated[float, "seconds without a word after which a node counts as gone"] = 5.0
+    nnodes: Annotated[int | None, "machines that share the ranks of this engine; each runs the same command "
+                      "(default: 1, or torchrun's $WORLD_SIZE)"] = None
+    node_rank: Annotated[int | None, "number of this machine; machine 0 has the HTTP address (default: 0, or "
+                         "torchrun's $RANK)"] = None
+    dist_init_addr: Annotated[str | None, "HOST:PORT on which machine 0 listens for the others, and one port more "
+                              "for each further engine (default: torchrun's $MASTER_ADDR and the port after "
+                              "$MASTER_PORT)"] = None
 
     @property
     def num(self) -> int:
@@ -351,10 +346,47 @@ class NodesConfig:
         return replace(self, dist_init_addr=f"{host}:{int(port) + n}")
 
 
+RANK_SILENCE_S, NODE_SILENCE_S, INSTANCE_SILENCE_S = 6.0, 5.0, 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """What holds between all processes and machines of a deployment: secret, TLS, heartbeats."""
+
+    cluster_key_file: Annotated[str | None, "file with the secret of all nodes and instances, at least 16 "
+                                "characters (default: $PENSTOCK_CLUSTER_KEY)"] = None
+    cluster_tls: Annotated[bool, "TLS to the prefill instance, on the decode instance"] = False
+    cluster_tls_cert: Annotated[str | None, "TLS between machines: PEM file with a certificate and its key, on "
+                                "the prefill instance and on all nodes"] = None
+    cluster_insecure: Annotated[bool, "no TLS between machines: KV and messages are neither secret nor "
+                                "authenticated on the network"] = False
+    heartbeat_timeout_s: Annotated[float | None, "seconds without a heartbeat after which a rank, node or instance "
+                                   "counts as dead (default: 6 for ranks, 5 for nodes, 10 for instances)"] = None
+
+    @property
+    def rank_silence_s(self) -> float:
+        """Seconds; ranks send a heartbeat a second."""
+        return RANK_SILENCE_S if self.heartbeat_timeout_s is None else max(2.0, self.heartbeat_timeout_s)
+
+    @property
+    def node_silence_s(self) -> float:
+        return NODE_SILENCE_S if self.heartbeat_timeout_s is None else self.heartbeat_timeout_s
+
+    @property
+    def instance_silence_s(self) -> float:
+        return INSTANCE_SILENCE_S if self.heartbeat_timeout_s is None else self.heartbeat_timeout_s
+
+    @property
+    def is_given(self) -> bool:
+        """Whether secret or TLS are set: they are between engines or machines only."""
+        return any((self.cluster_key_file, self.cluster_tls, self.cluster_tls_cert, self.cluster_insecure))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DebugConfig:
-    check: Annotated[bool, "check every invariant after every step (slow)"] = False
-    event_log: Annotated[str | None, "file that receives core events, without prompts"] = None
+    debug_check: Annotated[bool, "check every invariant after every step (slow)"] = False
+    debug_event_log: Annotated[str | None, "file for the scheduler's events, without prompts, for "
+                               "`penstock sim --replay`"] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,6 +398,7 @@ class Config:
     server: ServerConfig = field(default_factory=ServerConfig)
     pair: PairConfig = field(default_factory=PairConfig)
     nodes: NodesConfig = field(default_factory=NodesConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
 
     @property
@@ -376,7 +409,8 @@ class Config:
     @property
     def num_engines(self) -> int:
         """Of this server, all of them on this machine."""
-        return self.server.dp if not self.pair.prefill else self.pair.prefill + self.pair.decode
+        pair = self.pair
+        return pair.prefill_replicas + pair.decode_replicas if pair.prefill_replicas else self.server.dp
 
     @property
     def ranks_here(self) -> int:
@@ -396,7 +430,8 @@ SERVE_ONLY = frozenset({
     "model.served_model_name", "schedule.max_waiting",
     *(f"server.{name}" for name in get_type_hints(ServerConfig)),
     *(f"pair.{name}" for name in get_type_hints(PairConfig)),
-    *(f"nodes.{name}" for name in get_type_hints(NodesConfig))})
+    *(f"nodes.{name}" for name in get_type_hints(NodesConfig)),
+    *(f"cluster.{name}" for name in get_type_hints(ClusterConfig) if name != "heartbeat_timeout_s")})
 
 # "section.field" of every Secret.
 SECRETS = frozenset(

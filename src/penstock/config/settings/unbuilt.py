@@ -78,7 +78,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
     _value("the choice of a GPU", "--base-gpu-id", neutral=("0",)),
     # The tiers and attention.
     _value("", "--disk-bytes", "--swap-space", neutral=("0", "0.0"),
-           instead="for copies in host memory use --dram-bytes SIZE, for files --kv-storage file:///DIR"),
+           instead="for copies in host memory use --kv-offloading-size SIZE, for files --kv-storage file:///DIR"),
     _value("", "--disk-path", neutral=_NONE,
            instead="pages are stored with --kv-storage file:///DIR, s3://BUCKET/PREFIX or valkey://HOST:PORT"),
     _value("", "--kv-offloading-backend", neutral=("native", *_NONE),
@@ -93,11 +93,11 @@ UNBUILT: tuple[Unbuilt, ...] = (
     _value("RDMA between the instances of a pair", "--disaggregation-ib-device", neutral=_NONE,
            instead="the KV of a pair goes over TCP: leave it out"),
     _value("", "--disaggregation-bootstrap-port", neutral=_NONE,
-           instead="the ends meet at one address: give the prefill end --pair-listen HOST:PORT and the "
-                   "decode end --pair-peer HOST:PORT"),
+           instead="the ends meet at one address: give the prefill end --disaggregation-listen HOST:PORT and the "
+                   "decode end --disaggregation-connect HOST:PORT"),
     _value("", "--kv-transfer-config", neutral=_NONE,
-           instead="for a pair give --disaggregation-mode prefill or decode, with --pair-listen or "
-                   "--pair-peer"),
+           instead="for a pair give --disaggregation-mode prefill or decode, with --disaggregation-listen or "
+                   "--disaggregation-connect"),
     _value("other settings of a pair", "--disaggregation-decode-*", "--disaggregation-prefill-*",
            "--disaggregation-ib-*", neutral=_NONE),
     _value("publishing KV events", "--kv-events-config", neutral=_NONE),
@@ -109,7 +109,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
            "--linear-attn-backend", neutral=("auto", *_NONE),
            instead="choose ours with --backends OP=NAME; `penstock doctor` lists them"),
     _value("", "--num-gpu-blocks-override", "--max-total-tokens",
-           instead="the pool is set in bytes, with --hbm-bytes SIZE"),
+           instead="the pool is set in bytes, with --kv-cache-memory-bytes SIZE"),
     _value("", "--swa-full-tokens-ratio", neutral=_NONE,
            instead="leave it out: all layers, with a window or without, take what they need of one pool"),
     _switch("", "--disable-hybrid-kv-cache-manager", "--disable-hybrid-swa-memory",
@@ -123,7 +123,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
     _value("", "--cache-type-k", "--cache-type-v", "-ctk", "-ctv",
            instead="the type of KV is chosen with --kv-cache-dtype"),
     _value("", "--cache-ram", "-cram", neutral=("0",),
-           instead="for copies in host memory use --dram-bytes SIZE"),
+           instead="for copies in host memory use --kv-offloading-size SIZE"),
     # Weights.
     _value("float16", "--dtype", neutral=("auto", "float32", "bfloat16", "gguf")),
     _value("", "--load-format", neutral=("auto", "safetensors", "gguf", "dummy"),
@@ -187,11 +187,11 @@ UNBUILT: tuple[Unbuilt, ...] = (
     _value("", "--schedule-conservativeness", neutral=("1", "1.0", *_NONE),
            instead="leave it out: a request is admitted with memory for its whole max_tokens"),
     _value("", "--max-num-partial-prefills", "--max-long-partial-prefills", neutral=("1",),
-           instead="leave it out: a step takes prompts in their order until its --step-tokens are full"),
+           instead="leave it out: a step takes prompts in their order until its --max-num-batched-tokens are full"),
     _value("", "--long-prefill-token-threshold", neutral=("0",),
-           instead="leave it out: a step takes prompts in their order until its --step-tokens are full"),
+           instead="leave it out: a step takes prompts in their order until its --max-num-batched-tokens are full"),
     _value("", "--max-prefill-tokens", "--ubatch-size", "-ub", "--max-prefill-bs", neutral=_NONE,
-           instead="the tokens of one step are set with --step-tokens N"),
+           instead="the tokens of one step are set with --max-num-batched-tokens N"),
     _value("", "--stream-interval", "--num-scheduler-steps", "--num-continuous-decode-steps",
            neutral=("1",), instead="leave it out: each token is sent when its step has ended"),
     _switch("torch.compile", "--enable-torch-compile"),

@@ -66,7 +66,7 @@ def choose_backends(config: Config, ops: Sequence[str],
 
 
 def _platform(config: Config) -> Platform:
-    limit(config.device.cpu_isa)
+    limit(config.device.debug_cpu_isa)
     return probe(config.device.device, cache_dir() / "kernels")
 
 

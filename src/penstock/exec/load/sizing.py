@@ -105,7 +105,7 @@ def _selected(model: Model, selection: Selection | None, kv: KVConfig,
                           "in: name fewer, or leave --sparse-top-k out")
     bounds = replace(full, name="bounds", layers=rest, unit=selection.unit, selector=True)
     groups = [replace(full, layers=rest),
-              _kept(bounds, kv.sparse_bounds_dtype, full.head_dim, "--sparse-bounds-dtype")]
+              _kept(bounds, kv.sparse_metadata_dtype, full.head_dim, "--sparse-metadata-dtype")]
     if dense:
         groups.append(replace(full, name="dense", layers=dense, resident=True))
     return (*groups, *windows)
@@ -137,7 +137,7 @@ def size_pools(config: Config, caches: Caches, max_position: int, free: int | Se
     Raises ConfigError when the pools do not fit into `free` or the context not into the pools.
     """
     kv = config.kv
-    hosts = bool(budget) and kv.sparse_kv != "off" and kv.host_tier is not False
+    hosts = bool(budget) and kv.host_decode != "off" and kv.host_tier is not False
     rooms = [Room(free, config.device.num_ranks, caches.host)] if isinstance(free, int) else free
     found = [(*(_memory(config, each, room, hosts) if gpu is None else
                 _gpu_memory(config, each, room, hosts, gpu)), each)
@@ -147,7 +147,7 @@ def size_pools(config: Config, caches: Caches, max_position: int, free: int | Se
     sizes = Sizes(core=CoreConfig(
         page_size=kv.page_size, rows=config.schedule.max_num_seqs, hbm_pages=caches.num_pages(hbm),
         dram_pages=caches.host_pages(dram), step_tokens=config.schedule.num_step_tokens,
-        max_len=max_position, overlap=config.schedule.overlap,
+        max_len=max_position, overlap=config.schedule.async_scheduling,
         last_tokens=LAST_TOKENS if gpu is not None and config.pair.disaggregation_mode == "prefill" else 0,
         wait_pages=WAIT_BYTES[gpu is not None] // caches.page_bytes if dram else 0,
         disk_pages=STORED_PAGES // caches.slabs.slab_pages[0] * caches.slabs.slab_pages[0]
@@ -177,8 +177,8 @@ def _memory(config: Config, caches: Caches, at: Room, hosts: bool) -> tuple[int,
     share = max(0, free // engines - workspace)
     hbm, dram = _split(kv, share, ranks, kv.host_tier or (hosts and kv.host_tier is None))
     part = f"1/{engines} of " if engines > 1 else ""
-    device = (f"--hbm-bytes {hbm}" if kv.hbm_bytes is not None else
-              f"--memory-fraction {kv.memory_fraction} of {part}the free memory, {hbm} bytes,")
+    device = (f"--kv-cache-memory-bytes {hbm}" if kv.kv_cache_memory_bytes is not None else
+              f"--gpu-memory-utilization {kv.gpu_memory_utilization} of {part}the free memory, {hbm} bytes,")
     host = _host_words(kv, dram)
     if hbm * ranks + dram > room:
         of_each = f" of each of {ranks} ranks" if ranks > 1 else ""
@@ -194,26 +194,26 @@ def _memory(config: Config, caches: Caches, at: Room, hosts: bool) -> tuple[int,
 def _gpu_memory(config: Config, caches: Caches, at: Room, hosts: bool,
                 gpu: DeviceMemory) -> tuple[int, int, str]:
     """As `_memory`, of a device with memory of its own, in which each stage takes the same for KV."""
-    kv, share, ranks, free = config.kv, config.kv.memory_fraction or 0.0, at.ranks, at.free
-    assert kv.hbm_bytes is not None or share, "an unresolved config"
+    kv, share, ranks, free = config.kv, config.kv.gpu_memory_utilization or 0.0, at.ranks, at.free
+    assert kv.kv_cache_memory_bytes is not None or share, "an unresolved config"
     most = (gpu.free - gpu.workspace) // gpu.ranks
     room = most - int((1 - share) * gpu.total) // gpu.ranks
     used = f"weights and what else is in use {show_size(gpu.total - gpu.free)}, " \
-           f"the largest step of --step-tokens {config.schedule.step_tokens} and --max-num-seqs " \
-           f"{config.schedule.max_num_seqs} {show_size(gpu.workspace)}"
-    hbm = room if kv.hbm_bytes is None else kv.hbm_bytes
-    device = (f"--hbm-bytes {hbm}" if kv.hbm_bytes is not None else
+           f"the largest step of --max-num-batched-tokens {config.schedule.max_num_batched_tokens} and " \
+           f"--max-num-seqs {config.schedule.max_num_seqs} {show_size(gpu.workspace)}"
+    hbm = room if kv.kv_cache_memory_bytes is None else kv.kv_cache_memory_bytes
+    device = (f"--kv-cache-memory-bytes {hbm}" if kv.kv_cache_memory_bytes is not None else
               f"--gpu-memory-utilization {share} leaves {max(0, hbm)} bytes for KV, which")
     if hbm > most or hbm < caches.bytes_for(1):
         of_each = f" for each of {gpu.ranks} ranks" if gpu.ranks > 1 else ""
         raise ConfigError(
             f"{device} does not fit{of_each}: one page of {kv.page_size} tokens is {caches.bytes_for(1)} "
             f"bytes, and of {show_size(gpu.total)} {used}: at most {max(0, most)} bytes are left; lower "
-            "--step-tokens or --max-num-seqs, or "
+            "--max-num-batched-tokens or --max-num-seqs, or "
             f"{'give at most that' if hbm > most else 'raise what KV may take'}")
     room = max(0, free - WORKSPACE_BYTES)
-    dram = (int(hbm * ranks * kv.dram_ratio) if kv.dram_ratio is not None else
-            kv.dram_bytes if kv.dram_bytes is not None else
+    dram = (int(hbm * ranks * kv.host_ratio) if kv.host_ratio is not None else
+            kv.host_bytes if kv.host_bytes is not None else
             max(0, free // config.num_engines - WORKSPACE_BYTES) // 2
             if kv.host_tier or (hosts and kv.host_tier is None) else 0)
     host = _host_words(kv, dram)
@@ -226,8 +226,8 @@ def _gpu_memory(config: Config, caches: Caches, at: Room, hosts: bool,
 
 
 def _host_words(kv: KVConfig, dram: int) -> str:
-    return (f"--dram-ratio {kv.dram_ratio} times that, {dram} bytes," if kv.dram_ratio is not None else
-            f"--dram-bytes {dram}" if kv.dram_bytes is not None else
+    return (f"--kv-offloading-size {kv.kv_offloading_size}, {dram} bytes," if kv.host_ratio is not None else
+            f"--kv-offloading-size {dram}B" if kv.host_bytes is not None else
             f"half of what that leaves free, {dram} bytes for the host tier,")
 
 
@@ -240,7 +240,7 @@ def _check_a_page(kv: KVConfig, caches: Caches, hbm: int, dram: int, hosts: bool
                           f"are {least} bytes; raise --hbm-bytes or lower --page-size"
                           f"{'' if kv.hbm_bytes else probe().limit}")
     least = len(caches.host.slab_pages) * caches.host.slab_bytes
-    if dram < least and (dram or kv.host_tier or (hosts and kv.dram_bytes is None)):
+    if dram < least and (dram or kv.host_tier or (hosts and kv.host_bytes is None)):
         raise ConfigError(f"{host} is less than one page: "
                           f"{kv.page_size} tokens of this model are {least} bytes; 0 turns the "
                           "host tier off")
@@ -248,14 +248,14 @@ def _check_a_page(kv: KVConfig, caches: Caches, hbm: int, dram: int, hosts: bool
 
 def _split(kv: KVConfig, room: int, ranks: int, host_tier: bool) -> tuple[int, int]:
     """Bytes of each rank's device pool and of the host pool. On a CPU all are of the same memory, `room`."""
-    hbm, share = kv.hbm_bytes, kv.memory_fraction or 0.0
+    hbm, share = kv.kv_cache_memory_bytes, kv.gpu_memory_utilization or 0.0
     assert hbm is not None or share, "an unresolved config"
-    if kv.dram_ratio is not None:
+    if kv.host_ratio is not None:
         if hbm is None:
-            hbm = int(room * share / (1 + share * kv.dram_ratio)) // ranks
-        dram = int(hbm * ranks * kv.dram_ratio)
-    elif kv.dram_bytes is not None:
-        dram = kv.dram_bytes
+            hbm = int(room * share / (1 + share * kv.host_ratio)) // ranks
+        dram = int(hbm * ranks * kv.host_ratio)
+    elif kv.host_bytes is not None:
+        dram = kv.host_bytes
     else:
         dram = max(0, room - (hbm or 0) * ranks) // 2 if host_tier else 0
     return int(max(0, room - dram) * share) // ranks if hbm is None else hbm, dram
@@ -268,7 +268,7 @@ def _hosting(config: Config, caches: Caches, core: CoreConfig, hbm: int, budget:
     most = largest_hot(kv, budget, core.draft_tokens, core.max_len)
     tokens = min(budget + size, most)
     hot, largest = -(-tokens // size), -(-most // size)
-    core = replace(core, hot_pages=hot, hot_pages_max=largest, always_hosted=kv.sparse_kv == "always",
+    core = replace(core, hot_pages=hot, hot_pages_max=largest, always_hosted=kv.host_decode == "always",
                    budget=budget)
 
     def tables(nbytes: int) -> int:
@@ -284,16 +284,15 @@ def _hosting(config: Config, caches: Caches, core: CoreConfig, hbm: int, budget:
         raise ConfigError(
             f"{device} is too little for one hot buffer: {hot} pages of {size} tokens for "
             f"{tokens} tokens, and a slab of each group that stays on the device, are {show_size(least)}, "
-            f"tables {show_size(need - least)}; raise --hbm-bytes to at least {need}, or lower "
+            f"tables {show_size(need - least)}; raise --kv-cache-memory-bytes to at least {need}, or lower "
             "--hot-buffer-tokens or --sparse-top-k")
     taken = tables(hbm)
     core = replace(core, hbm_pages=caches.num_pages(hbm - taken))
     if core.dram_pages < hot:
-        instead = " in place of --dram-ratio" if kv.dram_ratio is not None else ""
         raise ConfigError(
             f"the host tier of {core.dram_pages} pages holds {core.dram_pages * size} tokens, less than "
-            f"one hot buffer of {hot * size}: set --dram-bytes{instead} to at least "
-            f"{caches.host_bytes_for(hot)}, or to 0 for none")
+            f"one hot buffer of {hot * size}: set --kv-offloading-size to at least "
+            f"{caches.host_bytes_for(hot)}B, or to 0 for none")
     return Sizes(core=core, table_bytes=taken)
 
 
@@ -345,7 +344,7 @@ def _max_len(config: Config, caches: Caches, core: CoreConfig) -> int:
                  f"with {core.hot_pages} pages of hot buffer, {core.hbm_pages} device pages and "
                  f"{core.dram_pages} host pages of {size} tokens")
         raise ConfigError(
-            f"--max-model-len {asked}: {where}, {held} in all; set --hbm-bytes to at least "
+            f"--max-model-len {asked}: {where}, {held} in all; set --kv-cache-memory-bytes to at least "
             f"{caches.bytes_for(pages) + tables}, or --max-model-len to at most {held}")
     return asked
 

@@ -88,7 +88,7 @@ class Agent:
 
     def _come(self) -> NodeLink:
         """Node 0 may start later than this one. Raises ConnectionError when nobody waits for it any more."""
-        until, told = time.monotonic() + self._config.device.rank_timeout_s, ""
+        until, told = time.monotonic() + self._config.device.step_timeout_s, ""
         while True:
             if not self._wanted():
                 raise ConnectionError("no engine is left")
@@ -102,7 +102,7 @@ class Agent:
                 self._log(why)
                 told = why
             if time.monotonic() > until:
-                raise ConfigError(f"{why}; nothing better in {self._config.device.rank_timeout_s:g} s: start "
+                raise ConfigError(f"{why}; nothing better in {self._config.device.step_timeout_s:g} s: start "
                                   "node 0, and give the same --dist-init-addr and key")
             time.sleep(DIAL_S)
 
@@ -112,7 +112,7 @@ class Agent:
             link.say(nodes.Join(version(), self._config.nodes.rank, to_plain(self._config),
                                 nodes.weights_of(self._config), threads, link.host,
                                 len(gpus_here(self._config, self._engine))))
-            link.patient(self._config.device.rank_timeout_s)        # until the others have come
+            link.patient(self._config.device.step_timeout_s)        # until the others have come
             answer = link.next()
         except ConnectionError as e:
             raise ConfigError(f"node 0 at {self._settings.address} did not take this one: {e}; is "

@@ -176,8 +176,8 @@ class Crew:
         self._wake, self._news_at = wake, 0.0
         self.news: SimpleQueue[None] = SimpleQueue()
         self.vocab_size = 0                         # known before the first request
-        self.timeout_s = config.device.rank_timeout_s
-        self._watch = Watch(config.device.num_ranks, config.device.rank_silence_s, self.timeout_s)
+        self.timeout_s = config.device.step_timeout_s
+        self._watch = Watch(config.device.num_ranks, config.cluster.rank_silence_s, self.timeout_s)
         self._watched = False
         self._closed = threading.Event()
         self._encoded: tuple[StepPlan | None, bytes] = None, b""

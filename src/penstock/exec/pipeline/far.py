@@ -233,7 +233,7 @@ class Nodes:
         settings = nodes.settings_of(config)
         self._config, self._ranges, self._weights = config, ranges, nodes.weights_of(config)
         self.all: list[Node] = []
-        until, missing = time.monotonic() + config.device.rank_timeout_s, set(range(1, len(ranges)))
+        until, missing = time.monotonic() + config.device.step_timeout_s, set(range(1, len(ranges)))
         with listen(settings) as server, contextlib.closing(Callers(server, settings, log)) as callers:
             log(f"nodes: waiting at {settings.address} for {len(missing)} of {len(ranges)}")
             while missing:
@@ -245,7 +245,7 @@ class Nodes:
                     absent = ", ".join(map(str, sorted(missing)))
                     raise ConfigError(
                         f"--nnodes {len(ranges)}: {len(ranges) - len(missing)} have come to "
-                        f"{settings.address} in {config.device.rank_timeout_s:g} s, not {absent}: start each "
+                        f"{settings.address} in {config.device.step_timeout_s:g} s, not {absent}: start each "
                         "with its --node-rank") from None
                 except ConfigError:
                     self.close()
@@ -294,7 +294,7 @@ class Nodes:
                     self.of(rank).link.data(rank * 4 + slot, body)
 
         for node in self.all:
-            node.start(nodes.Start(to_plain(node.settings), num_layers), carry, device.rank_timeout_s)
+            node.start(nodes.Start(to_plain(node.settings), num_layers), carry, device.step_timeout_s)
         for (rank, slot), sock in local.outside.items():
             to, end = other[rank, slot]
             threading.Thread(target=nodes.pump, args=(sock, self.of(to).link, to * 4 + end), daemon=True,

@@ -158,14 +158,14 @@ SAYS = Kinds(f"node protocol version {VERSION}", (
 
 def settings_of(config: Config) -> LinkSettings:
     """How nodes reach each other. Raises ConfigError: the key, or the certificate of node 0."""
-    nodes = config.nodes
-    listens = nodes.rank == 0
-    if listens and nodes.node_tls_cert is not None:
-        read_certificate(nodes.node_tls_cert, "--node-tls-cert")
+    nodes, cluster = config.nodes, config.cluster
+    listens, certificate = nodes.rank == 0, cluster.cluster_tls_cert
+    if listens and certificate is not None:
+        read_certificate(certificate)
     assert nodes.dist_init_addr is not None, "refused"
-    return LinkSettings(role="node", address=nodes.dist_init_addr, listens=listens, key=node_key(nodes),
-                        tls=nodes.node_tls_cert is not None, tls_cert=nodes.node_tls_cert or "",
-                        plaintext=nodes.node_plaintext, silence_s=nodes.node_silence_s)
+    return LinkSettings(role="node", address=nodes.dist_init_addr, listens=listens, key=node_key(cluster),
+                        tls=certificate is not None, tls_cert=certificate or "",
+                        plaintext=cluster.cluster_insecure, silence_s=cluster.node_silence_s)
 
 
 def weights_of(config: Config) -> str:

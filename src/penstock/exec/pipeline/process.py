@@ -126,7 +126,7 @@ class Process:
         node = next(ranks for ranks in nodes_of(config) if begin.index in ranks)
         torch.set_num_threads(1)
         _, _, _, before, after, tokens = self._fds
-        timeout_s = LANE_SHARE * config.device.rank_timeout_s
+        timeout_s = LANE_SHARE * config.device.step_timeout_s
         lanes = (None if stage.lane.size == 1 else
                  NcclLanes(self._meeting, stage.lane, timeout_s, begin.host, self._log) if begin.alone else
                  GlooLanes(self._meeting, stage.lane, timeout_s, begin.host, self._waits))
@@ -337,7 +337,7 @@ def main(argv: list[str]) -> NoReturn:
         print(e, file=sys.stderr, flush=True)
         process.send(wire.Refused(
             "a stage, its KV and its largest step do not fit into what is left of the GPU's memory: lower "
-            "--gpu-memory-utilization, --step-tokens or --max-num-seqs"))
+            "--gpu-memory-utilization, --max-num-batched-tokens or --max-num-seqs"))
         os._exit(EXIT_CONFIG)
     except ConnectionError:
         threading.Event().wait()        # a neighbour is gone: the front hears of it, and goes itself

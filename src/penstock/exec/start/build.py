@@ -135,9 +135,9 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
         if core_config.hot_pages and host < context:
             log(f"warning: the host tier holds {host} tokens and the context is {context}: requests whose "
                 "max_tokens makes them longer than the host tier stay on the device; give fewer, or set "
-                f"--dram-bytes to at least {caches.host_bytes_for(-(-context // core_config.page_size))}")
+                f"--kv-offloading-size to at least {caches.host_bytes_for(-(-context // core_config.page_size))}")
     if core_config.step_tokens < core_config.rows:
-        log(f"warning: --step-tokens {core_config.step_tokens} is below --max-num-seqs "
+        log(f"warning: --max-num-batched-tokens {core_config.step_tokens} is below --max-num-seqs "
             f"{core_config.rows}: the youngest requests wait while older ones decode")
     return Built(executor=parts.front, core_config=core_config, vocab_size=model.vocab_size, info=info,
                  max_model_len=core_config.max_len, selection=selection, wakes=wakes, pages=parts.pages,
@@ -242,10 +242,10 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
         raise ConfigError(
             f"{show_size(caches.nbytes(core.hbm_pages))} for KV and decode steps of --max-num-seqs "
             f"{core.rows} do not fit into what is left of the GPU's memory by now: lower "
-            "--gpu-memory-utilization, or --hbm-bytes if it was given; another process may have taken "
+            "--gpu-memory-utilization, or --kv-cache-memory-bytes if it was given; another process may have taken "
             "some") from None
     except NotPinned as why:
-        raise ConfigError(f"{why}: give less with --dram-bytes, or 0 for no host tier") from None
+        raise ConfigError(f"{why}: give less with --kv-offloading-size, or 0 for no host tier") from None
     compiles.serve()
     return _Parts(front=Front([rank], page_size=core.page_size), loaded=loaded, caches=caches, sizes=sizes,
                   selection=selection, threads=threads, info=info, pages=PoolPages([[*hbm, *dram]]),
@@ -277,7 +277,7 @@ def _check_gpu() -> None:
 def _with_step(config: Config, loaded: Loaded) -> Config:
     """With tokens of a step, where a GPU's were not given. Many keep it busy; where launching a layer takes
     longer than its arithmetic over them, no more than a captured step has."""
-    if config.schedule.step_tokens is not None:
+    if config.schedule.max_num_batched_tokens is not None:
         return config
     layers = loaded.model.stage.end - loaded.model.stage.first
     small = config.device.num_ranks == 1 and loaded.bytes < layers * SMALL_LAYER_BYTES
@@ -285,7 +285,7 @@ def _with_step(config: Config, loaded: Loaded) -> Config:
     small |= config.device.device == "cuda" and bool(loaded.model.attention.latent_dim) and (
         loaded.dtype == torch.float32)
     return replace(config, schedule=replace(config.schedule,
-                                            step_tokens=mixed.TOKENS[-1] if small else STEP_TOKENS))
+                                            max_num_batched_tokens=mixed.TOKENS[-1] if small else STEP_TOKENS))
 
 
 def _longest(config: Config, caches: Caches, max_position: int) -> int:
@@ -309,7 +309,7 @@ def _measure(config: Config, loaded: Loaded, selection: Selection | None, captur
                             width=1 + schedule.num_drafts, drafter=drafter_of(config))
     except torch.OutOfMemoryError:
         raise ConfigError(
-            f"the largest step of --step-tokens {schedule.step_tokens} and --max-num-seqs "
+            f"the largest step of --max-num-batched-tokens {schedule.max_num_batched_tokens} and --max-num-seqs "
             f"{schedule.max_num_seqs} does not fit into the {show_size(free)} of the GPU's memory that are "
             "free with the weights loaded: lower them") from None
     return gpu, _tell_gpu(gpu, log)
@@ -418,7 +418,7 @@ def _sparse_info(selection: Selection | None, caches: Caches, sizes: Sizes) -> I
         return {}
     layout, bounds = caches.layouts[:2]
     return {
-        "sparse_top_k": selection.budget, "sparse_unit": selection.unit,
+        "sparse_top_k": selection.budget, "sparse_block_size": selection.unit,
         "selector_bytes_per_token": bounds.page_bytes // bounds.page_size,
         "hot_buffer_tokens": sizes.core.hot_pages * sizes.core.page_size,
         "hot_buffer_bytes": sizes.core.hot_pages * layout.page_bytes,

@@ -85,7 +85,7 @@ def take_each_kind(front: Front, core: CoreConfig, step_tokens: int, budget: int
 
 
 def _of_pages(front: Front, core: CoreConfig, step_tokens: int, budget: int, host: bool, before: int) -> int:
-    greedy = SamplingParams(temperature=0.0, top_k_tokens=budget)
+    greedy = SamplingParams(temperature=0.0, sparse_top_k=budget)
     drawn = msgspec.structs.replace(greedy, temperature=0.8, top_p=0.9, top_k=20, seed=1)
     longest = core.max_len - DECODED
     beside, chunks = min(BESIDE, longest), [min(step_tokens, longest)]

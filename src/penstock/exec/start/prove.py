@@ -49,7 +49,7 @@ def prove_front(front: Front, core: CoreConfig, max_position: int, selector: Sel
     size, hosted = core.page_size, core.hot_pages > 0
     budget = selector.least if hosted and selector is not None else 0
     rid, prompt = RequestId(0), (0,) * min(size, max_position)
-    front.open(rid, prompt, SamplingParams(temperature=0.0, top_k_tokens=budget))
+    front.open(rid, prompt, SamplingParams(temperature=0.0, sparse_top_k=budget))
     first = StepPlan(
         step=StepId(1), rows=(Row(0),), rids=(rid,), start=(0,), count=(len(prompt),), samples=(True,),
         tokens=prompt, grows=(), moves=(), binds=(_bind(rid, core),))

@@ -43,7 +43,7 @@ class Rehearsal:
                  log: Callable[[str], object]) -> None:
         """longest: tokens of a context, of these caches and a model's most; step_tokens: if none are given"""
         self._config, self._longest, self._log = config, longest, log
-        self._step_tokens = config.schedule.step_tokens or step_tokens
+        self._step_tokens = config.schedule.max_num_batched_tokens or step_tokens
         self._done: Future[None] | None = None
 
     def begin(self, sketch: Sketch) -> None:
@@ -92,7 +92,7 @@ class Rehearsal:
             caches = caches_of(groups, kv.page_size, sketch.dtype)
             longest = self._longest(caches, model.max_position)
             budget, hot = 0 if selection is None else selection.budget, 0
-            if budget and kv.sparse_kv != "off" and kv.host_tier is not False and kv.dram_bytes != 0:
+            if budget and kv.host_decode != "off" and kv.host_tier is not False:
                 hot = largest_hot(kv, budget, schedule.num_drafts, longest) // kv.page_size
             parts, core = parts_of(model, sketch.backends, selection, hot, groups), one_page(
                 caches, rows, longest, hot)

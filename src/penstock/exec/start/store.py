@@ -56,8 +56,8 @@ def open_storage(kv: KVConfig, identity: Mapping[str, str], caches: Caches, pool
     fingerprint = hashlib.blake2b(text.encode(), digest_size=16).digest()
     secret = secret_of(url, kv.kv_storage_key, readonly=readonly)
     store = _open(kv, url, fingerprint.hex(), [layout.page_bytes for layout in caches.layouts], words, log)
-    if kv.dram_bytes is None and kv.dram_ratio is None:
-        log("storage: its pages go through a host tier, which takes half of what is free: see --dram-bytes")
+    if kv.kv_offloading_size == "auto":
+        log("storage: its pages go through a host tier, which takes half of what is free: see --kv-offloading-size")
     if url.folder is None and kv.kv_storage_key is None:
         log(f"storage: engines of other users and machines find nothing of this one without the same "
             f"--kv-storage-key; it is {default_key()} here")

@@ -80,7 +80,7 @@ def _backends(config: Config | None, device: str) -> Iterator[Finding]:
     from penstock.kernels.registry import choose
 
     named = dict(b.split("=") for b in config.device.backends) if config else {}
-    limit(config.device.cpu_isa if config else "native")
+    limit(config.device.debug_cpu_isa if config else "native")
     try:
         with announced(_to_stderr, after_s=0):
             choices = choose(probe_torch(device, cache_dir() / "kernels"), named)

@@ -123,7 +123,7 @@ def _run(name: str, command: Command, words: list[str]) -> int:
         if command.model == "needed" or getattr(args, "model", None):
             raw = config_from(args)
             config = resolve(of_torchrun(raw) if command.serves else raw, probe())
-            limit_libraries(config.device.cpu_isa)
+            limit_libraries(config.device.debug_cpu_isa)
             if args.print_config:
                 print("\n".join(lines(config, without=without)))
                 return 0

@@ -130,7 +130,7 @@ def _refused(spec: Spec, **options: object) -> bool:
     facts = ModelFacts(name="NAME", load_format="safetensors", layers=spec.num_layers,
                        kv_heads="paged_attention" in spec.attention.ops, **registry.numbers_of(spec))
     try:
-        check_model(from_options("NAME", {"sparse_kv": "off", **options}), facts)
+        check_model(from_options("NAME", {"host_decode": "off", **options}), facts)
     except ConfigError:
         return True
     return False

@@ -206,7 +206,7 @@ class EngineClient:
         top = self.ready.selection
         selection = None if top is None else top.of(params, len(prompt), max_new)
         if top is not None:
-            params = replace(params, top_k_tokens=0 if selection is None else selection.budget)
+            params = replace(params, sparse_top_k=0 if selection is None else selection.budget)
         stop_ids = sorted({*(() if params.ignore_eos else eos_ids), *params.stop_token_ids})
         streams: list[Stream] = []
         tokens = list(prompt)
@@ -379,7 +379,7 @@ def checked_limits(ready: wire.Ready, prompt: Sequence[int], params: SamplingPar
 
     Raises RequestError for anything that the engine would refuse: sampling values, an empty prompt,
     token ids outside the vocabulary, a prompt that leaves no room for one output token, min_tokens
-    where every token would stop, top_k_tokens that the server does not give, more tokens without a selection
+    where every token would stop, sparse_top_k that the server does not give, more tokens without a selection
     than the device pool holds.
     """
     params.checked()
@@ -411,9 +411,9 @@ def checked_limits(ready: wire.Ready, prompt: Sequence[int], params: SamplingPar
     if ready.selection is not None:
         if ready.selection.of(params, len(prompt), max_new) is None:
             max_new = _dense_limit(ready, len(prompt), params.max_tokens, max_new)
-    elif params.top_k_tokens:
-        raise RequestError(f"top_k_tokens is {params.top_k_tokens}: this server reads all KV; start it with "
-                           "--sparse-top-k N, or ask for 0", "top_k_tokens")
+    elif params.sparse_top_k:
+        raise RequestError(f"sparse_top_k is {params.sparse_top_k}: this server reads all KV; start it with "
+                           "--sparse-top-k N, or ask for 0", "sparse_top_k")
     stop_ids = {*(() if params.ignore_eos else eos_ids), *params.stop_token_ids}
     if params.min_tokens and len(stop_ids) >= vocab:
         raise RequestError(f"min_tokens is {params.min_tokens}: every token id is a stop id, so none "
@@ -432,7 +432,7 @@ def _dense_limit(ready: wire.Ready, prompt: int, asked: int | None, max_new: int
             f"This model's maximum context length is {ready.dense_len} tokens for a request that reads all "
             f"of its KV: the device pool holds no more. However, the prompt has {prompt} tokens"
             f"{f' and max_tokens is {new}' if new else ''}: reduce the length of the messages or of the "
-            "prompt. A request that selects, with top_k_tokens of at most "
+            "prompt. A request that selects, with sparse_top_k of at most "
             f"{ready.selection.budget}, may have {ready.max_model_len} tokens ({CONTEXT_EXCEEDED})",
             "max_tokens" if new else "prompt", CONTEXT_EXCEEDED, (prompt, new, ready.dense_len))
     return min(room, max_new)

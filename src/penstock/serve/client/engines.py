@@ -211,7 +211,7 @@ def environment(config: Config, n: int) -> dict[str, str] | None:
 def _numbered(config: Config, n: int) -> Config:
     """Of the engine with this number: what each writes to is its own."""
     config = replace(config, nodes=config.nodes.of_engine(n))
-    log = config.debug.event_log
+    log = config.debug.debug_event_log
     if log is None or config.server.dp == 1:
         return config
-    return replace(config, debug=replace(config.debug, event_log=f"{log}.{n}"))
+    return replace(config, debug=replace(config.debug, debug_event_log=f"{log}.{n}"))

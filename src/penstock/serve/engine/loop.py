@@ -328,16 +328,16 @@ class EngineLoop:
         return None
 
     def _selection_refusal(self, m: Submit) -> str | None:
-        top, budget = self._selection, m.params.top_k_tokens or 0
+        top, budget = self._selection, m.params.sparse_top_k or 0
         if not m.selects:
             if top is not None and top.native:
                 return "selects: every request of this model does"
             odd = budget or m.attention
-            return "top_k_tokens or attention of a request that reads all KV" if odd else None
+            return "sparse_top_k or attention of a request that reads all KV" if odd else None
         if top is None:
             return "selects: this engine has no selector"
         if not top.least <= budget <= top.budget or budget % top.unit:
-            return f"top_k_tokens: {top.least} to {top.budget}, in units of {top.unit}"
+            return f"sparse_top_k: {top.least} to {top.budget}, in units of {top.unit}"
         if m.attention != attention_identity(top.within(budget)):
             return "attention: not the identity of what this request selects"
         return None

@@ -156,7 +156,7 @@ def hello(link: Link) -> Config:
 
 def build(config: Config, event_log: EventLog) -> Engine:
     """Load the model and put the loop together. Raises ConfigError."""
-    limit_libraries(config.device.cpu_isa)
+    limit_libraries(config.device.debug_cpu_isa)
     # Imported here: torch takes seconds, reads its limits then, and Hello must be checked before.
     from penstock.core.core import Core
     from penstock.core.policy.capacity import largest
@@ -178,10 +178,10 @@ def build(config: Config, event_log: EventLog) -> Engine:
     info = built.info if peers is None else built.info | {"pair_address": peers.address}
     loop = EngineLoop(Core(built.core_config), built.executor, vocab_size=built.vocab_size,
                       max_model_len=built.max_model_len, selection=built.selection,
-                      event_log=event_log, check=config.debug.check, peers=peers,
+                      event_log=event_log, check=config.debug.debug_check, peers=peers,
                       storing=None if storage is None else Storing(storage, config.kv.kv_storage_policy),
-                      deadlines_s={Phase.RECEIVING.value: config.pair.pair_timeout_s},
-                      room_s=config.pair.pair_room_s if config.is_routed
+                      deadlines_s={Phase.RECEIVING.value: config.pair.disaggregation_timeout_s},
+                      room_s=config.pair.disaggregation_bootstrap_timeout_s if config.is_routed
                       and config.pair.disaggregation_mode == "prefill" else None)
     ready = wire.Ready(pid=os.getpid(), vocab_size=built.vocab_size, max_model_len=built.max_model_len,
                        info=info, selection=built.selection,
@@ -206,7 +206,7 @@ def main(argv: list[str]) -> NoReturn:
         config = hello(link)
         if limit := address_limit():
             log(f"warning: {limit}: the KV is sized by that, not by the machine's memory")
-        event_log = EventLog(config.debug.event_log)
+        event_log = EventLog(config.debug.debug_event_log)
         engine = build(config, event_log)
     except ConfigError as e:
         link.send(wire.Failed(str(e)))

@@ -27,18 +27,20 @@ def links_of(config: Config) -> list[LinkSettings]:
 
     Raises ConfigError: the key, the address or the certificate, or a transport that is not installed.
     """
-    pair = config.pair
+    pair, cluster = config.pair, config.cluster
     if pair.disaggregation_mode is None:
         return []
     opener(pair.disaggregation_transfer_backend)
     listens = pair.disaggregation_mode == "prefill"
-    key = pair_key(pair)
+    key, certificate = pair_key(cluster), cluster.cluster_tls_cert or ""
+    # Instances that one command has started on this machine need none.
+    tls = not pair.prefill_replicas and (cluster.cluster_tls or (listens and bool(certificate)))
     links = [LinkSettings(
         role=pair.disaggregation_mode, address=address, listens=listens, key=key,
-        tls=pair.pair_tls or pair.pair_tls_cert is not None, tls_cert=pair.pair_tls_cert or "",
-        plaintext=pair.pair_plaintext, silence_s=pair.pair_silence_s)
-        for address in ([pair.pair_listen or ""] * pair.num_peers if listens else
-                        pair.pair_peer or [""] * pair.num_peers)]
+        tls=tls, tls_cert=certificate if tls else "", plaintext=cluster.cluster_insecure,
+        silence_s=cluster.instance_silence_s)
+        for address in ([pair.disaggregation_listen or ""] * pair.num_peers if listens else
+                        pair.disaggregation_connect or [""] * pair.num_peers)]
     for settings in links:
         settings.check()
         if settings.tls and listens:
@@ -64,8 +66,9 @@ def open_peers(config: Config, built: Built) -> Peers | None:
         if link.address:
             link.start()
     return Peers(*(Peer(link, config.pair.disaggregation_mode or "", link.address, id=PeerId(n),
-                        refuses=config.pair.pair_fallback == "refuse") for n, link in enumerate(links)),
-                 routed=not listens and not config.pair.pair_peer, allowed=config.pair.pair_allow)
+                        refuses=config.pair.disaggregation_fallback == "refuse") for n, link in enumerate(links)),
+                 routed=not listens and not config.pair.disaggregation_connect,
+                 allowed=config.pair.disaggregation_allow)
 
 
 def facts_of(role: str, built: Built, backend: str = "stream") -> Facts:

@@ -104,7 +104,7 @@ class EventLog:
             try:
                 self._file = open(path, "a", encoding="utf-8")
             except OSError as e:
-                raise ConfigError(f"--event-log {path}: {e.strerror}") from e
+                raise ConfigError(f"--debug-event-log {path}: {e.strerror}") from e
 
     def add(self, what: Event | StepPlan) -> None:
         if self._file is None:

@@ -134,4 +134,4 @@ def alike(one: Submit, other: Submit) -> bool:
 
 def _choosing(params: SamplingParams) -> SamplingParams:
     """Without what differs between the ends: one of them may be asked for a single token."""
-    return msgspec.structs.replace(params, max_tokens=None, top_k_tokens=None, priority=0)
+    return msgspec.structs.replace(params, max_tokens=None, sparse_top_k=None, priority=0)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from penstock.config.settings.pairkey import node_key
 from penstock.config.settings.tree import Config, PairConfig
 from penstock.serve.client.engines import Engines, environment
 from penstock.serve.client.kept import Kept
@@ -21,25 +22,25 @@ JOIN_S = 10.0                       # for the ends to find each other, before th
 
 
 class PairHere:
-    """`--prefill N --decode M`. Everything on one asyncio loop."""
+    """`--prefill-replicas N --decode-replicas M`. Everything on one asyncio loop."""
 
     def __init__(self, config: Config, log: Callable[[str], None]) -> None:
         """log: takes a line at a time."""
         # The engines get the secret by descriptor, so that nothing is left behind however all of them end.
         key = os.memfd_create("penstock-pair-key")
         os.fchmod(key, 0o600)
-        os.write(key, secrets.token_hex(32).encode())
+        os.write(key, node_key(config.cluster) if config.nodes.num > 1 else secrets.token_hex(32).encode())
         self.fds: tuple[int, ...] = (key,)
-        addresses = tuple(f"unix:@penstock-pair-{secrets.token_hex(16)}" for _ in range(config.pair.prefill))
-        self.decode = _end(config, key, disaggregation_mode="decode", pair_peer=addresses,
-                           pair_fallback=config.pair.pair_fallback)
+        addresses = tuple(f"unix:@penstock-pair-{secrets.token_hex(16)}" for _ in range(config.pair.prefill_replicas))
+        self.decode = _end(config, key, disaggregation_mode="decode", disaggregation_connect=addresses,
+                           disaggregation_fallback=config.pair.disaggregation_fallback)
         self.prefill = []
         for n, address in enumerate(addresses):
-            end = _end(config, key, disaggregation_mode="prefill", pair_listen=address)
-            end = replace(end, nodes=config.nodes.of_engine(config.pair.decode + n))
+            end = _end(config, key, disaggregation_mode="prefill", disaggregation_listen=address)
+            end = replace(end, nodes=config.nodes.of_engine(config.pair.decode_replicas + n))
             name = f"prefill {n}" if len(addresses) > 1 else "prefill"
             self.prefill.append(Kept(end, name, log, fds=self.fds,
-                                     env=environment(config, config.pair.decode + n)))
+                                     env=environment(config, config.pair.decode_replicas + n)))
 
     async def joined(self, decode: Engines) -> None:
         """Until `decode` has found them, or that takes too long."""
@@ -57,10 +58,11 @@ class PairHere:
 
 
 def _end(config: Config, key: int, **own: Any) -> Config:
-    """Of one end, which knows that it is one of several engines on this machine: it sizes its pools so."""
+    """Return the config of one instance, which sizes its pools as one of several engines on this machine."""
     old = config.pair
-    pair = PairConfig(prefill=old.prefill, decode=old.decode, pair_key_file=f"/dev/fd/{key}",
+    pair = PairConfig(prefill_replicas=old.prefill_replicas, decode_replicas=old.decode_replicas,
                       disaggregation_transfer_backend=old.disaggregation_transfer_backend,
-                      pair_timeout_s=old.pair_timeout_s, pair_silence_s=old.pair_silence_s, **own)
+                      disaggregation_timeout_s=old.disaggregation_timeout_s, **own)
     # A router sees one server, which is no end of a pair.
-    return replace(config, pair=pair, server=replace(config.server, dp=old.decode, router_dialect="off"))
+    return replace(config, pair=pair, cluster=replace(config.cluster, cluster_key_file=f"/dev/fd/{key}"),
+                   server=replace(config.server, dp=old.decode_replicas, router_dialect="off"))

@@ -159,7 +159,7 @@ class _Server:
         self._encoder: Encoder | None = None
         self._death: EngineDied | None = None
         self._stop = asyncio.Event()          # a signal, or the engine's death
-        self._pair = PairHere(config, logs.info) if config.pair.prefill else None
+        self._pair = PairHere(config, logs.info) if config.pair.prefill_replicas else None
         decode = config if self._pair is None else self._pair.decode
         self._engine = Engines(decode, logs.info, self._on_death,
                                fds=() if self._pair is None else self._pair.fds)

@@ -44,7 +44,8 @@ class _Request(Structured, kw_only=True, forbid_unknown_fields=True):
     min_tokens: int | None = None
     include_stop_str_in_output: bool | None = None
     priority: int | None = None
-    top_k_tokens: int | None = None             # ours: KV that a decode step reads; 0 is all of it
+    sparse_top_k: int | None = None             # ours: tokens of KV that a decode step reads; 0 is all of it
+    top_k_tokens: int | None = None             # its old name, for one release more
     speculative_tokens: int | None = None       # ours: drafts a step, at most; 0 is none
     cache_salt: str | None = None
     data_parallel_rank: int | None = None       # of --dp: the engine that computes it
@@ -117,7 +118,7 @@ class _Request(Structured, kw_only=True, forbid_unknown_fields=True):
 
 _SAME_NAME = ("n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed",
               "min_tokens", "top_k", "min_p", "repetition_penalty", "ignore_eos",
-              "skip_special_tokens", "priority", "top_k_tokens", "speculative_tokens")
+              "skip_special_tokens", "priority", "sparse_top_k", "top_k_tokens", "speculative_tokens")
 
 
 class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):
