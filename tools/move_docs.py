@@ -5,7 +5,6 @@
 Branches that began before the move run it once, before they merge. What has moved already is left alone.
 `--generated` moves what `make docs` writes too.
 """
-# ruff: noqa: E501
 from __future__ import annotations
 
 import os

@@ -27,13 +27,22 @@ FIELDS = {
     "debug": {"check": "debug_check", "event_log": "debug_event_log"},
     "device": {"cpu_isa": "debug_cpu_isa"},
 }
+# Flags that became one for all processes: their fields went into a section of their own.
+MERGED = {
+    "pair-key-file": "cluster-key-file", "node-key-file": "cluster-key-file", "pair-tls": "cluster-tls",
+    "pair-tls-cert": "cluster-tls-cert", "node-tls-cert": "cluster-tls-cert",
+    "pair-plaintext": "cluster-insecure", "node-plaintext": "cluster-insecure",
+    "pair-silence-s": "heartbeat-timeout-s", "node-silence-s": "heartbeat-timeout-s",
+    "rank-silence-s": "heartbeat-timeout-s", "rank-timeout-s": "step-timeout-s"}
 # Spelled so in text and in tests' keywords as well: no other thing has this name.
 PLAIN = ("sparse_kv", "sparse_unit", "sparse_bounds_dtype", "memory_fraction", "pair_peer", "pair_listen",
          "pair_fallback", "pair_timeout_s", "pair_allow", "pair_room_s")
 KEPT = ("CHANGELOG.md", "lab/", "tools/rename_flags.py", "src/penstock/config/settings/old.py",
-        "tests/unit/test_old_flags.py", "src/penstock/config/request/params.py", "src/penstock/serve/http/types.py", "docs/reference/migration.md", "tests/data/", "bench/results/")
-ENDS = (".py", ".md", ".toml", ".yaml", ".yml", ".sh", ".json", ".html", ".js", ".service", ".txt", "Makefile",
-        "Dockerfile")
+        "src/penstock/config/settings/pairkey.py", "src/penstock/config/settings/reference.py",
+        "src/penstock/config/request/params.py", "src/penstock/serve/http/types.py",
+        "tests/unit/test_old_flags.py", "docs/reference/migration.md", "tests/data/", "bench/results/")
+ENDS = (".py", ".md", ".toml", ".yaml", ".yml", ".sh", ".json", ".html", ".js", ".service", ".txt",
+        "Makefile", "Dockerfile")
 
 
 def rules() -> list[tuple[re.Pattern[str], str]]:
@@ -48,11 +57,12 @@ def rules() -> list[tuple[re.Pattern[str], str]]:
             found.append((re.compile(rf"(?<![\w-])--(no-)?{flag}{end}"), rf"--\1{dashed}"))
             owner = r'(?<=\b[cw]\.)|(?<=\bconfig\.)|(?<=")' if old in ("prefill", "decode") else ""
             found.append((re.compile(rf"(?:{owner})\b{section}\.{old}\b(?!\()"), f"{section}.{new}"))
-            found.append((re.compile(rf"(?<=\bkv, ){old}=" if section == "kv" else rf"(?<=\b{section}, ){old}="),
-                          f"{new}="))
+            found.append((re.compile(rf"(?<=\b{section}, ){old}="), f"{new}="))
             if old in PLAIN:
                 found.append((re.compile(rf"(?<![\w-]){old}(?![\w-])"), new))
     found.append((re.compile(r"(?<![\w-])top_k_tokens(?![\w-])"), "sparse_top_k"))      # of a request
+    found += [(re.compile(rf"(?<![\w-])--(no-)?{one}(?![\w-])"), rf"--\1{new}") for one, new in MERGED.items()]
+    found.append((re.compile(r"\bPENSTOCK_(PAIR|NODE)_KEY\b"), "PENSTOCK_CLUSTER_KEY"))
     # Keywords with a size as people type it are of the library, not of the core.
     found.append((re.compile(r'\bhbm_bytes(=f?|": f?)"'), r'kv_cache_memory_bytes\1"'))
     found.append((re.compile(r'\bdram_bytes(=f?|": f?)"(?=\d+(?:\.\d+)?[KMGT])'), r'kv_offloading_size\1"'))

@@ -102,7 +102,7 @@ def key_file(folder: Path) -> tuple[str, str]:
     key = folder / "key"
     key.write_text("0123456789abcdef")
     key.chmod(0o600)
-    return "--pair-key-file", str(key)
+    return "--cluster-key-file", str(key)
 
 
 @contextmanager

@@ -47,7 +47,7 @@ class Two:
             [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(rank),
              "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port), "--no-python",
              sys.executable, "-m", "penstock.serve.cli.main", "serve", model, "--port", "0", *LAYOUT, *flags],
-            env={**os.environ, "PENSTOCK_NODE_KEY": "0123456789abcdef", **env},
+            env={**os.environ, "PENSTOCK_CLUSTER_KEY": "0123456789abcdef", **env},
             stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL, stderr=log.open("a"), text=True)
             for rank in range(2)]
         found = re.search(r"ready on (http://\S+) ", self.nodes[0].stdout.readline())
@@ -117,7 +117,8 @@ def test_two_nodes_of_torchrun_say_what_one_rank_says(tmp_path):
     finally:
         one.kill()
         one.wait()
-    with two(model, tmp_path / "log", "--kv-cache-memory-bytes", "1M", "--kv-offloading-size", "4M", "--node-tls-cert",
+    with two(model, tmp_path / "log", "--kv-cache-memory-bytes", "1M", "--kv-offloading-size", "4M",
+             "--cluster-tls-cert",
              str(Path(__file__).parents[1] / "data" / "pair_tls.pem")) as nodes:
         assert says(nodes.url) == want
         below = [pid for node in nodes.nodes for pid in children(node.pid)]

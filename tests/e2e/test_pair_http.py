@@ -1,4 +1,4 @@
-"""`penstock serve MODEL --prefill-replicas 1 --decode-replicas 1`: one address, two engines, in processes of their own."""
+"""`penstock serve MODEL --prefill-replicas 1 --decode-replicas 1`: one address, two engine processes."""
 from __future__ import annotations
 
 import os
@@ -81,12 +81,12 @@ def test_two_ends_of_their_own_over_tcp_and_tls(model, tmp_path):
     with serving(model, tmp_path, *flags) as one:
         want = said(one.ask(prompts()[0]))
     with serving(model, tmp_path, *flags, *secret, "--disaggregation-mode", "prefill", "--disaggregation-listen",
-                 "127.0.0.1:0", "--pair-tls-cert", str(certificate)) as prefill:
+                 "127.0.0.1:0", "--cluster-tls-cert", str(certificate)) as prefill:
         address = prefill.info()["pair_address"]
         assert prefill.ask(prompts()[0])["status"] == 404
         assert "decode engine" in prefill.http.get("/health").json()["missing"]
         with serving(model, tmp_path, *flags, *secret, "--disaggregation-mode", "decode", "--disaggregation-connect",
-                     address, "--pair-tls", "--disaggregation-fallback", "refuse") as decode:
+                     address, "--cluster-tls", "--disaggregation-fallback", "refuse") as decode:
             decode.until(lambda: not decode.info()["prefill"]["missing"])
             answer = decode.ask(prompts()[0])
             assert said(answer) == want

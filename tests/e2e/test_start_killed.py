@@ -56,7 +56,7 @@ def killed(server: subprocess.Popen, victim: int, log: Path) -> str:
 
 def start(argv: list[str], log: Path, **env: str) -> subprocess.Popen:
     return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log.open("w"), text=True,
-                            env={**os.environ, "PENSTOCK_NODE_KEY": "0123456789abcdef", **env})
+                            env={**os.environ, "PENSTOCK_CLUSTER_KEY": "0123456789abcdef", **env})
 
 
 @pytest.mark.parametrize(("flags", "kind", "nth", "says"), [

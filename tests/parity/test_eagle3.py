@@ -160,8 +160,9 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
 
 def built(of: Path, drafts: Path) -> Any:
     return build_engine(Config(
-        model=ModelConfig(model=str(of), dtype="float32"), kv=KVConfig(hbm_bytes=1 << 20, dram_bytes=0),
-        schedule=ScheduleConfig(step_tokens=64, speculative_method="eagle3", speculative_model=str(drafts)),
+        model=ModelConfig(model=str(of), dtype="float32"), kv=KVConfig(kv_cache_memory_bytes=1 << 20,
+                                                                       kv_offloading_size="0"),
+        schedule=ScheduleConfig(max_num_batched_tokens=64, speculative_method="eagle3", speculative_model=str(drafts)),
         device=DeviceConfig(device="cpu", threads=1)), str)
 
 

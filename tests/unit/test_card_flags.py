@@ -32,7 +32,7 @@ SET: dict[str, tuple[str, Any]] = {
     '--default-chat-template-kwargs {"enable_thinking":false}':
         ("model.default_chat_template_kwargs", '{"enable_thinking":false}'),
     "--no-enable-prefix-caching": ("kv.prefix_cache", False),
-    "--kv-offloading-size 8": ("kv.dram_bytes", 8 << 30),
+    "--kv-offloading-size 8": ("kv.host_bytes", 8 << 30),
     '--enable-hisparse --hisparse-config '
     '{"top_k":2048,"device_buffer_size":4096,"host_to_device_ratio":2}':
         ("kv.sparse_top_k", 2048),
@@ -40,7 +40,7 @@ SET: dict[str, tuple[str, Any]] = {
     "--disaggregation-transfer-backend mooncake": ("pair.disaggregation_transfer_backend", "mooncake"),
     '--allowed-origins ["*"]': ("server.cors_origins", ("*",)),
     "--tokenizer-path /x": ("model.tokenizer", "/x"),
-    "--hicache-ratio 2": ("kv.dram_ratio", 2.0), "--hicache-size 30": ("kv.dram_bytes", 30 * 10**9),
+    "--hicache-ratio 2": ("kv.host_ratio", 2.0), "--hicache-size 30": ("kv.host_bytes", 30 * 10**9),
     "-c 4096": ("model.max_model_len", 4096), "--ctx-size 4096": ("model.max_model_len", 4096),
     "-ngl 99": ("device.gpu_layers", 99), "--n-gpu-layers 99": ("device.gpu_layers", 99),
     "-np 4": ("schedule.max_num_seqs", 4), "--parallel 4": ("schedule.max_num_seqs", 4),
@@ -152,7 +152,7 @@ def test_what_must_be_an_object_is_one(name: str) -> None:
 
 def test_layers_on_the_gpu_are_all_or_none() -> None:
     assert resolve(parse(["-ngl", "0"]), probe()).device.device == "cpu"
-    with pytest.raises(ConfigError, match="no layer on the GPU is --device cpu"):
+    with pytest.raises(ConfigError, match="0 layers on the GPU means --device cpu"):
         resolve(parse(["-ngl", "0", "--device", "cuda"]), probe())
 
 
@@ -216,7 +216,7 @@ seed: null
 """
     found = of_file(tmp_path, text)
     assert found.model.model == "org/name" and found.model.max_model_len == 4096
-    assert found.kv.dram_bytes == 10**9 and found.kv.host_decode == "off" and not found.kv.prefix_cache
+    assert found.kv.host_bytes == 10**9 and found.kv.host_decode == "off" and not found.kv.prefix_cache
     assert not found.schedule.async_scheduling and found.device.threads == 2
     assert json.loads(found.model.rope_scaling or "") == {"rope_type": "yarn", "factor": 4.0}
     assert json.loads(found.model.hf_overrides or "") == {"rope_theta": 1e6}

@@ -338,7 +338,7 @@ def test_a_program_in_place_of_a_template_is_refused_by_name(tmp_path):
 
 
 def test_the_process_of_a_template_gets_no_secret_of_ours(monkeypatch):
-    monkeypatch.setenv("PENSTOCK_PAIR_KEY", "0123456789abcdef")
+    monkeypatch.setenv("PENSTOCK_CLUSTER_KEY", "0123456789abcdef")
     chat = ChatTemplate("x")
     try:
         chat.check()

@@ -47,7 +47,7 @@ def test_defaults_are_those_of_the_tree() -> None:
 
 
 TYPED = {"str": ("text", "text"), "int": ("7", 7), "float": ("0.5", 0.5),
-         "bytes": ("3MiB", 3 << 20), "list": ("linear=reference", ("linear=reference",))}
+         "bytes": ("3MiB", 3 << 20), "list": ("linear=reference", ("linear=reference",)), "host": ("3", "3GiB")}
 
 
 @pytest.mark.parametrize(("spelling", "flag"),
@@ -124,7 +124,7 @@ def test_asking_for_what_happens_anyway_changes_nothing(line: str) -> None:
     ("--speculative-ngram-max-bfs-breadth 2", "--prompt-lookup"),
     ("--speculative-draft-model-revision x", "a model that drafts"), ("--enable-lora", "LoRA"),
     ("--lora-paths x", "LoRA"), ("--max-loras 2", "LoRA"), ("--dtype float16", "float16"),
-    ("--load-format pt", "runs code"), ("--swap-space 4", "--dram-bytes"),
+    ("--load-format pt", "runs code"), ("--swap-space 4", "--kv-offloading-size"),
     ("--cpu-offload-gb 4", "offloading weights"), ("--ssl-ca-certs k", "TLS"),
     ("--no-enable-chunked-prefill", "cannot be turned off"),
 ])
@@ -178,18 +178,18 @@ def test_wrong_usage_is_one_clear_line(line: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(("line", "kv"), [
-    ("--enable-hierarchical-cache", KVConfig(host_tier=True)),
-    ("--hicache-size 30", KVConfig(dram_bytes=30 * 10**9)),
-    ("--hicache_size=1.5", KVConfig(dram_bytes=15 * 10**8)),
-    ("--kv-offloading-size 4", KVConfig(dram_bytes=4 << 30)),
-    ("--hicache-ratio 2", KVConfig(dram_ratio=2.0)),
-    ("--hicache-size 0", KVConfig(dram_bytes=0)),
+    ("--enable-hierarchical-cache", KVConfig(kv_offloading_size="auto")),
+    ("--hicache-size 30", KVConfig(kv_offloading_size="29296875KiB")),
+    ("--hicache_size=1.5", KVConfig(kv_offloading_size="1500000000B")),
+    ("--kv-offloading-size 4", KVConfig(kv_offloading_size="4GiB")),
+    ("--hicache-ratio 2", KVConfig(kv_offloading_size="2x")),
+    ("--hicache-size 0", KVConfig(kv_offloading_size="0")),
     ("--hicache-storage-prefetch-policy best_effort", KVConfig(kv_storage_policy="best_effort")),
     ("--hicache-write-policy=write_through_selective",
      KVConfig(kv_storage_write_policy="write_through_selective")),
     ("--hicache-storage-backend none --hicache_storage_backend_extra_config=null", KVConfig()),
     ("--enable-hierarchical-cache --hicache-ratio 1.5 --hicache-write-policy write_through",
-     KVConfig(host_tier=True, dram_ratio=1.5))])
+     KVConfig(kv_offloading_size="1.5x"))])
 def test_the_peers_words_for_the_host_tier(line: str, kv: KVConfig) -> None:
     assert parse(f"{line} demo").kv == kv
 
@@ -199,7 +199,7 @@ def test_the_peers_words_for_the_host_tier(line: str, kv: KVConfig) -> None:
     ("--enable_hisparse --hisparse-config {}", KVConfig(host_decode="auto")),
     ("--hisparse-config '{\"top_k\": 512, \"device_buffer_size\": 1024, \"host_to_device_ratio\": 2}' "
      "--enable-hisparse",
-     KVConfig(host_decode="auto", sparse_top_k=512, hot_buffer_tokens=1024, dram_ratio=2.0)),
+     KVConfig(host_decode="auto", sparse_top_k=512, hot_buffer_tokens=1024, kv_offloading_size="2x")),
     ("--sparse-top-k 512 --sparse-dense-layers 0,1",
      KVConfig(sparse_top_k=512, sparse_dense_layers=("0", "1")))])
 def test_the_peers_words_for_sparse_decode(line: str, kv: KVConfig) -> None:
@@ -230,10 +230,10 @@ def test_a_layer_that_drafts_as_peers_ask_for_it(line: str) -> None:
 @pytest.mark.parametrize(("line", "said"), [
     ("--speculative-tokens 4", "give --speculative-method ngram or mtp or eagle3 as well"),
     ("--speculative-draft-model-path x --speculative-method ngram", "give --speculative-method eagle3"),
-    ("--speculative-algorithm EAGLE3", "name the folder of what drafts"),
+    ("--speculative-algorithm EAGLE3", "give --speculative-model FOLDER"),
     ("--speculative-method mtp --prompt-lookup-min 3", "give --speculative-method ngram as well"),
     ("--speculative-method ngram --speculative-tokens 16", "1 to 15"),
-    ("--speculative-method ngram --prompt-lookup-min 5", "at least as many")])
+    ("--speculative-method ngram --prompt-lookup-min 5", "at least --prompt-lookup-min")])
 def test_speculation_that_is_refused(line: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         resolve(parse(f"{line} demo"), probe())
@@ -289,7 +289,7 @@ def test_hisparse_config_alone_is_refused() -> None:
 
 @pytest.mark.parametrize("number", ["30G", "-1", "", "1e9", "nan"])
 def test_a_size_in_a_unit_is_a_plain_number(number: str) -> None:
-    with pytest.raises(ConfigError, match=r"--hicache-size.*a number of GB is needed \(or --dram-bytes"):
+    with pytest.raises(ConfigError, match=r"--hicache-size.*a number of GB is needed \(or --kv-offloading-size"):
         prepare(["demo", "--hicache-size", *filter(None, [number])])
 
 

@@ -26,7 +26,7 @@ LONG = SamplingParams(max_tokens=None)
 
 def client_of(model="fake", **kwargs):
     event_log, kv = kwargs.pop("event_log", None), kwargs.pop("kv", KVConfig())
-    config = Config(model=ModelConfig(model=model), debug=DebugConfig(event_log=event_log), kv=kv)
+    config = Config(model=ModelConfig(model=model), debug=DebugConfig(debug_event_log=event_log), kv=kv)
     return EngineClient(config, argv=ENGINE, **kwargs)
 
 

@@ -56,15 +56,15 @@ def test_the_device_is_the_gpu_where_torch_can_use_it() -> None:
     two = replace(GPU, gpus=GPU.gpus * 2)               # engines measure what is free of GPUs of their own
     resolve(from_options("demo", {"dp": 2}), two)
     for asked in ({"dp": 3}, {"dp": 2, "tp": 2}):
-        with pytest.raises(ConfigError, match="engines would take the same memory of a GPU that they share"):
+        with pytest.raises(ConfigError, match="several engines share a GPU"):
             resolve(from_options("demo", asked), two)
 
 
 def test_more_memory_than_there_is_names_both_numbers() -> None:
     with pytest.raises(ConfigError) as e:
         resolve(from_options("demo", {"hbm_bytes": 3 << 30, "dram_bytes": 2 << 30}), MACHINE)
-    assert str(e.value) == ("--kv-cache-memory-bytes 3GiB, --kv-offloading-size 2GiB: together more than the 4.0 GiB of "
-                            "memory that are free here")
+    assert str(e.value) == ("--kv-cache-memory-bytes 3GiB, --kv-offloading-size 2GiB: together more than the "
+                            "4.0 GiB of memory that are free here")
 
 
 def test_lines_name_every_value() -> None:

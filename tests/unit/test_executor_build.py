@@ -48,13 +48,14 @@ LLAMA = {
 
 def config(max_model_len=None, **kv) -> Config:
     return Config(model=ModelConfig(dtype="float32", model="x", max_model_len=max_model_len),
-                  kv=KVConfig(**{"gpu_memory_utilization": 0.3} | kv), schedule=ScheduleConfig(step_tokens=512))
+                  kv=KVConfig(**{"gpu_memory_utilization": 0.3} | kv),
+                  schedule=ScheduleConfig(max_num_batched_tokens=512))
 
 
 def test_a_gpu_has_large_steps_unless_launching_a_layer_takes_longer_than_its_arithmetic():
     def tokens(layer_bytes, given=None, **device):
         model = SimpleNamespace(stage=SimpleNamespace(first=2, end=6))
-        raw = replace(config(), schedule=ScheduleConfig(step_tokens=given), device=DeviceConfig(**device))
+        raw = replace(config(), schedule=ScheduleConfig(max_num_batched_tokens=given), device=DeviceConfig(**device))
         return build._with_step(raw, SimpleNamespace(model=model,
                                                      bytes=4 * layer_bytes)).schedule.max_num_batched_tokens
     assert [tokens(n << 20) for n in (8, 35, 37, 380)] == [1024, 1024, 8192, 8192]
@@ -63,24 +64,25 @@ def test_a_gpu_has_large_steps_unless_launching_a_layer_takes_longer_than_its_ar
 
 
 def test_pools_take_what_they_are_given():
-    core = size_pools(config(hbm_bytes=4096 * 10 + 4095, dram_bytes=4096 * 3), CACHES, 512, FREE).core
+    core = size_pools(config(kv_cache_memory_bytes=4096 * 10 + 4095, kv_offloading_size="12288B"), CACHES, 512,
+                      FREE).core
     assert (core.hbm_pages, core.dram_pages, core.page_size, core.max_len) == (10, 3, 16, 160)
     assert core.groups[0].page_bytes == CACHES.page_bytes == 4096
 
 
-def test_without_hbm_bytes_a_share_of_what_the_host_tier_leaves_is_taken():
-    core = size_pools(config(gpu_memory_utilization=0.5, dram_bytes=200_000), CACHES, 512, FREE).core
+def test_without_a_size_a_share_of_what_the_host_tier_leaves_is_taken():
+    core = size_pools(config(gpu_memory_utilization=0.5, kv_offloading_size="200000B"), CACHES, 512, FREE).core
     assert core.hbm_pages == 400_000 // 4096
     assert core.max_len == 512
 
 
 @pytest.mark.parametrize(("changes", "hbm", "dram"), [
-    (dict(), 300_000, 0), (dict(host_tier=True), 150_000, 500_000),
-    (dict(host_tier=True, hbm_bytes=400_000), 400_000, 300_000),
-    (dict(host_tier=True, dram_bytes=100_000), 270_000, 100_000),
-    (dict(dram_ratio=2.0, hbm_bytes=300_000), 300_000, 600_000),
-    (dict(dram_ratio=2.0), 187_500, 375_000),          # 0.3 of what the host tier leaves
-    (dict(dram_ratio=1000.0, gpu_memory_utilization=1.0, page_size=1), 999, 999_000)])
+    (dict(), 300_000, 0), (dict(kv_offloading_size="auto"), 150_000, 500_000),
+    (dict(kv_offloading_size="auto", kv_cache_memory_bytes=400_000), 400_000, 300_000),
+    (dict(kv_offloading_size="100000B"), 270_000, 100_000),
+    (dict(kv_offloading_size="2x", kv_cache_memory_bytes=300_000), 300_000, 600_000),
+    (dict(kv_offloading_size="2x"), 187_500, 375_000),          # 0.3 of what the host tier leaves
+    (dict(kv_offloading_size="1000x", gpu_memory_utilization=1.0, page_size=1), 999, 999_000)])
 def test_the_host_tier_is_what_is_asked_for_or_half_of_what_is_free(changes, hbm, dram):
     caches = caches_of((FULL,), changes.get("page_size", 16), torch.float32)
     core = size_pools(config(**changes), caches, 512, FREE).core
@@ -88,10 +90,11 @@ def test_the_host_tier_is_what_is_asked_for_or_half_of_what_is_free(changes, hbm
 
 
 @pytest.mark.parametrize("changes", [
-    dict(), dict(host_tier=True), dict(gpu_memory_utilization=1.0), dict(dram_ratio=2.0, gpu_memory_utilization=1.0),
-    dict(host_tier=True, hbm_bytes=400_000)])
+    dict(), dict(kv_offloading_size="auto"), dict(gpu_memory_utilization=1.0),
+    dict(kv_offloading_size="2x", gpu_memory_utilization=1.0),
+    dict(kv_offloading_size="auto", kv_cache_memory_bytes=400_000)])
 def test_two_engines_of_one_server_take_no_more_than_is_free(changes):
-    both = replace(config(**changes), pair=PairConfig(prefill=1, decode=1))
+    both = replace(config(**changes), pair=PairConfig(prefill_replicas=1, decode_replicas=1))
     free = 2 * FREE
     core = size_pools(both, CACHES, 512, free).core
     alone = size_pools(config(**changes), CACHES, 512, FREE).core
@@ -103,17 +106,21 @@ def test_two_engines_of_one_server_take_no_more_than_is_free(changes):
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    (dict(hbm_bytes=1_000_001), r"--kv-cache-memory-bytes 1000001 and .* 0 bytes .* at most 1000000 bytes"),
-    (dict(hbm_bytes=600_000, dram_bytes=500_000), r"--dram-bytes 500000 are 1\.0 MiB, but 257\.0"),
-    (dict(dram_bytes=2_000_000), r"--dram-bytes 2000000 are"),
-    (dict(hbm_bytes=4095), r"--kv-cache-memory-bytes 4095 is less than one page: 16 tokens .* 4096 bytes"),
+    (dict(kv_cache_memory_bytes=1_000_001), r"--kv-cache-memory-bytes 1000001 and .* 0 bytes .* at most 1000000 bytes"),
+    (dict(kv_cache_memory_bytes=600_000, kv_offloading_size="500000B"),
+     r"--kv-offloading-size 500000B are 1\.0 MiB, but 257\.0"),
+    (dict(kv_offloading_size="2000000B"), r"--kv-offloading-size 2000000B are"),
+    (dict(kv_cache_memory_bytes=4095), r"--kv-cache-memory-bytes 4095 is less than one page: 16 tokens .* 4096 bytes"),
     (dict(gpu_memory_utilization=0.001), r"--gpu-memory-utilization 0\.001 .*less than one page"),
-    (dict(dram_bytes=4095), r"--dram-bytes 4095 is less than one page"),
-    (dict(hbm_bytes=600_000, dram_ratio=1.0), r"--dram-ratio 1\.0 times that, 600000 bytes, are 1\.1 MiB"),
-    (dict(hbm_bytes=20_000, dram_ratio=0.1), r"--dram-ratio 0\.1 times that, 2000 bytes, is less than one"),
-    (dict(hbm_bytes=999_000, host_tier=True), r"half of what that leaves free, 500 bytes .* less than one"),
+    (dict(kv_offloading_size="4095B"), r"--kv-offloading-size 4095B is less than one page"),
+    (dict(kv_cache_memory_bytes=600_000, kv_offloading_size="1x"),
+     r"--kv-offloading-size 1x, 600000 bytes, are 1\.1 MiB"),
+    (dict(kv_cache_memory_bytes=20_000, kv_offloading_size="0.1x"),
+     r"--kv-offloading-size 0\.1x, 2000 bytes, is less than one"),
+    (dict(kv_cache_memory_bytes=999_000, kv_offloading_size="auto"),
+     r"half of what that leaves free, 500 bytes .* less than one"),
     (dict(max_model_len=513), r"--max-model-len 513: this model's context is 512 tokens"),
-    (dict(max_model_len=161, hbm_bytes=40960),
+    (dict(max_model_len=161, kv_cache_memory_bytes=40960),
      r"--max-model-len 161: .* 10 pages of 16 tokens, 160 in all; set --kv-cache-memory-bytes to at least "
      r"45056, or --max-model-len to at most 160"),
 ])
@@ -123,9 +130,9 @@ def test_what_does_not_fit_is_refused_with_the_numbers(changes, message):
 
 
 def test_the_numbers_in_a_refusal_are_the_limit():
-    assert size_pools(config(hbm_bytes=1_000_000), CACHES, 512, FREE).core.hbm_pages == 244
-    assert size_pools(config(max_model_len=161, hbm_bytes=45056), CACHES, 512, FREE).core.max_len == 161
-    assert size_pools(config(max_model_len=160, hbm_bytes=40960), CACHES, 512, FREE).core.max_len == 160
+    assert size_pools(config(kv_cache_memory_bytes=1_000_000), CACHES, 512, FREE).core.hbm_pages == 244
+    assert size_pools(config(max_model_len=161, kv_cache_memory_bytes=45056), CACHES, 512, FREE).core.max_len == 161
+    assert size_pools(config(max_model_len=160, kv_cache_memory_bytes=40960), CACHES, 512, FREE).core.max_len == 160
 
 
 @pytest.fixture
@@ -136,8 +143,8 @@ def folder(tmp_path):
 
 def dummy(folder, **changes) -> Config:
     base = Config(model=ModelConfig(dtype="float32", model=str(folder), load_format="dummy", seed=3),
-                  kv=KVConfig(hbm_bytes=1 << 20, dram_bytes=1 << 20),
-                  schedule=ScheduleConfig(max_num_seqs=2, step_tokens=512),
+                  kv=KVConfig(kv_cache_memory_bytes=1 << 20, kv_offloading_size=f"{1 << 20}B"),
+                  schedule=ScheduleConfig(max_num_seqs=2, max_num_batched_tokens=512),
                   device=DeviceConfig(device="cpu", threads=1))
     return replace(base, **changes)
 
@@ -161,7 +168,7 @@ def test_pages_of_engines_that_read_all_of_other_layers_are_no_others_pages(fold
 
 
 def test_bounds_have_the_type_that_is_asked_for_and_name_pages_by_it(folder):
-    kv = KVConfig(hbm_bytes=1 << 20, sparse_top_k=128, sparse_metadata_dtype="fp8_e4m3")
+    kv = KVConfig(kv_cache_memory_bytes=1 << 20, sparse_top_k=128, sparse_metadata_dtype="fp8_e4m3")
     with pytest.raises(ConfigError, match=r"--sparse-metadata-dtype fp8_e4m3: .* have 8 values to code"):
         build_engine(dummy(folder, kv=kv), str)
     (folder / "config.json").write_text(json.dumps(LLAMA | {"head_dim": 16}))
@@ -207,7 +214,7 @@ def test_a_built_engine_produces_tokens(folder, dtype):
 @pytest.mark.parametrize("rows", [4, 5])
 def test_decoders_that_have_to_take_turns_are_announced_once(folder, rows):
     lines: list[str] = []
-    build_engine(dummy(folder, schedule=ScheduleConfig(max_num_seqs=rows, step_tokens=4)),
+    build_engine(dummy(folder, schedule=ScheduleConfig(max_num_seqs=rows, max_num_batched_tokens=4)),
                  lines.append)
     warned = [line for line in lines if line.startswith("warning: --max-num-batched-tokens 4 is below")]
     assert len(warned) == (rows > 4)
@@ -349,7 +356,7 @@ def latent(tmp_path):
 @pytest.mark.parametrize("topk", [None, 4])
 def test_a_model_that_chooses_its_tokens_is_built_with_two_groups(latent, topk):
     lines: list[str] = []
-    built = build_engine(dummy(latent, kv=KVConfig(hbm_bytes=1 << 20, sparse_top_k=topk)), lines.append)
+    built = build_engine(dummy(latent, kv=KVConfig(kv_cache_memory_bytes=1 << 20, sparse_top_k=topk)), lines.append)
     assert [group.name for group in built.core_config.groups] == ["latent", "index"]
     assert built.core_config.groups[1].selector and built.core_config.hot_pages == 2       # 4 and a page
     assert built.selection is not None and built.selection.native and built.selection.budget == 4
@@ -358,8 +365,9 @@ def test_a_model_that_chooses_its_tokens_is_built_with_two_groups(latent, topk):
 
 def test_a_model_that_drafts_is_built_with_two_groups_more_and_says_so(latent):
     def built(**schedule):
-        kv = KVConfig(hbm_bytes=1 << 20, dram_bytes=1 << 20, kv_storage=f"file://{latent / 'stored'}")
-        return build_engine(dummy(latent, kv=kv, schedule=ScheduleConfig(step_tokens=64, **schedule)), str)
+        kv = KVConfig(kv_cache_memory_bytes=1 << 20, kv_offloading_size=f"{1 << 20}B",
+                      kv_storage=f"file://{latent / 'stored'}")
+        return build_engine(dummy(latent, kv=kv, schedule=ScheduleConfig(max_num_batched_tokens=64, **schedule)), str)
     one, other = built(speculative_method="mtp", speculative_tokens=2), built()
     groups = one.core_config.groups
     assert [group.name for group in groups] == ["latent", "index", "draft", "draft_hidden"]
@@ -374,10 +382,11 @@ def test_a_model_that_drafts_is_built_with_two_groups_more_and_says_so(latent):
     (dict(sparse_top_k=4, sparse_block_size=16), "--sparse-block-size 16: this model chooses 4"),
     (dict(sparse_top_k=4, sparse_dense_layers=("0",)), "chooses 4 tokens one by one in every layer"),
     (dict(hot_buffer_tokens=3), r"--hot-buffer-tokens 3: .* this model reads 4 tokens .*: at least as many"),
-    (dict(hbm_bytes=9000), r"--kv-cache-memory-bytes 9000 is too little for one hot buffer: 2 pages of 16 tokens")])
+    (dict(kv_cache_memory_bytes=9000),
+     r"--kv-cache-memory-bytes 9000 is too little for one hot buffer: 2 pages of 16 tokens")])
 def test_another_choice_than_the_models_own_is_refused(latent, given, message):
     with pytest.raises(ConfigError, match=message):
-        build_engine(dummy(latent, kv=KVConfig(**{"hbm_bytes": 1 << 20, **given})), str)
+        build_engine(dummy(latent, kv=KVConfig(**{"kv_cache_memory_bytes": 1 << 20, **given})), str)
 
 
 REAL = {**LATENT, "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
@@ -401,10 +410,12 @@ def test_the_least_device_memory_of_a_real_models_rows_is_named():
     rows, keys = (CacheShape(name=name, layers=tuple(range(61)), num_kv_heads=1, head_dim=dim, planes=1,
                              selector=name == "index") for name, dim in (("latent", 576), ("index", 128)))
     caches = caches_of((rows, keys), 64, torch.bfloat16)
-    sized = size_pools(config(page_size=64, hbm_bytes=4 << 30, dram_bytes=64 << 30), caches, 163840, 1 << 40,
+    sized = size_pools(config(page_size=64, kv_cache_memory_bytes=4 << 30, kv_offloading_size="64GiB"), caches, 163840,
+                       1 << 40,
                        budget=2048)
     assert sized.core.hot_pages == 33 and sized.core.max_len == 163840
     with pytest.raises(ConfigError, match=r"--kv-cache-memory-bytes 104857600 is too little for one hot buffer: 33 "
                                           r"pages of 64 tokens for 2112 tokens, .* 1\d\d\.\d MiB"):
-        size_pools(config(page_size=64, hbm_bytes=100 << 20, dram_bytes=64 << 30), caches, 163840, 1 << 40,
+        size_pools(config(page_size=64, kv_cache_memory_bytes=100 << 20, kv_offloading_size="64GiB"), caches, 163840,
+                   1 << 40,
                    budget=2048)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from penstock.config.base.errors import ConfigError
 from penstock.config.settings.pairkey import pair_key
 from penstock.config.settings.refuse import is_local, is_local_origin
-from penstock.config.settings.tree import PairConfig, ServerConfig
+from penstock.config.settings.tree import ClusterConfig, ServerConfig
 from penstock.serve import descriptors
 from penstock.serve.client.gate import Gate
 from penstock.serve.http import limits
@@ -104,7 +104,7 @@ def test_a_key_that_others_can_read_is_refused(tmp_path, mode):
     path.write_text("0123456789abcdef\n")
     path.chmod(mode)
     for flag, load in (("--api-key-file", lambda: load_keys(ServerConfig(api_key_file=str(path)))),
-                       ("--pair-key-file", lambda: pair_key(PairConfig(pair_key_file=str(path))))):
+                       ("--cluster-key-file", lambda: pair_key(ClusterConfig(cluster_key_file=str(path))))):
         with pytest.raises(ConfigError, match=rf"{flag} .*can read it \(mode {mode:o}\): chmod o= "):
             load()
 

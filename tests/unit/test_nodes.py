@@ -171,7 +171,7 @@ def meet(ours: Config, *joins: nodes.Join,
 
 @pytest.fixture(autouse=True)
 def key(monkeypatch):
-    monkeypatch.setenv("PENSTOCK_NODE_KEY", KEY.decode())
+    monkeypatch.setenv("PENSTOCK_CLUSTER_KEY", KEY.decode())
 
 
 def join(ours: Config, node: int = 1, **more: object) -> nodes.Join:

@@ -1,6 +1,7 @@
 """Old spellings of flags, keyword arguments and body fields work, and mean what the new ones mean."""
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -44,17 +45,20 @@ def test_old_flag_means_the_new_one_in_every_form(name: str, tmp_path: Path) -> 
 def test_old_flag_stands_in_no_help_and_in_no_table(name: str) -> None:
     parser = Parser(prog="penstock serve")
     add_flags(parser)
-    assert f"{name} " not in parser.format_help() and f"{name}," not in parser.format_help()
-    assert f"`{name}" not in reference.reference() or name.startswith("--hicache")
+    for text in (parser.format_help(), reference.reference()):
+        assert not re.search(rf"(?<![\w-]){name}(?![\w-])", text) or name.startswith("--hicache")
 
 
 @pytest.mark.parametrize("argv, size", [
     ("--dram-bytes 4096", "4KiB"), ("--dram-bytes 4097", "4097B"), ("--dram-bytes 2G", "2GiB"),
-    ("--dram-bytes 0", "0"), ("--dram-ratio 2", "2x"), ("--hicache-ratio 0.5", "0.5x"), ("--hicache-size 20", "20000000000B"),
-    ("--kv-offloading-size 20", "20GiB"), ("--kv-offloading-size 1.5", "1536MiB"), ("--kv-offloading-size 3x", "3x"),
+    ("--dram-bytes 0", "0"), ("--dram-ratio 2", "2x"), ("--hicache-ratio 0.5", "0.5x"),
+    ("--hicache-size 20", "19531250KiB"),
+    ("--kv-offloading-size 20", "20GiB"), ("--kv-offloading-size 1.5", "1536MiB"),
+    ("--kv-offloading-size 3x", "3x"),
     ("--kv-offloading-size auto", "auto"), ("--kv-offloading-size 512M", "512MiB"), ("--host-tier", "auto"),
     ("--no-host-tier", "0"), ("--enable-hierarchical-cache", "auto"),
-    ("--enable-hierarchical-cache --hicache-ratio 2", "2x"), ("--hicache-size 1 --enable-hierarchical-cache", "1000000000B"),
+    ("--enable-hierarchical-cache --hicache-ratio 2", "2x"),
+    ("--hicache-size 1 --enable-hierarchical-cache", "1000000000B"),
     ("--enable-hierarchical-cache --kv-offloading-size 3", "3GiB"), ("", None)])
 def test_host_memory_is_one_size(argv: str, size: str | None) -> None:
     kv = parsed(*argv.split()).kv

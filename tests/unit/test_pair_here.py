@@ -53,15 +53,16 @@ def test_each_end_knows_that_it_shares_the_machine() -> None:
 
 def test_where_they_meet_and_their_secret_are_in_no_folder() -> None:
     pair = pair_here.PairHere(from_options("demo", {"prefill": 1, "decode": 1}), print)
-    ends = pair.decode.pair, pair.prefill[0]._config.pair
-    one, two = map(pair_key, ends)
+    both = pair.decode, pair.prefill[0]._config
+    ends = [end.pair for end in both]
+    one, two = (pair_key(end.cluster) for end in both)
     assert one == two and len(one) == 64
     at = [LinkSettings(role="decode", address=address, listens=False, key=one)
           for address in (ends[0].disaggregation_connect[0], ends[1].disaggregation_listen)]
     with listen(at[1]), dial(at[0]) as dialled:
         assert str(dialled.getpeername(), "ascii").startswith("\0penstock-pair-")
     asyncio.run(pair.close())
-    assert pair.fds == () and not os.path.exists(ends[0].pair_key_file)
+    assert pair.fds == () and not os.path.exists(both[0].cluster.cluster_key_file)
 
 
 def test_a_replacement_that_dies_while_it_loads_is_replaced_once(monkeypatch: pytest.MonkeyPatch) -> None:

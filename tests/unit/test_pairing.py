@@ -15,8 +15,8 @@ from penstock.transfer.streams import LinkSettings
 
 @pytest.mark.parametrize("key, options, said", [
     (None, {}, "the same secret"), ("short", {}, "16 or more"), ("k" * 16, {"disaggregation_listen": "h"}, "HOST:PORT"),
-    ("k" * 16, {"pair_tls_cert": "/nowhere.pem"}, "--pair-tls-cert /nowhere.pem: no PEM"),
-    ("k" * 16, {"disaggregation_listen": "10.0.0.1:1"}, "beyond this machine")])
+    ("k" * 16, {"pair_tls_cert": "/nowhere.pem"}, "--cluster-tls-cert /nowhere.pem: no PEM"),
+    ("k" * 16, {"disaggregation_listen": "10.0.0.1:1"}, "from other machines")])
 def test_bad_flags_are_told_before_a_model_is_loaded(
         key: str | None, options: dict[str, object], said: str, tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,7 +24,7 @@ def test_bad_flags_are_told_before_a_model_is_loaded(
         raise AssertionError("the model is loaded")
 
     monkeypatch.setattr(build, "build_engine", load)
-    monkeypatch.delenv("PENSTOCK_PAIR_KEY", raising=False)
+    monkeypatch.delenv("PENSTOCK_CLUSTER_KEY", raising=False)
     if key is not None:
         (tmp_path / "key").write_text(key)
         (tmp_path / "key").chmod(0o600)

@@ -21,7 +21,7 @@ from penstock.memory.hot import HotBuffers
 from penstock.model.base import AttentionShape, CacheShape, GlobalLayer, LocalLayer, Stage
 
 MIB, GIB = 1 << 20, 1 << 30
-DEMO = KVConfig(sparse_top_k=512, hbm_bytes=256 * MIB, dram_bytes=4 * GIB)
+DEMO = KVConfig(sparse_top_k=512, kv_cache_memory_bytes=256 * MIB, kv_offloading_size=f"{4 * GIB}B")
 TOKEN_BYTES = 30 * 3 * 64 * 2 * 4
 
 
@@ -41,7 +41,7 @@ def caches_for(kv: KVConfig, model=None, dtype=torch.float32):
 
 def sized(kv: KVConfig, *, max_model_len=None, free=16 * GIB, rows=16, pp=1) -> Sizes:
     config = Config(model=ModelConfig(model="demo", max_model_len=max_model_len), kv=kv,
-                    schedule=ScheduleConfig(max_num_seqs=rows, step_tokens=512), device=DeviceConfig(pp=pp))
+                    schedule=ScheduleConfig(max_num_seqs=rows, max_num_batched_tokens=512), device=DeviceConfig(pp=pp))
     selection = selection_of(kv)
     caches = caches_for(kv)
     if pp > 1:
@@ -113,10 +113,11 @@ def test_the_demo_holds_six_hot_buffers_of_23_mib_and_20_000_tokens():
 
 
 def test_the_context_is_what_the_core_can_place():
-    for kv in (DEMO, replace(DEMO, hbm_bytes=40 * MIB), replace(DEMO, dram_bytes=150 * MIB),
+    for kv in (DEMO, replace(DEMO, kv_cache_memory_bytes=40 * MIB), replace(DEMO, kv_offloading_size=f"{150 * MIB}B"),
                replace(DEMO, sparse_dense_layers=("0", "7")), replace(DEMO, host_decode="off"),
-               replace(DEMO, hbm_bytes=40 * MIB, sparse_dense_layers=("0", "7")),
-               replace(DEMO, dram_bytes=0), replace(DEMO, hbm_bytes=30 * MIB, page_size=64, sparse_block_size=16)):
+               replace(DEMO, kv_cache_memory_bytes=40 * MIB, sparse_dense_layers=("0", "7")),
+               replace(DEMO, kv_offloading_size="0"), replace(DEMO, kv_cache_memory_bytes=30 * MIB, page_size=64,
+                                                              sparse_block_size=16)):
         core = sized(kv).core
         wide = replace(core, max_len=1 << 16)
         longest = largest(wide, wide.sparse)
@@ -132,20 +133,20 @@ def test_always_and_off():
 
 
 def test_nothing_changes_without_a_budget():
-    core = sized(KVConfig(hbm_bytes=256 * MIB, dram_bytes=4 * GIB)).core
+    core = sized(KVConfig(kv_cache_memory_bytes=256 * MIB, kv_offloading_size=f"{4 * GIB}B")).core
     assert (core.hot_pages, core.hbm_pages, core.max_len) == (0, 364, 5824)
     assert [g.name for g in core.groups] == ["full"] and not core.sparse
 
 
 def test_the_host_tier_is_half_of_what_is_free_as_soon_as_something_may_be_hosted():
-    kv = KVConfig(sparse_top_k=512, hbm_bytes=256 * MIB)
+    kv = KVConfig(sparse_top_k=512, kv_cache_memory_bytes=256 * MIB)
     half = (16 * GIB - 256 * MIB - 256 * MIB) // 2 // (16 * TOKEN_BYTES)
     assert sized(kv).core.dram_pages == half
-    assert sized(replace(kv, dram_ratio=4.0)).core.dram_pages == GIB // (16 * TOKEN_BYTES)
-    for none in (dict(host_decode="off"), dict(host_tier=False), dict(dram_bytes=0)):
+    assert sized(replace(kv, kv_offloading_size="4x")).core.dram_pages == GIB // (16 * TOKEN_BYTES)
+    for none in (dict(host_decode="off"), dict(kv_offloading_size="0")):
         core = sized(replace(kv, **none)).core
         assert (core.dram_pages, core.hot_pages) == (0, 0)
-    assert sized(KVConfig(hbm_bytes=256 * MIB)).core.dram_pages == 0
+    assert sized(KVConfig(kv_cache_memory_bytes=256 * MIB)).core.dram_pages == 0
 
 
 def test_ranks_share_the_host_tier_and_divide_what_is_left():
@@ -154,7 +155,7 @@ def test_ranks_share_the_host_tier_and_divide_what_is_left():
     caches = caches_for(kv)
     room = 16 * GIB - 2 * WORKSPACE_BYTES
     config = Config(model=ModelConfig(model="demo"), kv=kv, device=DeviceConfig(pp=2),
-                    schedule=ScheduleConfig(step_tokens=512))
+                    schedule=ScheduleConfig(max_num_batched_tokens=512))
     halves = caches.stage(split([15, 15])[0], groups_of(Shape(), selection_of(kv)))
     core = size_pools(config, halves, 8192, 16 * GIB, budget=512).core
     assert core.dram_pages == room // 2 // (16 * TOKEN_BYTES)           # pages of all layers
@@ -176,7 +177,7 @@ def test_hot_buffers_are_budget_and_one_page_and_grow_to_what_is_asked_for(given
 def test_the_core_knows_how_many_positions_a_step_with_drafts_has(gpu, positions):
     for drafts, found in ({}, 0), ({"speculative_method": "ngram", "speculative_tokens": 5}, positions):
         config = Config(model=ModelConfig(model="demo"), kv=replace(DEMO, gpu_memory_utilization=0.9),
-                        schedule=ScheduleConfig(step_tokens=512, **drafts))
+                        schedule=ScheduleConfig(max_num_batched_tokens=512, **drafts))
         core = size_pools(config, caches_for(DEMO), 8192, 16 * GIB, budget=512, gpu=gpu).core
         assert core.draft_positions == found and core.hot_pages_max == (192 if drafts else 128)
 
@@ -204,10 +205,12 @@ def test_tables_are_what_a_row_may_need():
 
 
 @pytest.mark.parametrize(("kv", "said"), [
-    (dict(hbm_bytes=24 * MIB), r"--kv-cache-memory-bytes 25165824 is too little for one hot buffer: 33 pages of 16 "
+    (dict(kv_cache_memory_bytes=24 * MIB),
+     r"--kv-cache-memory-bytes 25165824 is too little for one hot buffer: 33 pages of 16 "
      r"tokens for 528 tokens, .* are 23\.9 MiB, tables .*; raise --kv-cache-memory-bytes to at least \d+, or lower"),
-    (dict(dram_bytes=20 * MIB), r"host tier of 28 pages holds 448 tokens, less than one hot buffer of 528: "
-     r"set --dram-bytes to at least 24330240, or to 0"),
+    (dict(kv_offloading_size=f"{20 * MIB}B"),
+     r"host tier of 28 pages holds 448 tokens, less than one hot buffer of 528: "
+     r"set --kv-offloading-size to at least 24330240B, or to 0"),
 ])
 def test_what_does_not_fit_is_refused_with_the_numbers(kv, said):
     with pytest.raises(ConfigError, match=said):
@@ -216,12 +219,12 @@ def test_what_does_not_fit_is_refused_with_the_numbers(kv, said):
 
 def test_the_number_in_the_refusal_is_the_limit():
     with pytest.raises(ConfigError) as e:
-        sized(replace(DEMO, hbm_bytes=24 * MIB))
+        sized(replace(DEMO, kv_cache_memory_bytes=24 * MIB))
     least = int(str(e.value).split("to at least ")[1].split(",")[0])
-    assert sized(replace(DEMO, hbm_bytes=least)).core.hot_pages == 33
+    assert sized(replace(DEMO, kv_cache_memory_bytes=least)).core.hot_pages == 33
     with pytest.raises(ConfigError, match="too little"):
-        sized(replace(DEMO, hbm_bytes=least - 1))
-    assert sized(replace(DEMO, dram_bytes=24330240)).core.dram_pages == 33
+        sized(replace(DEMO, kv_cache_memory_bytes=least - 1))
+    assert sized(replace(DEMO, kv_offloading_size=f"{24330240}B")).core.dram_pages == 33
 
 
 def at_least(**asked) -> int:
@@ -232,20 +235,19 @@ def at_least(**asked) -> int:
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-@pytest.mark.parametrize("changes", [dict(dram_bytes=20 * MIB), dict(dram_bytes=None, dram_ratio=0.04)])
+@pytest.mark.parametrize("changes", [dict(kv_offloading_size=f"{20 * MIB}B"), dict(kv_offloading_size="0.04x")])
 def test_the_number_in_a_refusal_of_a_host_tier_is_the_limit(changes, pp):
     """It is one for all stages, whose device pools have parts of its pages."""
     kv = replace(DEMO, **changes)
     least = at_least(kv=kv, pp=pp)
-    kv = replace(kv, dram_ratio=None)
-    assert sized(replace(kv, dram_bytes=least), pp=pp).core.dram_pages == 33
+    assert sized(replace(kv, kv_offloading_size=f"{least}B"), pp=pp).core.dram_pages == 33
     with pytest.raises(ConfigError, match="less than one hot buffer"):
-        sized(replace(kv, dram_bytes=least - 1), pp=pp)
+        sized(replace(kv, kv_offloading_size=f"{least - 1}B"), pp=pp)
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-@pytest.mark.parametrize("kv", [replace(DEMO, hbm_bytes=60 * MIB, dram_bytes=100 * MIB),
-                                KVConfig(hbm_bytes=60 * MIB)])
+@pytest.mark.parametrize("kv", [replace(DEMO, kv_cache_memory_bytes=60 * MIB, kv_offloading_size=f"{100 * MIB}B"),
+                                KVConfig(kv_cache_memory_bytes=60 * MIB)])
 def test_the_number_in_a_refusal_of_a_context_is_the_limit(kv, pp):
     least = at_least(kv=kv, max_model_len=8192, pp=pp)
     assert sized(replace(kv, kv_cache_memory_bytes=least), max_model_len=8192, pp=pp).core.max_len == 8192
@@ -265,7 +267,7 @@ def test_no_table_is_made_where_nothing_is_hosted():
 
 
 def on_a_gpu(kv: KVConfig, workspace=2 * GIB, free=100 * GIB, ranks=1) -> Sizes:
-    config = Config(model=ModelConfig(model="demo"), kv=kv, schedule=ScheduleConfig(step_tokens=512))
+    config = Config(model=ModelConfig(model="demo"), kv=kv, schedule=ScheduleConfig(max_num_batched_tokens=512))
     return size_pools(config, caches_for(kv), 8192, 16 * GIB,
                       gpu=DeviceMemory(total=140 * GIB, free=free, workspace=workspace, ranks=ranks))
 
@@ -275,15 +277,17 @@ def test_a_gpu_has_memory_of_its_own():
     page = 16 * TOKEN_BYTES
     core = on_a_gpu(KVConfig(gpu_memory_utilization=0.9)).core
     assert core.hbm_pages == int((100 - 2 - 14) * GIB) // page and core.dram_pages == 0
-    core = on_a_gpu(KVConfig(hbm_bytes=90 * GIB, dram_bytes=15 * GIB)).core
+    core = on_a_gpu(KVConfig(kv_cache_memory_bytes=90 * GIB, kv_offloading_size=f"{15 * GIB}B")).core
     assert (core.hbm_pages, core.dram_pages) == (90 * GIB // page, 15 * GIB // page)
-    assert on_a_gpu(KVConfig(gpu_memory_utilization=0.9, host_tier=True)).core.dram_pages == (
+    assert on_a_gpu(KVConfig(gpu_memory_utilization=0.9, kv_offloading_size="auto")).core.dram_pages == (
         (16 * GIB - 256 * MIB) // 2 // page)
-    for kv, words in ((KVConfig(hbm_bytes=99 * GIB), f"--kv-cache-memory-bytes {99 * GIB} does not fit: .* of 140.0 GiB"
+    for kv, words in ((KVConfig(kv_cache_memory_bytes=99 * GIB),
+                       f"--kv-cache-memory-bytes {99 * GIB} does not fit: .* of 140.0 GiB"
                        f".* at most {98 * GIB} bytes are left; .* give at most that"),
                       (KVConfig(gpu_memory_utilization=0.2), "--gpu-memory-utilization 0.2 leaves 0 bytes .*"
                        "step of --max-num-batched-tokens 512 and --max-num-seqs 16 2048.0 MiB: at most"),
-                      (KVConfig(hbm_bytes=GIB, dram_bytes=17 * GIB), "--dram-bytes .* of memory .* host")):
+                      (KVConfig(kv_cache_memory_bytes=GIB, kv_offloading_size=f"{17 * GIB}B"),
+                       "--kv-offloading-size .* of memory .* host")):
         with pytest.raises(ConfigError, match=words):
             on_a_gpu(kv)
     with pytest.raises(ConfigError, match="at most 0 bytes are left"):
@@ -295,4 +299,4 @@ def test_ranks_on_one_gpu_have_the_same_share_of_what_is_left():
     core = on_a_gpu(KVConfig(gpu_memory_utilization=0.9), ranks=2).core
     assert core.hbm_pages == int((100 - 2 - 14) * GIB) // 2 // page
     with pytest.raises(ConfigError, match=f"does not fit for each of 2 ranks: .* at most {49 * GIB} bytes"):
-        on_a_gpu(KVConfig(hbm_bytes=50 * GIB), ranks=2)
+        on_a_gpu(KVConfig(kv_cache_memory_bytes=50 * GIB), ranks=2)

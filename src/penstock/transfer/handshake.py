@@ -79,7 +79,7 @@ def _opening(read: Callable[[memoryview], int]) -> bytes:
     data = bytearray(_OPENING.size)
     n = read(memoryview(data))
     if n and data[0] in _TLS_RECORDS:
-        raise Unpairable("the other end speaks TLS and this one does not: give --pair-tls to both or to none")
+        raise Unpairable("the other end speaks TLS and this one does not: give --cluster-tls to both or to none")
     if n < len(data):
         raise Unpairable("the other end closed the connection before it said what it is: it may speak "
                          "TLS, or be no engine")

@@ -60,12 +60,13 @@ class LinkSettings:
         if path and len(os.fsencode(path)) > 100:
             raise ConfigError(f"the path of a Unix socket has at most 100 bytes: {path}")
         if not (path or not is_public(host) or self.tls or self.plaintext):
-            raise ConfigError(f"{self.address} is beyond this machine: give --pair-tls-cert FILE to the end "
-                              "that listens and --pair-tls to the other one, or --pair-plaintext to both")
+            raise ConfigError(f"{self.address} can be reached from other machines: give the prefill instance "
+                              "--cluster-tls-cert FILE and the decode instance --cluster-tls, or both "
+                              "--cluster-insecure")
         if self.tls and self.plaintext:
-            raise ConfigError("--pair-plaintext and TLS exclude each other")
+            raise ConfigError("--cluster-insecure and TLS exclude each other")
         if self.tls and self.listens and not self.tls_cert:
-            raise ConfigError("the end that listens needs --pair-tls-cert FILE: a PEM file with a "
+            raise ConfigError("a prefill instance needs --cluster-tls-cert FILE: a PEM file with a "
                               "certificate and its key, e.g. by openssl req -x509 -newkey rsa:3072 -nodes")
 
     def parts(self) -> tuple[str, str, int]:

@@ -79,6 +79,9 @@ def _form(name: str, value: str) -> str:
             return f"{parse_bytes(value)}B"
         except ConfigError as e:
             raise ConfigError(f"{name}: {e}") from None
+    if not re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,9})?", value):
+        raise ConfigError(f"{name} {value}: {'a number of GB' if name == '--hicache-size' else 'a number'} is needed "
+                          f"(or {SIZE} SIZE)")
     return f"{value}GB" if name == "--hicache-size" else f"{value}x"
 
 

@@ -179,7 +179,7 @@ A plain number of `--kv-offloading-size` is GiB, as in vLLM; one of `--dram-byte
 
 | old | new |
 |---|---|
-| body field `top_k_tokens`, `SamplingParams(top_k_tokens=...)` | `sparse_top_k` |
+| body field `sparse_top_k`, `SamplingParams(sparse_top_k=...)` | `sparse_top_k` |
 | environment `PENSTOCK_PAIR_KEY`, `PENSTOCK_NODE_KEY` | `PENSTOCK_CLUSTER_KEY` |"""
 
 

@@ -116,7 +116,7 @@ class Agent:
             answer = link.next()
         except ConnectionError as e:
             raise ConfigError(f"node 0 at {self._settings.address} did not take this one: {e}; is "
-                              "--node-key-file the same there?") from None
+                              "--cluster-key-file the same there?") from None
         if isinstance(answer, nodes.Refuse):
             raise ConfigError(answer.why)
         assert isinstance(answer, nodes.Start)
