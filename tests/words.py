@@ -21,7 +21,7 @@ HEADINGS = "headings that do not name their subject"
 # Written by the code's own help and refusals, and decisions as they were made: their titles are checked.
 GENERATED = {f"docs/{page}.md" for page in (
     "flags", "combinations", "models", "reference/flags", "reference/compatibility", "reference/models",
-    "getting-started/clients")}
+    "getting-started/clients", "reference/migration")}
 
 
 @cache

@@ -3,7 +3,7 @@
     python tools/rename_flags.py            rename, and print the files that changed
 
 A branch that was begun before the names changed runs this once before it merges. The old spellings that
-users may still type are in `src/penstock/config/settings/old.py`; that file, the changelog and `lab/` keep
+users may still type are in `src/penstock/config/base/old_flags.py`; that file, the changelog and `lab/` keep
 them. Running the script twice changes nothing more.
 """
 from __future__ import annotations
@@ -37,10 +37,11 @@ MERGED = {
 # Spelled so in text and in tests' keywords as well: no other thing has this name.
 PLAIN = ("sparse_kv", "sparse_unit", "sparse_bounds_dtype", "memory_fraction", "pair_peer", "pair_listen",
          "pair_fallback", "pair_timeout_s", "pair_allow", "pair_room_s")
-KEPT = ("CHANGELOG.md", "lab/", "tools/rename_flags.py", "src/penstock/config/settings/old.py",
+KEPT = ("CHANGELOG.md", "lab/", "tools/rename_flags.py", "src/penstock/config/base/old_flags.py",
         "src/penstock/config/settings/pairkey.py", "src/penstock/config/settings/reference.py",
         "src/penstock/config/request/params.py", "src/penstock/serve/http/types.py",
-        "tests/unit/test_old_flags.py", "docs/reference/migration.md", "tests/data/", "bench/results/")
+        "tests/unit/test_old_flags.py", "tests/tidy/test_tidy_words.py", "tests/tidy/words.toml",
+        "docs/reference/migration.md", "tests/data/", "bench/results/")
 ENDS = (".py", ".md", ".toml", ".yaml", ".yml", ".sh", ".json", ".html", ".js", ".service", ".txt",
         "Makefile", "Dockerfile")
 

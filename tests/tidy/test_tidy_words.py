@@ -22,7 +22,7 @@ def test_titles_of_decisions_name_the_decision() -> None:
 
 @pytest.mark.parametrize(("text", "wrong"), [
     ("Two lanes are told.", 2), ("`src/penstock/exec/pipeline/lanes.py` adds", 0), ("[TP](lanes.md)", 0),
-    ("`--kv-offloading-size 4GiB`", 1), ("hbm and HBM", 2), ("a hostedness", 0), ("It was MENDED", 1)])
+    ("`--dram-bytes` is old", 1), ("hbm and HBM", 2), ("a hostedness", 0), ("It was MENDED", 1)])
 def test_the_dictionary_sees(text: str, wrong: int) -> None:
     banned = {pattern: n for pattern, n in words.found(text).items() if pattern in words.WORDS["banned"]}
     assert sum(banned.values()) == wrong

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from penstock.config.base import old_flags as old
 from penstock.config.base.errors import ConfigError, RequestError
 from penstock.config.request.params import SamplingParams
-from penstock.config.settings import old, reference
+from penstock.config.settings import reference
 from penstock.config.settings.cli import Parser, add_flags, config_from, flags, from_options, prepare
 from penstock.config.settings.file import FromFile
 from penstock.config.settings.pairkey import node_key, pair_key

@@ -14,9 +14,10 @@ from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
+from penstock.config.base import old_flags as old
 from penstock.config.base.errors import ConfigError
 from penstock.config.base.sizes import parse_bytes, show_bytes
-from penstock.config.settings import old, peers, sglang
+from penstock.config.settings import peers, sglang
 from penstock.config.settings.tree import Alias, Bytes, Config, HostSize, Inverse
 from penstock.config.settings.unbuilt import ALWAYS, find_unbuilt
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from penstock.config.base import old_flags as old
 from penstock.config.base.errors import ConfigError, show
-from penstock.config.settings import old
 from penstock.config.settings.cli import MODEL_SPELLINGS, flags, spelled
 
 FLAG = "--config"

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from penstock.config.base import old_flags as old
 from penstock.config.base.sizes import show_bytes
-from penstock.config.settings import old
 from penstock.config.settings.cli import SECTIONS, Flag, flags
 from penstock.config.settings.refuse import REFUSED
 from penstock.config.settings.refuse_model import OF_MODEL, WORDS
