@@ -237,8 +237,8 @@ def _check_a_page(kv: KVConfig, caches: Caches, hbm: int, dram: int, hosts: bool
     least = caches.bytes_for(1)
     if hbm < least:
         raise ConfigError(f"{device} is less than one page: {kv.page_size} tokens of this model "
-                          f"are {least} bytes; raise --hbm-bytes or lower --page-size"
-                          f"{'' if kv.hbm_bytes else probe().limit}")
+                          f"are {least} bytes; raise --kv-cache-memory-bytes or lower --page-size"
+                          f"{'' if kv.kv_cache_memory_bytes else probe().limit}")
     least = len(caches.host.slab_pages) * caches.host.slab_bytes
     if dram < least and (dram or kv.host_tier or (hosts and kv.host_bytes is None)):
         raise ConfigError(f"{host} is less than one page: "
