@@ -253,7 +253,7 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_read(folder):
 
 def test_refusals_of_weights_and_pools_name_ulimit_where_it_leaves_less_than_the_machine(folder, monkeypatch):
     def refusals():
-        for made in (lambda: size_pools(config(hbm_bytes=1 << 50), CACHES, 512, FREE),
+        for made in (lambda: size_pools(config(kv_cache_memory_bytes=1 << 50), CACHES, 512, FREE),
                      lambda: size_pools(config(), CACHES, 512, WORKSPACE_BYTES),
                      lambda: build_engine(dummy(folder), str)):
             with pytest.raises(ConfigError) as refused:
@@ -274,7 +274,7 @@ def test_a_stage_of_a_gguf_file_needs_memory_for_its_own_codes(tmp_path, monkeyp
     stage = split([4, 2])[1]
     need = weights.weight_bytes(weights.headers(asked, locate(file)), torch.float32, stage)
     free = [need]
-    monkeypatch.setattr(weights.machine, "probe", lambda: SimpleNamespace(memory_available=free[0]))
+    monkeypatch.setattr(weights.machine, "probe", lambda: SimpleNamespace(memory_available=free[0], limit=""))
     lines: list[str] = []
     loaded = weights.load(asked, stage, lines.append)
     assert loaded.bytes == need < Path(file).stat().st_size
