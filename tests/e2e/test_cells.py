@@ -1,7 +1,7 @@
 """Each kind of request, from either place, on each layout of ranks, with every tier at once: what one rank
 says that reads it all from its device.
 
-A test is five cells of docs/combinations.md: alone, with a host tier, out of the cache, paused, stored.
+A test is five cells of docs/reference/compatibility.md: alone, with a host tier, out of the cache, paused, stored.
 """
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Published config.json files: each is read, or refused for the reason written here. docs/models.md names
+"""Published config.json files: each is read, or refused for the reason written here. docs/reference/models.md names
 those that are read. tests/data/configs/README.md says where they come from.
 """
 from __future__ import annotations
@@ -111,4 +111,4 @@ def test_docs_name_the_published_models_that_are_read(tmp_path: Path) -> None:
 
 
 def test_the_document_of_models_is_written_from_the_code() -> None:
-    assert (ROOT / "docs/models.md").read_text() == models.reference(), "make docs"
+    assert (ROOT / "docs/reference/models.md").read_text() == models.reference(), "make docs"

@@ -191,7 +191,7 @@ def add_flags(parser: Parser, *, model_required: bool = True,
     parser.usage = f"{parser.prog} {'MODEL' if model_required else '[MODEL]'} [flags]"
     parser.epilog = ("SIZE is bytes, or a number with K, M, G, T (powers of 1,024) or KB, MB, GB, "
                      "TB. Flags of other engines whose feature is not built are refused by name: "
-                     "docs/flags.md lists them.")
+                     "docs/reference/flags.md lists them.")
     # Optional for argparse: `config_from` says it better when it is missing.
     parser.add_argument("model", nargs="?", metavar="MODEL",
                         help="folder, .gguf file, hub id, or 'demo'")

@@ -1,15 +1,12 @@
-"""Writes docs/flags.md: every flag, every refusal, every spelling of what is not built.
+"""Writes docs/reference/flags.md: every flag, every refusal, every spelling of what is not built.
 
 `python -m penstock.config.settings.reference` prints it; a test compares it with the file.
 """
 from __future__ import annotations
 
-import ast
 import itertools
-import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from penstock.config.base import old_flags as old
 from penstock.config.base.sizes import show_bytes
@@ -35,7 +32,7 @@ commas, an object becomes JSON, and null is as if the key were not there. The co
 
 def reference() -> str:
     """The whole document, ending in a newline."""
-    parts = (_flags(), _refused(), _unbuilt(), _always(), _raised())
+    parts = (_flags(), _refused(), _unbuilt(), _always())
     return "\n".join([_INTRO, *itertools.chain(*parts)]) + "\n"
 
 
@@ -94,61 +91,9 @@ def _refused() -> Iterator[str]:
         why = r.why.format(free="N GiB", limit="", why="no GPU that torch can use")
         yield f"| {flags_of(r.fields)} | {why} |"
     yield from _head(f"Refused with the model that was found ({len(OF_MODEL)})", columns,
-                     "The same, before a weight is read. What works together is docs/combinations.md.")
+                     "The same, before a weight is read. What works together is docs/reference/compatibility.md.")
     for m in OF_MODEL:
         yield f"| {flags_of(m.fields)} | {m.why.format_map(WORDS)} |"
-
-
-AREAS = {
-    "exec": "Memory, back-ends and stages",
-    "model": "Checkpoints",
-    "serve/text": "Tokenizers and chat templates",
-    "memory": "Storage",
-    "transfer": "The other end of a pair",
-    "serve": "Addresses, files and commands",
-    "bench": "`penstock bench`",
-    "eval": "`penstock eval`",
-}
-
-
-def raised(area: str) -> Iterator[tuple[str, str]]:
-    """(file, message) of every ConfigError that is made there, values as dots. What only hands on the
-    words of another error is left out, and so is what belongs to an area of its own."""
-    root = Path(__file__).parents[2]
-    for path in sorted((root / area).rglob("*.py")):
-        name = path.relative_to(root).as_posix()
-        if area != max((a for a in AREAS if name.startswith(a + "/")), key=len):
-            continue
-        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
-                 and isinstance(node.func, ast.Name) and node.func.id == "ConfigError" and node.args]
-        for call in sorted(calls, key=lambda node: node.lineno):
-            message = _words(call.args[0])
-            if re.search(r"[a-z]{2}", message):
-                yield name, message
-
-
-def _words(node: ast.AST) -> str:
-    """The text of a string expression, with dots for what it shows."""
-    if isinstance(node, ast.JoinedStr):
-        return "".join(map(_words, node.values))
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _words(node.left) + _words(node.right)
-    if isinstance(node, ast.IfExp):
-        return f"{_words(node.body)} / {_words(node.orelse)}"
-    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "\u2026"
-
-
-def _raised() -> Iterator[str]:
-    found = {area: list(raised(area)) for area in AREAS}
-    yield f"\n## Refused for what is found on the way ({sum(map(len, found.values()))})\n"
-    yield "Read out of the source; dots are what the message shows there."
-    for area, title in AREAS.items():
-        yield f"\n### {title}\n"
-        yield "| where | refused |"
-        yield "|---|---|"
-        for name, message in found[area]:
-            shown = message.replace("|", "\\|").replace("\n", " ")
-            yield f"| `src/penstock/{name}` | {shown} |"
 
 
 def _unbuilt() -> Iterator[str]:

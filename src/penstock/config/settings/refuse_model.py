@@ -1,7 +1,7 @@
 """What does not work with the model that was found: combinations of flags and of what its files say.
 
 Asked before a weight is read, and by `penstock combos`. Sizes, which need the memory that is free, are
-refused where they are computed (`exec/load/sizing.py`); docs/flags.md lists both.
+refused where they are computed (`exec/load/sizing.py`); docs/reference/flags.md lists both.
 """
 from __future__ import annotations
 
@@ -91,40 +91,40 @@ OF_MODEL: tuple[Refusal[ModelFacts], ...] = (
     Refusal(lambda c, m: _dense(c) == set(range(m.layers)), ("kv.sparse_dense_layers",),
             "names every layer: leave --sparse-top-k out instead"),
     Refusal(lambda c, m: c.kv.host_decode in ("auto", "always") and _reads_all(c, m), ("kv.host_decode",),
-            "this model reads all of its KV at each step, which host pages are too far for; give it a "
-            "selector with --sparse-top-k N"),
-    Refusal(lambda c, m: c.kv.hot_buffer_tokens is not None and _reads_all(c, m), ("kv.hot_buffer_tokens",),
-            "this model reads all of its KV at each step, from device pages; give it a selector with "
+            "this model reads all of its KV in each step, which is too slow from host memory: also give "
             "--sparse-top-k N"),
+    Refusal(lambda c, m: c.kv.hot_buffer_tokens is not None and _reads_all(c, m), ("kv.hot_buffer_tokens",),
+            "this model reads all of its KV in each step, from the GPU: also give --sparse-top-k N, or leave "
+            "this out"),
     Refusal(lambda c, m: c.kv.kv_cache_dtype != "auto" and m.kv_heads, ("kv.kv_cache_dtype",),
-            "it is for latent rows, and this model has keys and values of KV heads, which are kept in the "
-            "compute type: leave it out"),
+            "applies to an MLA KV cache, and this model has KV heads, whose cache has the compute type: "
+            "leave it out"),
     Refusal(lambda c, m: c.kv.index_dtype != "auto" and not m.topk, ("kv.index_dtype",),
-            "this model has no indexer whose keys it could be of: leave it out"),
+            "this model has no indexer: leave it out"),
     Refusal(lambda c, m: c.kv.sparse_metadata_dtype != "auto" and bool(m.topk or _reads_all(c, m)),
-            ("kv.sparse_metadata_dtype",), "nothing here is selected by bounds of KV heads, which "
-            "--sparse-top-k N does of models without an indexer: leave it out"),
+            ("kv.sparse_metadata_dtype",), "applies to --sparse-top-k N, of models without an "
+            "indexer: leave it out"),
     Refusal(lambda c, m: 0 < (c.device.gpu_layers or 0) < m.layers, ("device.gpu_layers",),
             "this model has {layers} layers, and all of them run on one device: as many at least, or 0 for "
             "the CPU"),
     Refusal(_other_layers, ("device.pp", "device.pp_layers"),
             "this model has {layers} layers, of which each stage takes one or more"),
     Refusal(lambda c, m: c.device.tp > min(m.heads, m.vocab, m.width), ("device.tp",),
-            "this model has {heads} query heads, {vocab} words and MLPs of {width} columns, of which each "
-            "lane takes one or more"),
+            "this model has {heads} query heads, a vocabulary of {vocab} and MLPs of {width} columns; each TP "
+            "rank needs one or more of each"),
     Refusal(lambda c, m: c.device.expert_ranges > 1 and not m.experts,
             ("device.ep", "device.expert_parallel"), "this model has no experts: leave it out"),
     Refusal(lambda c, m: 0 < m.experts < c.device.expert_ranges, ("device.ep", "device.expert_parallel"),
-            "this model has {experts} experts, of which each range takes one or more"),
+            "this model has {experts} experts, and each group needs one or more"),
     Refusal(lambda c, m: c.kv.state_interval is not None and not m.state_bytes, ("kv.state_interval",),
             "this model has no layers that keep a state: leave it out"),
     Refusal(lambda c, m: c.schedule.speculative_method == "mtp" and not m.mtp,
-            ("schedule.speculative_method",), "this model's files have no layer for it: take ngram"),
+            ("schedule.speculative_method",), "this model's files have no MTP layer: take ngram"),
     Refusal(lambda c, m: c.device.tp > 1 and bool(m.state_bytes), ("device.tp",),
-            "layers of this model keep a state, which no lane has a part of yet: take --pp"),
+            "layers of this model keep a recurrent state, which is not split over TP ranks: take --pp"),
     Refusal(lambda c, m: c.pair.disaggregation_mode is not None and m.state_bytes > STATE_MAX,
-            ("pair.disaggregation_mode",), "a layer's state of this model has {state_bytes} bytes, and what "
-            f"goes from engine to engine at once has {STATE_MAX}: leave it out"),
+            ("pair.disaggregation_mode",), "a layer's state of this model has {state_bytes} bytes, and a "
+            f"message between instances has at most {STATE_MAX}: leave it out"),
 )
 
 

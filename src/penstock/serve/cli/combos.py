@@ -1,7 +1,7 @@
 """`penstock combos`: what works with what, asked of the refusals themselves and of the list of proofs.
 
 A combination is refused if a table of refusals says so, with that entry's reason; works ("yes") if a test of
-`proofs.py` covers it; else it is accepted and no test has tried it. Writes docs/combinations.md and a small
+`proofs.py` covers it; else it is accepted and no test has tried it. Writes docs/reference/compatibility.md and a small
 view of it into README; `make docs` does both, a test compares them.
 """
 from __future__ import annotations
@@ -182,7 +182,7 @@ class _Notes:
 
 
 def document() -> str:
-    """docs/combinations.md, ending in a newline."""
+    """docs/reference/compatibility.md, ending in a newline."""
     counts = Counter(answer(cell).status for cell in cells())
     tests, reasons = _Notes("t"), _Notes("r")
     dimensions = " x ".join(f"{{{', '.join(words)}}}" for words in DIMENSIONS.values())

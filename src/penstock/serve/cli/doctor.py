@@ -54,7 +54,7 @@ def examine(config: Config | None, machine: Machine) -> Iterator[Finding]:
     yield from _model(config)
     yield from _ranks(config)
     yield Finding("config", "refused", f"{len(REFUSED)} values and combinations, {len(UNBUILT)} "
-                  "spellings of features that are not built (docs/flags.md lists them)")
+                  "spellings of features that are not built (docs/reference/flags.md lists them)")
 
 
 def _machine(machine: Machine) -> Iterator[Finding]:

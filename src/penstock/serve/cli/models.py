@@ -1,4 +1,4 @@
-"""Writes docs/models.md: each family that config.json may name, and what works with it.
+"""Writes docs/reference/models.md: each family that config.json may name, and what works with it.
 
 `python -m penstock.serve.cli.models` prints it; `--into README.md` writes the small table there. Tests
 compare both, and the examples with published configs.
