@@ -107,7 +107,7 @@ def window_left_a_page_early(e: Any, patch: pytest.MonkeyPatch) -> None:
     right = sealing.leave_behind
 
     def early(kv, r, g, t):
-        retired, r.retired = r.retired, r.retired + 2 * PAGE
+        retired, r.retired = r.retired, r.retired + 3 * PAGE
         right(kv, r, g, t)
         r.retired = retired
     patch.setattr(sealing, "leave_behind", early)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
-RECALL = Path(__file__).parents[2] / "bench" / "recall"
+RECALL = Path(__file__).parents[2] / "lab" / "recall"
 
 
 @torch.no_grad()

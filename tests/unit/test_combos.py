@@ -21,10 +21,10 @@ def asked_anew():
 
 def test_a_cell_turns_with_its_refusal_and_its_proof(monkeypatch) -> None:
     refused = combos.answer(CODES_ON_A_GPU)
-    assert refused.status == "refused" and "weights stay packed on a CPU only" in refused.why[0]
+    assert refused.status == "refused" and "weights stay quantised on a CPU only" in refused.why[0]
     combos.answer.cache_clear()
     monkeypatch.setattr(combos, "REFUSED", [r for r in combos.REFUSED
-                                            if "weights stay packed on a CPU" not in r.why])
+                                            if "weights stay quantised on a CPU" not in r.why])
     assert combos.answer(CODES_ON_A_GPU).status == "untried"
     combos.answer.cache_clear()
     monkeypatch.setattr(combos, "_proven", lambda: {CODES_ON_A_GPU: ("tests/a.py::test_it",)})

@@ -30,7 +30,7 @@ def test_a_slab_is_the_largest_page_and_what_is_unused_is_told():
     lines: list[str] = []
     caches.tell(lines.append)
     assert lines.pop(0) == "kv: latent: 2 layers, 2304 bytes a token; index: 2 layers, 66 bytes a token"
-    assert lines == ["kv: slabs of 36864 bytes: 1 pages of latent (0% unused), "
+    assert lines == ["kv: slabs of 36864 bytes: 1 page of latent (0% unused), "
                      "32 pages of index (8% unused)"]
     assert [g.slab_pages for g in caches.groups] == [1, 32]
     assert [g.selector for g in caches.groups] == [False, True]

@@ -409,7 +409,7 @@ def sound(**settings) -> LinkSettings:
 @pytest.mark.parametrize(("settings", "words"), [
     ({"key": b"short"}, "5 bytes"), ({"address": "10.0.0.1:9"}, "--cluster-insecure"),
     ({"address": "9"}, "HOST:PORT"),
-    ({"address": "0.0.0.0:9"}, "beyond this machine"), ({"address": "unix:" + "x" * 200}, "100 bytes"),
+    ({"address": "0.0.0.0:9"}, "from other machines"), ({"address": "unix:" + "x" * 200}, "100 bytes"),
     ({"tls": True}, "--cluster-tls-cert"), ({"tls": True, "plaintext": True}, "exclude"),
     ({"address": "host:99999"}, "HOST:PORT"), ({"silence_s": 0.01}, "0.1 or more")])
 def test_settings_are_refused_in_words(settings, words) -> None:

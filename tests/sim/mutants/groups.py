@@ -16,14 +16,16 @@ from penstock.core.request import Request
 
 
 # ---------------------------------------------------------------- boundaries
-@instead_of(KVCache, "match", mode="model=3")
-def hit_one_page_short(real: Real, kv: KVCache, r: Request, *, stored: bool = False) -> object:
+@instead_of(KVCache, "cut_back", mode="model=3")
+def hit_one_page_short(real: Real, kv: KVCache, r: Request, path: list[Node], by: dict[int, int],
+                       stored: bool = False, most: int = 1 << 60) -> bool:
     """Where groups keep only a part, the last boundary that all of them can serve is not used."""
-    path, found = real(kv, r, stored=stored)
-    del path[-1:]
-    while path and kv._refuses(r, path, stored) is not None:
-        path.pop()
-    return path, found
+    ended = real(kv, r, path, by, stored, most)
+    if ended:
+        del path[-1:]
+        while path and kv._refuses(r, path, stored) is not None:
+            path.pop()
+    return ended
 
 
 # ---------------------------------------------------------------- windows
