@@ -3,6 +3,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+WHOLE = 1 << 60                     # of `hit_pages`: a turn has no bound
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheGroup:
@@ -58,7 +60,7 @@ class CoreConfig:
     last_tokens: int = 0                # of the last chunk of a prefill engine's prompt at most: what is
                                         # left to send when that ends; 0: as any other
     take_pages: int = 512               # of each group that an admission takes at once: the rest is promised
-    hit_pages: int = 1 << 60            # cached pages that requests which wait match and pin in one turn, if
+    hit_pages: int = WHOLE              # cached pages that requests which wait match and pin in one turn, if
                                         # another has a row; by default all of them, see ADR 0079
     admissions: int = 64                # requests that a turn admits whatever the step has use for, see
                                         # `Admission.is_full`; the others follow in later turns

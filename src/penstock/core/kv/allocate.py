@@ -28,6 +28,7 @@ from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.lifecycle import Lease, Phase, Place
 from penstock.core.plan import HbmPage, Row, Tier
 from penstock.core.request import FAILED_SAVES_MAX, Request
+from penstock.core.settings import WHOLE
 
 
 class KVCache(Pages):
@@ -188,6 +189,8 @@ def _name(kv: Pages, r: Request, place: Place) -> Entry | None:
             entry.is_fresh = True
     while entry.found or _match(kv, r, entry):
         if not _pin(kv, r, entry):
+            if r not in kv.entering and kv.cfg.hit_pages >= WHOLE:      # it ends earlier than what was named
+                return _name(kv, r, place)
             if entry.found or r not in kv.entering:
                 return None
         elif entry.is_fresh or (entry.by and entry.again):
