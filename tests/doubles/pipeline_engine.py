@@ -138,7 +138,7 @@ class Pipeline(Driven):
         their trial and their service. What it was built with has a host tier."""
         crew, core = self.built.crew, self.built.core_config
         if crew is None:
-            without = {"dram_bytes": 0, **({"host_decode": "off"} if self.built.selection else {})}
+            without = {"kv_offloading_size": "0", **({"host_decode": "off"} if self.built.selection else {})}
             built = self._build({**self.options, "overlap": overlap, **({} if host_tier else without)})
             self.begin(built.core_config, built.executor)
             return

@@ -174,7 +174,7 @@ def test_two_lanes_of_a_real_shape(tmp_path, shape, place):
     model, pools = large_checkpoint(tmp_path / shape, config), {"kv_cache_memory_bytes": "96M",
                                                                 "kv_offloading_size": "256M"}
     more = {**SELECTS[shape], "host_decode": "off"} if place == "hosted" else {}
-    with Pipeline(model, kv_cache_memory_bytes="96M", dram_bytes=0, **more) as one:
+    with Pipeline(model, kv_cache_memory_bytes="96M", kv_offloading_size="0", **more) as one:
         want = next(rounds(one))
     assert len({token for said in want for token in said}) > NEW, "a word again and again"
     check(model, want, place, shape, **pools, tp=2)

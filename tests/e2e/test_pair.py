@@ -157,7 +157,7 @@ def test_stages_of_either_engine_say_the_same(model: str, tmp_path: Path, place:
     layers = {1: {}, 2: {"pp": 2, "pp_layers": ["4", "2"]}}
     with PairOfEnds(model, tmp_path, prefill={**layers[stages[0]], "page_size": 64},
                     decode={"pp": stages[1]}, kv_offloading_size="8M",
-                    **{name: value for name, value in options.items() if name != "dram_bytes"}) as pair:
+                    **{name: value for name, value in options.items() if name != "kv_offloading_size"}) as pair:
         rids = [pair.decode.submit(prompt) for prompt in prompts]
         for turn in range(60):
             if turn % 4 == 0 and (rid := rids[turn // 4 % 3]) in pair.decode.open:
