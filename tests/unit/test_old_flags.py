@@ -57,7 +57,7 @@ def test_old_flag_stands_in_no_help_and_in_no_table(name: str) -> None:
     ("--kv-offloading-size 20", "20GiB"), ("--kv-offloading-size 1.5", "1536MiB"),
     ("--kv-offloading-size 3x", "3x"),
     ("--kv-offloading-size auto", "auto"), ("--kv-offloading-size 512M", "512MiB"), ("--host-tier", "auto"),
-    ("--no-host-tier", "0"), ("--enable-hierarchical-cache", "auto"),
+    ("--no-host-tier", "0"), ("--no-enable-hierarchical-cache", "0"), ("--enable-hierarchical-cache", "auto"),
     ("--enable-hierarchical-cache --hicache-ratio 2", "2x"),
     ("--hicache-size 1 --enable-hierarchical-cache", "1000000000B"),
     ("--enable-hierarchical-cache --kv-offloading-size 3", "3GiB"), ("", None)])

@@ -68,12 +68,6 @@ FEATURES = {
         r"pair_|peer_ignored|.*phase=\"(receiving|sending)\"")),
 }
 STATS_AGE = "engine_stats_age_seconds"
-# Of features that a server may be without: the number that is 0 then, and the names that are left out.
-OFF = {
-    "dram_pages": re.compile("dram_|prefix_dram_|spills$|promotions$|requests_hosted$"),
-    "disk_pages": re.compile("disk_|prefix_disk_|pages_to_store$"),
-    "hot_buffer_pages_max": re.compile("hot_buffer"),
-}
 USED = {"hbm": "hbm_pages_in_use", "dram": "dram_pages_held"}
 
 

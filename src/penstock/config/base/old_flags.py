@@ -44,10 +44,10 @@ RENAMED = {
 }
 
 SIZE = "--kv-offloading-size"
-SWITCHES = ("--host-tier", "--no-host-tier", "--enable-hierarchical-cache")
-# Flags that became forms of SIZE, ours and SGLang's, and what each takes.
-FORMS = {"--dram-bytes": "bytes, or a size", "--dram-ratio": "a multiple of the GPU's KV cache",
-         "--hicache-size": "GB", "--hicache-ratio": "a multiple of the GPU's KV cache"}
+OFF = ("--no-host-tier", "--no-enable-hierarchical-cache")
+SWITCHES = ("--host-tier", "--enable-hierarchical-cache", *OFF)
+# Flags that became forms of SIZE, ours and SGLang's: bytes or a size, GB, and multiples of the GPU's KV cache.
+FORMS = ("--dram-bytes", "--hicache-size", "--dram-ratio", "--hicache-ratio")
 
 
 def renamed(name: str) -> str:
@@ -64,9 +64,9 @@ def offloading(given: Mapping[str, str], sized: bool) -> list[str]:
     Raises ConfigError: sizes that do not agree, or a size of what is off.
     """
     found = {name: _form(name, given[name]) for name in FORMS if name in given}
-    off = "--no-host-tier" in given
+    off = [name for name in OFF if name in given]
     if len(found) + sized > 1 or (off and (found or sized)):
-        names = [*found, *(["--no-host-tier"] if off else []), *([SIZE] if sized else [])]
+        names = [*found, *off, *([SIZE] if sized else [])]
         raise ConfigError(f"{', '.join(names)}: give the size of KV in host memory once, with {SIZE}")
     if found or off:
         return [f"{SIZE}={next(iter(found.values()), '0')}"]

@@ -124,7 +124,8 @@ A plain number of `--kv-offloading-size` is GiB, as in vLLM; one of `--dram-byte
 
 | old | new |
 |---|---|
-| body field `sparse_top_k`, `SamplingParams(sparse_top_k=...)` | `sparse_top_k` |
+| body field `top_k_tokens`, `SamplingParams(top_k_tokens=...)` | `sparse_top_k` |
+| `sparse_unit` of `GET /server_info` | `sparse_block_size` |
 | environment `PENSTOCK_PAIR_KEY`, `PENSTOCK_NODE_KEY` | `PENSTOCK_CLUSTER_KEY` |"""
 
 

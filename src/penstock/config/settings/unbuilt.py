@@ -93,8 +93,9 @@ UNBUILT: tuple[Unbuilt, ...] = (
     _value("RDMA between the instances of a pair", "--disaggregation-ib-device", neutral=_NONE,
            instead="the KV of a pair goes over TCP: leave it out"),
     _value("", "--disaggregation-bootstrap-port", neutral=_NONE,
-           instead="the ends meet at one address: give the prefill end --disaggregation-listen HOST:PORT and the "
-                   "decode end --disaggregation-connect HOST:PORT"),
+           instead="both instances name one address: give the prefill instance "
+                   "--disaggregation-listen HOST:PORT and the "
+                   "decode instance --disaggregation-connect HOST:PORT"),
     _value("", "--kv-transfer-config", neutral=_NONE,
            instead="for a pair give --disaggregation-mode prefill or decode, with --disaggregation-listen or "
                    "--disaggregation-connect"),

@@ -419,6 +419,7 @@ def _sparse_info(selection: Selection | None, caches: Caches, sizes: Sizes) -> I
     layout, bounds = caches.layouts[:2]
     return {
         "sparse_top_k": selection.budget, "sparse_block_size": selection.unit,
+        "sparse_unit": selection.unit,          # its old name, for one release more
         "selector_bytes_per_token": bounds.page_bytes // bounds.page_size,
         "hot_buffer_tokens": sizes.core.hot_pages * sizes.core.page_size,
         "hot_buffer_bytes": sizes.core.hot_pages * layout.page_bytes,

@@ -46,8 +46,8 @@ def options(cell: Cell) -> dict[str, object]:
     hosted, tier = cell.place == "hosted", cell.feature in ("tier", "paused", "stored")
     asked: dict[str, object] = {
         "device": {"cpu": "cpu", "gpu": "cuda"}[cell.device], "dtype": _DTYPE[cell.weights],
-        "kv_cache_memory_bytes": "1G", "kv_offloading_size": "auto" if hosted or tier else "0", "prefix_cache": True,
-        # as by default
+        "kv_cache_memory_bytes": "1G", "kv_offloading_size": "auto" if hosted or tier else "0",
+        "prefix_cache": True,                   # as by default
         "host_decode": "always" if hosted else "off"}
     if cell.kind == "selecting" or (cell.kind in ("experts", "states") and hosted):
         asked["sparse_top_k"] = 512

@@ -77,15 +77,15 @@ class Peers:
         """One that nobody has, or the one without a connection that was named longest ago."""
         if not self._routed:
             at = ", ".join(peer.address for peer in self.each)
-            raise ConfigError(f"this decode end has --disaggregation-connect {at}, and not {address}")
+            raise ConfigError(f"this decode instance has --disaggregation-connect {at}, and not {address}")
         host = address.rpartition(":")[0].strip("[]").lower()
         if self._allowed and host not in self._allowed:
             hosts = ", ".join(sorted(self._allowed))
-            raise ConfigError(f"this decode end has --disaggregation-allow {hosts}, and not {host}")
+            raise ConfigError(f"this decode instance has --disaggregation-allow {hosts}, and not {host}")
         free = [peer for peer in self.each if not peer.address] or [
             self.each[n] for n in self._named if not self.each[n].epoch and not self.each[n].load]
         if not free:
-            raise ConfigError(f"this decode end has connections to {len(self.each)} prefill ends, as many as "
+            raise ConfigError(f"this decode instance has connections to {len(self.each)} prefill instances, as many as "
                               f"it may have, and none to {address}")
         return free[0]
 

@@ -3,9 +3,9 @@
 Eight rows decode beside. Each case prints its longest turn as a multiple of the median turn of the same
 run. The core runs alone, with the answers of a step in the next turn. Times are processor time of the thread.
 
-    python bench/planning_hits.py --tokens 65536 1048576 --page-size 16 64
-    python bench/planning_hits.py --choices 75 --tokens 133000
-    python bench/planning_hits.py --memory
+    python lab/bench/planning_hits.py --tokens 65536 1048576 --page-size 16 64
+    python lab/bench/planning_hits.py --choices 75 --tokens 133000
+    python lab/bench/planning_hits.py --memory
 """
 from __future__ import annotations
 
