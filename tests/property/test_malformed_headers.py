@@ -19,7 +19,7 @@ import pytest
 from penstock.config.base.errors import ConfigError
 from penstock.model.weights.gguf_config import check_config, hf_config, hf_name
 from penstock.model.weights.gguf_file import BLOCKS, GGUFHeader, parse_gguf_header
-from penstock.model.weights.safetensors_file import DTYPE_BYTES, parse_safetensors_header
+from penstock.model.weights.safetensors_file import _OTHER_BITS, DTYPE_BYTES, parse_safetensors_header
 
 MEMORY_GROWTH_BYTES_MAX = 64 << 20
 
@@ -115,7 +115,8 @@ def check_safetensors(data: bytes) -> None:
     tensors = parse_safetensors_header(io.BytesIO(data), len(data), "file")
     at = 8 + int.from_bytes(data[:8], "little")
     for t in tensors.values():          # what was accepted tiles the file exactly
-        assert t.begin == at and t.num_bytes == prod(t.shape) * DTYPE_BYTES[t.dtype] > 0
+        bits = 8 * DTYPE_BYTES[t.dtype] if t.dtype in DTYPE_BYTES else _OTHER_BITS[t.dtype]
+        assert t.begin == at and 8 * t.num_bytes == prod(t.shape) * bits
         at += t.num_bytes
     assert at == len(data)
 
