@@ -11,17 +11,21 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from penstock.kernels.cases import workloads_of
 from penstock.kernels.gemm import linear
 from penstock.kernels.op import Op, Unusable
 from penstock.kernels.platform import probe
 from penstock.kernels.registry import OPS
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kernels"))
+from cases import workloads_of
 
 
 def least_seconds(call: Callable[[int], object], layers: int, repeats: int) -> float:

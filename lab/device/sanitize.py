@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import time
+from pathlib import Path
 
 import torch
 
-from penstock.kernels.cases import cases_of
 from penstock.kernels.registry import OPS
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "kernels"))
+from cases import cases_of
 
 OURS = {op: i.name for op, of in OPS.items() for i in of.implementations
         if i.name in ("cuda", "triton")}

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import Case, cases_of
+from cases import step as of_steps
 
 from penstock.kernels.attention.paged_attention import AttentionSpec, write_kv
-from penstock.kernels.cases import Case, cases_of
 from penstock.kernels.fused import step
-from penstock.kernels.fused.step import cases as of_steps
 from penstock.kernels.fused.step import reference as plain
 from penstock.kernels.op import DEVICES, Op, Unusable, WrongResult
 from penstock.kernels.platform import KernelError, probe

@@ -17,9 +17,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from cases import cases_of
 from gguf import GGMLQuantizationType as Type
 
-from penstock.kernels.cases import cases_of
 from penstock.kernels.gemm import linear
 from penstock.kernels.gemm.linear import fastest
 from penstock.kernels.gemm.linear.panels import Panels

@@ -3,10 +3,13 @@ from __future__ import annotations
 
 import sys
 from itertools import product
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))     # `cases` of the ops
 
 DTYPES = {torch.float32: 1e-5, torch.float16: 4e-3}
 count = 0
@@ -129,9 +132,10 @@ def hosted() -> None:
     """Ops of hosted decode over their own cases; then with rows of more scores than one program keeps, and
     with more queries than memory is taken for."""
     global count
+    from cases import cases_of
+
     from penstock.kernels import registry
     from penstock.kernels.attention.sparse_attention import triton_units
-    from penstock.kernels.cases import cases_of
     from penstock.kernels.choose.select import triton_bounds
 
     for name in ("write_kv", "resolve", "sparse_attention", "sparse_attention", "select", "select"):
@@ -153,7 +157,8 @@ def hosted() -> None:
 
 
 def layer() -> None:
-    from penstock.kernels.fused.layer import cases
+    from cases import layer as cases
+
     from penstock.kernels.fused.layer.reference import Reference
     from penstock.kernels.fused.layer.triton_ops import TritonOps
 
@@ -200,8 +205,10 @@ def linear() -> None:
 def scaled() -> None:
     """Linears of fp8 blocks over their own cases, and some in float16, the type nearest to a device's."""
     global count
-    from penstock.kernels.cases import cases_of
-    from penstock.kernels.gemm.scaled_linear import OP, cases, triton_scaled
+    from cases import cases_of
+    from cases import scaled_linear as cases
+
+    from penstock.kernels.gemm.scaled_linear import OP, triton_scaled
 
     triton, reference = OP.use("triton"), OP.use("reference")
     for case in cases_of(OP):
@@ -218,8 +225,10 @@ def scaled() -> None:
 def experts() -> None:
     """Routing over its own cases; of those of experts some, with few tokens and with many."""
     global count
-    from penstock.kernels.cases import cases_of
-    from penstock.kernels.gemm.experts import OP, Rule, cases, triton_experts
+    from cases import cases_of
+    from cases import experts as cases
+
+    from penstock.kernels.gemm.experts import OP, Rule, triton_experts
 
     triton, reference = OP.use("triton"), OP.use("reference")
     for case in cases_of(OP):
@@ -259,7 +268,9 @@ def experts() -> None:
 def draw() -> None:
     """With blocks of 64 tokens, so that a row has several."""
     global count
-    from penstock.kernels.sample.draw import OP, cases, triton_draw
+    from cases import draw as cases
+
+    from penstock.kernels.sample.draw import OP, triton_draw
 
     triton_draw.BLOCK = 64
     for case in list(cases.cases())[::4]:           # a device runs all of them
@@ -271,7 +282,9 @@ def draw() -> None:
 def mask() -> None:
     """With blocks of 64 tokens, so that a row has several."""
     global count
-    from penstock.kernels.sample.mask import OP, cases, triton_mask
+    from cases import mask as cases
+
+    from penstock.kernels.sample.mask import OP, triton_mask
 
     triton_mask.BLOCK = 64
     for case in cases.cases():
@@ -283,13 +296,14 @@ def mask() -> None:
 
 def latent() -> None:
     """Half of the ops' own cases in float32 but the largest, some of other formats; ties in all of a row."""
-    from penstock.kernels.attention.latent_attention import cases as rows
+    from cases import index_pair as pairs
+    from cases import index_select as keys
+    from cases import latent_attention as rows
+
     from penstock.kernels.attention.latent_attention import reference as attends
     from penstock.kernels.attention.latent_attention import triton_latent
-    from penstock.kernels.choose.index_pair import cases as pairs
     from penstock.kernels.choose.index_pair import reference as paired
     from penstock.kernels.choose.index_pair import triton_pair
-    from penstock.kernels.choose.index_select import cases as keys
     from penstock.kernels.choose.index_select import reference as selects
     from penstock.kernels.choose.index_select import triton_keys
     from penstock.kernels.triton import triton_codes
@@ -362,7 +376,9 @@ def ranks() -> None:
 
 
 def states() -> None:
-    from penstock.kernels.state.scan import cases, reference, triton_scan
+    from cases import scan as cases
+
+    from penstock.kernels.state.scan import reference, triton_scan
 
     for spec in cases._SHAPES.values():
         for rows in (((1, True, 1), (1, False, 1)), ((7, False, 3), (2, True, 5), (9, True, 4)),
@@ -378,7 +394,9 @@ def states() -> None:
 def ends() -> None:
     """Of captured steps, over their own cases."""
     global count
-    from penstock.kernels.fused.step import cases, reference, triton_step
+    from cases import step as cases
+
+    from penstock.kernels.fused.step import reference, triton_step
 
     for case in cases.cases():
         if why := case.wrong(case.run(triton_step), case.run(reference)):

@@ -211,8 +211,7 @@ def test_every_module_is_used() -> None:
     # Commands, families and kernels are imported by name: a string in a table is a use.
     text = {m: p.read_text() for m, p in MODULES.items()}
     named = {m for m in MODULES if any(f'"{m}"' in t or f'"{m}:' in t for t in text.values())}
-    used |= {f"{m}.{s}" for m in MODULES for s in ("reference", "cases") if m.count(".") == 3
-             and m.startswith("penstock.kernels.")}
+    used |= {f"{m}.reference" for m in MODULES if m.count(".") == 3 and m.startswith("penstock.kernels.")}
     dead = [m for m, p in MODULES.items()
             if m not in used and m not in named and p.name != "__init__.py"]
     assert not dead, dead

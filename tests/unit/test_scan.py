@@ -9,10 +9,11 @@ from itertools import pairwise
 import pytest
 import torch
 import where
+from cases import scan as cases
 
 from penstock.kernels.op import Unusable
 from penstock.kernels.platform import probe
-from penstock.kernels.state.scan import OP, cases
+from penstock.kernels.state.scan import OP
 from penstock.kernels.types.states import States
 
 SPECS = {name: cases._SHAPES[name] for name in ("delta", "ssd")}

@@ -3,14 +3,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import cases_of
+from cases.resolve import empty
+from cases.select import make
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.kernels.attention.paged_attention import AttentionSpec
-from penstock.kernels.cases import cases_of
-from penstock.kernels.choose.resolve.cases import empty
 from penstock.kernels.choose.select import SelectRule
-from penstock.kernels.choose.select.cases import make
 from penstock.kernels.choose.select.reference import least_and_most, scores
 from penstock.kernels.kv.write_kv import WriteAt
 from penstock.kernels.op import Unusable

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.kernels.cases import Case, Workload
+from cases import Case, Workload
 from penstock.kernels.choose.resolve import Resolve
 from penstock.kernels.types.hot import HotLayer
 

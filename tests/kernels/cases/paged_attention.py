@@ -16,9 +16,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from cases import TOLERANCE, Case, Workload
 from penstock.kernels.attention import hidden
 from penstock.kernels.attention.paged_attention import AttentionSpec, Prepare
-from penstock.kernels.cases import TOLERANCE, Case, Workload
 from penstock.kernels.types.ragged import Ragged
 
 # name: (queries, context) of each row

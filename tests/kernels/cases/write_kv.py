@@ -10,9 +10,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.kernels.cases import DTYPES, Case, Workload
-from penstock.kernels.choose.resolve.cases import empty
-from penstock.kernels.kv.gather.cases import host_memory
+from cases import DTYPES, Case, Workload
+from cases.gather import host_memory
+from cases.resolve import empty
 from penstock.kernels.kv.write_kv import WriteAt, WriteKV
 from penstock.kernels.types import fp8
 

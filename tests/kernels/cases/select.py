@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.kernels.cases import DTYPES, Case, Workload
+from cases import DTYPES, Case, Workload
 from penstock.kernels.choose.select import Select, SelectRule
 from penstock.kernels.types import fp8
 

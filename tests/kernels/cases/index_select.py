@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.kernels.cases import FORMATS, Case, Workload, unseen
+from cases import FORMATS, Case, Workload, unseen
 from penstock.kernels.choose.index_select import IndexSelect
 from penstock.kernels.types import fp8
 

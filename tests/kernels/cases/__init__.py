@@ -1,7 +1,7 @@
 """What a case of an op is: inputs over the declared domain, the same for every implementation.
 
-`tests/parity` finds the cases of each op in `kernels/<op>/cases.py`, as `cases(device)`, and
-`bench/kernels.py` its workloads.
+One module an op, named for it: `cases(device)` is what `tests/parity` runs, `workloads()` is what
+`bench/kernels.py` times.
 """
 from __future__ import annotations
 
@@ -104,6 +104,5 @@ def workloads_of(op: Op[Any]) -> list[Workload]:
 
 
 def _module(op: Op[Any]) -> Any:
-    """`cases` beside the op's reference."""
-    folder = op.use("reference").__module__.rpartition(".")[0]
-    return importlib.import_module(f"{folder}.cases")
+    """Return the module of the op's cases, beside this one."""
+    return importlib.import_module(f"{__name__}.{op.name}")

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from cases import FORMATS, TOLERANCE, Case, Workload, unseen
 from penstock.kernels.attention.latent_attention import LatentAttention
-from penstock.kernels.cases import FORMATS, TOLERANCE, Case, Workload, unseen
 from penstock.kernels.types import fp8
 
 # name: rows that each query chose

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.kernels.cases import Case, Workload
+from cases import Case, Workload
 from penstock.kernels.sample.mask import Mask
 
 # rows, masks of them, vocabulary, words

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from cases import DTYPES, TOLERANCE, Case, Workload, unseen
 from penstock.kernels.attention.merge import Merge
-from penstock.kernels.cases import DTYPES, TOLERANCE, Case, Workload, unseen
 
 
 def cases(device: str = "cpu") -> Iterator[Case]:

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.kernels.cases import TOLERANCE, Case, Workload
+from cases import TOLERANCE, Case, Workload
 from penstock.kernels.gemm.linear import DTYPES, Pack
 
 _SHAPES = ((1, 1), (37, 19), (64, 576), (576, 64), (1000, 33))

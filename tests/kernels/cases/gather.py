@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.kernels.cases import Case, Workload
+from cases import Case, Workload
 from penstock.kernels.kv.gather import Gather
 
 

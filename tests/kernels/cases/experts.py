@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.kernels.cases import DTYPES, TOLERANCE, Case, Workload
+from cases import DTYPES, TOLERANCE, Case, Workload
 from penstock.kernels.gemm.experts import Biases, Clamped, ExpertOps, Rule
 from penstock.kernels.types.scaled import Scaled, joined, quantised
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.kernels.cases import DTYPES, TOLERANCE, Case
+from cases import DTYPES, TOLERANCE, Case
 from penstock.kernels.fused.step.spec import Looks, Place
 
 _ROWS = 150

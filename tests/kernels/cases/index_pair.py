@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.kernels.cases import DTYPES, Case, Workload
+from cases import DTYPES, Case, Workload
 from penstock.kernels.choose.index_pair import IndexPair
 
 _HEADS = ((64, 128), (8, 32), (1, 16), (17, 64))       # index heads, index head dim

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.kernels.cases import DTYPES, TOLERANCE, Case, Workload
+from cases import DTYPES, TOLERANCE, Case, Workload
 from penstock.kernels.gemm.scaled_linear import Pack
 from penstock.kernels.types.scaled import E4M3, Scaled
 

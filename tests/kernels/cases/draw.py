@@ -8,7 +8,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from penstock.kernels.cases import Case, Workload
+from cases import Case, Workload
 from penstock.kernels.sample import filters, uniform
 from penstock.kernels.sample.draw import Draw
 

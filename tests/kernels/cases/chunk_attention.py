@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from cases import DTYPES, TOLERANCE, Case, Workload
 from penstock.kernels.attention.chunk_attention import ChunkAttention
-from penstock.kernels.cases import DTYPES, TOLERANCE, Case, Workload
 
 # queries, keys (None: their own), query heads, KV heads, head dim
 _SHAPES = ((1, None, 4, 2, 16), (7, None, 9, 3, 64), (5, 33, 6, 6, 20), (1, 1, 2, 1, 8),

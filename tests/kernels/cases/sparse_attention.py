@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from cases import DTYPES, TOLERANCE, Case, Workload, unseen
 from penstock.kernels.attention.sparse_attention import SparseAttention
-from penstock.kernels.cases import DTYPES, TOLERANCE, Case, Workload, unseen
 
 # name: (position, units chosen) of each query; -1: all that it sees
 _QUERIES: dict[str, tuple[tuple[int, int], ...]] = {

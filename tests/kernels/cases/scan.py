@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from penstock.kernels.cases import TOLERANCE, Case, Workload
+from cases import TOLERANCE, Case, Workload
 from penstock.kernels.state.scan import Scan, ScanSpec, ScanWeights
 from penstock.kernels.types.states import States
 

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.kernels.cases import DTYPES, TOLERANCE, Case, Workload
+from cases import DTYPES, TOLERANCE, Case, Workload
 from penstock.kernels.fused.layer import LatentNorms, LayerOps, Weighs
 
 _TOKENS = (1, 2, 9, 70)
