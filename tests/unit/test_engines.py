@@ -112,6 +112,22 @@ def test_it_forgets_what_an_engine_has_no_room_for_and_has_flushed_or_died_with(
     assert member.cached(second) == 0
 
 
+def test_a_choice_asks_each_engine_for_few_pages_of_a_long_prompt():
+    several, _ = engines(8, pages=10_000)
+    pages = pages_of(chat(1, 4_096 * PAGE), 0, PAGE)
+    for n, member in enumerate(several.members):
+        member.sent(pages[:500 * n])
+    asked = []
+
+    class Asked(list):
+        def __getitem__(self, n):
+            asked.append(n)
+            return super().__getitem__(n)
+
+    assert [member.cached(Asked(pages)) for member in several.members] == [500 * n for n in range(8)]
+    assert len(asked) <= 8 * 13
+
+
 def test_a_dead_engine_gets_nothing_unless_it_is_asked_for():
     several, fakes = engines(2)
     prompt = chat(1, 300)

@@ -197,6 +197,15 @@ def test_a_sweep_removes_what_was_used_longest_ago_and_left_overs(files):
         assert Folder(files.root).sweep(1) == (left, 0)
 
 
+def test_a_sweep_of_a_locked_folder_lists_nothing(files, monkeypatch):
+    put(files, KEYS[0], 0, page(0))
+    left, _ = Folder(files.root).sweep(None)
+    with open(files.root / "lock") as lock:          # another engine sweeps
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        monkeypatch.setattr(Folder, "objects", lambda self: pytest.fail("it was listed"))
+        assert Folder(files.root).sweep(1) == (left, 0)
+
+
 def test_folders_that_are_not_ours_are_refused_in_words(tmp_path):
     (tmp_path / "photos").mkdir()
     (tmp_path / ".hidden").mkdir()

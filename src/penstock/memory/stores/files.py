@@ -110,17 +110,20 @@ class Folder(Inventory):
     def sweep(self, quota: int | None, room: int = 0) -> tuple[int, int]:
         """Remove temporary files that nobody writes any more, and, where `quota` bytes have no `room` for
         more, what was used longest ago, down to LOW_WATER of them. Returns bytes that are left and bytes
-        removed; if another engine is sweeping, what there is."""
+        removed. While another engine sweeps, nothing is listed: it returns what the last sweep left, or waits
+        if there was none."""
         with contextlib.ExitStack() as stack:
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             lock = os.open(self.root / "lock", flags, 0o600)
             stack.callback(os.close, lock)
-            found = list(self.objects())
-            left = sum(o.bytes for o in found)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                return left, 0
+                if (last := os.pread(lock, 32, 0).strip()).isdigit():
+                    return int(last), 0
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            found = list(self.objects())
+            left = sum(o.bytes for o in found)
             before, now = left, time.time()
             over = quota is not None and left + room > quota
             for o in sorted(found, key=lambda o: o.used) if over else [o for o in found if o.temporary]:
@@ -128,6 +131,8 @@ class Folder(Inventory):
                 if stale or (over and left > LOW_WATER * (quota or 0) and not o.temporary):
                     self.remove([o])
                     left -= o.bytes
+            with contextlib.suppress(OSError):       # a full disk: others wait then
+                os.pwrite(lock, f"{left:<32}".encode(), 0)           # one length: a reader sees old or new
             return left, before - left
 
 

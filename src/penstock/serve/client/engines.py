@@ -6,6 +6,7 @@ nobody, so a choice costs no message.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import itertools
 from array import array
 from collections import OrderedDict
@@ -51,8 +52,8 @@ class Member(Kept):
 
     def cached(self, pages: Sequence[int]) -> int:
         """How many of them, from the first on, it has been sent and has kept, as far as is known."""
-        known = self._known()
-        return next((n for n, page in enumerate(pages) if page not in known), len(pages))
+        known = self._known()                          # of a page also what is before it: see `sent`
+        return bisect.bisect_left(range(len(pages)), True, key=lambda n: pages[n] not in known)
 
     def sent(self, pages: Sequence[int]) -> None:
         """It has been sent a prompt of these."""
