@@ -206,6 +206,21 @@ def test_a_sweep_of_a_locked_folder_lists_nothing(files, monkeypatch):
         assert Folder(files.root).sweep(1) == (left, 0)
 
 
+def test_an_engine_sweeps_in_another_process(files, monkeypatch):
+    for i, key in enumerate(KEYS[:4]):
+        put(files, key, 0, page(i))
+        os.utime(where(files, key), (1_000_000 + i, 1_000_000 + i))
+    monkeypatch.setattr(Folder, "objects", lambda self: pytest.fail("this process listed the folder"))
+    each = 256 + HEADER.size
+    assert files.sweep(None, 0) == (4 * each, 0)
+    assert files.sweep(3 * each, 0) == (2 * each, 2 * each)
+    assert [bool(present(files, key)) for key in KEYS[:4]] == [False, False, True, True]
+    (files.root / "lock").unlink()
+    (files.root / "lock").mkdir()
+    with pytest.raises(OSError, match=r"sweep of .* failed: IsADirectoryError"):
+        files.sweep(None, 0)
+
+
 def test_folders_that_are_not_ours_are_refused_in_words(tmp_path):
     (tmp_path / "photos").mkdir()
     (tmp_path / ".hidden").mkdir()
