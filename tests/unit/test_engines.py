@@ -1,13 +1,16 @@
 """Who of several engines gets a prompt: by what each has been sent, and by how much each has to do."""
 from __future__ import annotations
 
+import asyncio
 import random
+import threading
 
 import pytest
 
 from penstock.config.base.errors import RequestError
 from penstock.config.request.params import SamplingParams
 from penstock.config.settings.cli import from_options
+from penstock.serve.client import engines as client
 from penstock.serve.client.client import EngineDied
 from penstock.serve.client.engines import Engines, pages_of, together
 from penstock.serve.wire import Ready
@@ -126,6 +129,29 @@ def test_a_choice_asks_each_engine_for_few_pages_of_a_long_prompt():
 
     assert [member.cached(Asked(pages)) for member in several.members] == [500 * n for n in range(8)]
     assert len(asked) <= 8 * 13
+
+
+def test_a_long_prompt_is_hashed_on_another_thread_and_placed_as_before(monkeypatch):
+    several, fakes = engines(2, pages=10_000)
+    long, short = chat(1, client.HASH_INLINE + PAGE), chat(2, client.HASH_INLINE)
+    threads = []
+
+    def seen(*args):
+        threads.append(threading.current_thread() is threading.main_thread())
+        return pages_of(*args)
+
+    monkeypatch.setattr(client, "pages_of", seen)
+    assert asyncio.run(several.hashed(short, 7)) is short and not threads
+    hashed = asyncio.run(several.hashed(long, 7))
+    assert threads == [False] and hashed == long
+    several.submit(hashed, ONE, namespace=7)
+    assert threads == [False] and fakes[0].prompts == [tuple(long)]
+    assert several.members[0].cached(pages_of(long, 7, PAGE)) == len(long) // PAGE
+    several.of(1).submit(hashed, ONE, namespace=7)
+    assert threads == [False] and several.members[1].cached(pages_of(long, 7, PAGE)) == len(long) // PAGE
+    assert several.members[1].cached(pages_of(long, 8, PAGE)) == 0, "another namespace"
+    alone, _ = engines(1)
+    assert asyncio.run(alone.hashed(long, 7)) is long
 
 
 def test_a_dead_engine_gets_nothing_unless_it_is_asked_for():

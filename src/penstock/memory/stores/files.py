@@ -300,7 +300,7 @@ class Files(Bounded):
         words = str(self.root), "" if quota is None else str(quota), str(room)
         paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
         done = subprocess.run(
-            [sys.executable, "-c", _SWEEP, *words], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            [sys.executable, "-P", "-c", _SWEEP, *words], stdin=subprocess.DEVNULL, capture_output=True, text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))})
         if done.returncode:
             last = done.stderr.strip().rpartition("\n")[2]

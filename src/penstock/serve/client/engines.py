@@ -28,8 +28,15 @@ from penstock.serve.wire import Ready, Room
 # KV is, and a prompt that everybody begins with does not keep everybody in one place.
 OPEN_TOKENS = 16
 WAITING_TOKENS = 256
+HASH_INLINE = 16_384        # tokens of a prompt that are hashed on the event loop, which takes about 1 ms
 # Of the engines' numbers, what is of the storage that they share, not of each.
 SHARED = ("storage_up", "storage_bytes", "storage_bytes_max")
+
+
+class Hashed(list[int]):
+    """A prompt with the numbers of its pages, see `pages_of`."""
+
+    pages: list[int]
 
 
 class Member(Kept):
@@ -75,7 +82,8 @@ class Member(Kept):
         """See EngineClient.submit."""
         streams = self.engine.submit(prompt, params, eos_ids=eos_ids, namespace=namespace, room=room,
                                      tenant=tenant)
-        self.sent(pages_of(prompt, namespace, self.known("page_size")))
+        self.sent(prompt.pages if isinstance(prompt, Hashed) else
+                  pages_of(prompt, namespace, self.known("page_size")))
         return streams
 
     def flush(self) -> None:
@@ -145,13 +153,23 @@ class Engines:
                                "data_parallel_rank")
         return self.members[rank]
 
+    async def hashed(self, prompt: list[int], namespace: int) -> list[int]:
+        """The prompt for `submit` with the same namespace. The pages of a long prompt are hashed in a thread,
+        because 1,000,000 tokens would stop the event loop for 70 ms."""
+        if len(self.members) == 1 or len(prompt) <= HASH_INLINE:
+            return prompt
+        hashed = Hashed(prompt)
+        hashed.pages = await asyncio.to_thread(pages_of, prompt, namespace, self.members[0].known("page_size"))
+        return hashed
+
     def submit(self, prompt: Sequence[int], params: SamplingParams, *, eos_ids: Sequence[int] = (),
                namespace: int = 0, room: Room | None = None, tenant: int = 0) -> list[Stream]:
         """See EngineClient.submit."""
         if len(self.members) == 1:
             return self.members[0].engine.submit(prompt, params, eos_ids=eos_ids, namespace=namespace,
                                                  room=room, tenant=tenant)
-        pages = pages_of(prompt, namespace, self.members[0].known("page_size"))
+        pages = prompt.pages if isinstance(prompt, Hashed) else \
+            pages_of(prompt, namespace, self.members[0].known("page_size"))
         member = self._choose(len(prompt), pages, params.n)
         streams = member.engine.submit(prompt, params, eos_ids=eos_ids, namespace=namespace, room=room,
                                      tenant=tenant)

@@ -327,8 +327,8 @@ class OpenAI:
             with self.running.of(tenant, out.id, request.rid):
                 for prompt in prompts.ids:
                     generation.submit(
-                        prompt, params, eos_ids=self.eos_ids, namespace=root, room=room, tenant=turn,
-                        context=prompt if isinstance(request, CompletionRequest) else ())
+                        await self.engine.hashed(prompt, root), params, eos_ids=self.eos_ids, namespace=root,
+                        room=room, tenant=turn, context=prompt if isinstance(request, CompletionRequest) else ())
                 if request.stream and not self.routed.prefills:
                     await self._stream(generation, request, out, reply)
                 else:
