@@ -104,10 +104,10 @@ sim: $(VENV)/.installed-dev  ## N simulations of the planner, all modes: make si
 docs: $(VENV)/.installed  ## write again what comes from the code: flags, models, combinations
 	$(BIN)/python -m penstock.config.settings.reference > docs/reference/flags.md
 	$(BIN)/python -m penstock.config.settings.reference migration > docs/reference/migration.md
-	$(BIN)/python -m penstock.serve.cli.models > docs/reference/models.md
+	$(BIN)/python -m penstock.cli.models > docs/reference/models.md
 	$(BIN)/penstock combos > docs/reference/compatibility.md
 	$(BIN)/penstock combos --into README.md
-	$(BIN)/python -m penstock.serve.cli.models --into README.md
+	$(BIN)/python -m penstock.cli.models --into README.md
 	$(BIN)/python tests/words.py
 
 clean:  ## remove the environment and every cache

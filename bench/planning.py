@@ -32,14 +32,14 @@ from random import Random
 import worst
 from worst import answer
 
+from penstock.config.base import collector
 from penstock.core.core import Core
 from penstock.core.lifecycle import Phase
 from penstock.core.plan import Arrived, Event, Finished, HotUse, RequestId
 from penstock.core.request import Request
 from penstock.core.settings import CacheGroup, CoreConfig
+from penstock.engine.process import FULL
 from penstock.replay.recorder import Recorder
-from penstock.serve import collector
-from penstock.serve.engine.main import FULL
 
 HOT_PAGES = 4
 DRAFTS = 3                   # of a step of a row

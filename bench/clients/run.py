@@ -80,7 +80,7 @@ def server(log: Path) -> Iterator[str]:
 def tokenizer_folder(into: Path) -> None:
     """The demo's tokenizer, as Hugging Face's libraries read one."""
     from penstock.model.weights.locate import locate
-    from penstock.serve.text.tokenizer import open_tokenizer
+    from penstock.text.tokenizer import open_tokenizer
 
     tokenizer = open_tokenizer(locate("demo"))
     assert tokenizer is not None

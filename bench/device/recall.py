@@ -38,7 +38,7 @@ def ask(name: str, flags: tuple[str, ...], args: argparse.Namespace) -> dict[str
         with serving(*flags, "--max-num-seqs", "16", model=MODEL, stderr=log) as server, \
                 tempfile.NamedTemporaryFile(suffix=".json") as out:
             subprocess.run(
-                [sys.executable, "-m", "penstock.serve.cli.main", "eval", "--base-url", server.url, "--quiet",
+                [sys.executable, "-m", "penstock.cli.main", "eval", "--base-url", server.url, "--quiet",
                  "--task", args.task, "--contexts", args.contexts, "--samples", str(args.samples),
                  "--questions", str(args.questions), "--concurrency", "16", "--output-json", out.name],
                 check=True, stdout=subprocess.PIPE, timeout=args.limit)

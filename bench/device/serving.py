@@ -48,7 +48,7 @@ class Server:
     def __init__(self, *flags: str, model: str = "demo", stderr: IO[str] | None = None) -> None:
         started = time.perf_counter()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.serve.cli.main", "serve", model, "--port", "0", *flags],
+            [sys.executable, "-m", "penstock.cli.main", "serve", model, "--port", "0", *flags],
             stdout=subprocess.PIPE, stderr=stderr, text=True, env=os.environ)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -96,7 +96,7 @@ def serving(*flags: str, model: str = "demo", stderr: IO[str] | None = None) -> 
 
 def refused(*flags: str) -> str:
     """What a server that cannot start says."""
-    run = subprocess.run([sys.executable, "-m", "penstock.serve.cli.main", "serve", "demo", "--port", "0",
+    run = subprocess.run([sys.executable, "-m", "penstock.cli.main", "serve", "demo", "--port", "0",
                           *flags], capture_output=True, text=True, env=os.environ, timeout=120)
     assert run.returncode != 0, flags
     return run.stderr.strip().splitlines()[-1]

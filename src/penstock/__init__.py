@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from penstock.config.base.errors import ConfigError, RequestError
     from penstock.config.request.grammar import Grammar
     from penstock.config.request.params import SamplingParams
-    from penstock.serve.client.client import EngineDied
-    from penstock.serve.client.llm import LLM, AsyncLLM
+    from penstock.engine.client.client import EngineDied
+    from penstock.llm.llm import LLM, AsyncLLM
 
 __all__ = ["LLM", "AsyncLLM", "ConfigError", "EngineDied", "Grammar", "RequestError", "SamplingParams"]
 
-_HOME = {"LLM": "serve.client.llm", "AsyncLLM": "serve.client.llm",
+_HOME = {"LLM": "llm.llm", "AsyncLLM": "llm.llm",
          "Grammar": "config.request.grammar", "SamplingParams": "config.request.params",
          "ConfigError": "config.base.errors",
-         "RequestError": "config.base.errors", "EngineDied": "serve.client.client"}
+         "RequestError": "config.base.errors", "EngineDied": "engine.client.client"}
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,6 @@ from __future__ import annotations
 
 import sys
 
-from penstock.serve.cli.main import main
+from penstock.cli.main import main
 
 sys.exit(main())

@@ -22,7 +22,7 @@ def started(model: str, options: Mapping[str, object]) -> tuple[dict[str, object
     with socket.create_server(("127.0.0.1", 0)) as free:
         ours = {**options, "dist_init_addr": f"127.0.0.1:{free.getsockname()[1]}"}
     os.environ["PENSTOCK_CLUSTER_KEY"] = "0123456789abcdef"
-    return ours, [subprocess.Popen([sys.executable, "-m", "penstock.serve.cli.main", "serve", model,
+    return ours, [subprocess.Popen([sys.executable, "-m", "penstock.cli.main", "serve", model,
                                     *flags(ours), f"--node-rank={rank}"], env=_own_gpu(rank))
                   for rank in range(1, int(str(options["nnodes"])))]
 

@@ -17,12 +17,12 @@ from penstock.config.settings.cli import from_options
 from penstock.config.settings.resolve import resolve
 from penstock.core.core import Core
 from penstock.core.plan import Paused, RequestId
+from penstock.engine.loop import EngineLoop
+from penstock.engine.pd.open import open_peers
+from penstock.engine.pd.router import Peers
+from penstock.engine.storing import Storing
+from penstock.engine.wire import Abort, Chunk, Logprob, Room, Submit
 from penstock.exec.start.build import Built, build_engine
-from penstock.serve.engine.loop import EngineLoop
-from penstock.serve.engine.open_pair import open_peers
-from penstock.serve.engine.paired import Peers
-from penstock.serve.engine.storing import Storing
-from penstock.serve.wire import Abort, Chunk, Logprob, Room, Submit
 
 SIZES = {"dtype": "float32", "threads": 1, "page_size": 16, "max_num_seqs": 4, "seed": 1, "step_tokens": 48}
 LIMIT_S = 60.0

@@ -33,7 +33,7 @@ class Server:
         """under: a command that runs it."""
         self.log, self.whose = log, ("", "prefill_") if "--prefill-replicas" in flags else ("",)
         self.process = subprocess.Popen(
-            [*under, sys.executable, "-m", "penstock.serve.cli.main", "serve", model, "--port", "0",
+            [*under, sys.executable, "-m", "penstock.cli.main", "serve", model, "--port", "0",
              "--threads", "1", "--served-model-name", "tiny", "--max-num-batched-tokens", "48", *where.flags(), *flags],
             stdout=subprocess.PIPE, stderr=log.open("a"), text=True)
         found = re.search(r"ready on (http://\S+) ", self.process.stdout.readline())

@@ -10,20 +10,20 @@ from pathlib import Path
 import httpx
 from tokenizers import AddedToken
 
+from penstock.api.app import Health, build_app
+from penstock.api.completions import OpenAI
+from penstock.api.limits import Keys
 from penstock.config.settings.tree import ServerConfig
-from penstock.serve.client.client import checked_limits
-from penstock.serve.http.app import Health, build_app
-from penstock.serve.http.completions import OpenAI
-from penstock.serve.http.limits import Keys
-from penstock.serve.metrics import Metrics
-from penstock.serve.parsers.reasoning import THINK, marks_of
-from penstock.serve.parsers.table import FORMATS, format_of
-from penstock.serve.text.chat import ChatTemplate
-from penstock.serve.text.encoder import Encoder
-from penstock.serve.text.model_text import Text
-from penstock.serve.text.prompts import program_of
-from penstock.serve.text.tokenizer import Tokenizer
-from penstock.serve.wire import Chunk, Logprob, Ready
+from penstock.engine.client.client import checked_limits
+from penstock.engine.client.metrics import Metrics
+from penstock.engine.wire import Chunk, Logprob, Ready
+from penstock.text.chat import ChatTemplate
+from penstock.text.encoder import Encoder
+from penstock.text.model_text import Text
+from penstock.text.prompts import program_of
+from penstock.text.tokenizer import Tokenizer
+from penstock.text.tools.reasoning import THINK, marks_of
+from penstock.text.tools.table import FORMATS, format_of
 
 DATA = Path(__file__).parents[1] / "data"
 _spec = importlib.util.spec_from_file_location(

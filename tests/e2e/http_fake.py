@@ -44,11 +44,11 @@ def engine(descriptor: str) -> None:
 
 
 def server(words: list[str]) -> int:
-    from penstock.serve.cli import main
-    from penstock.serve.client import kept
-    from penstock.serve.http import main as http_main
-    from penstock.serve.text import model_text as text
-    from penstock.serve.text.tokenizer import Tokenizer
+    from penstock.api import server as http_main
+    from penstock.cli import main
+    from penstock.engine.client import supervised as kept
+    from penstock.text import model_text as text
+    from penstock.text.tokenizer import Tokenizer
 
     fake = load("tokenizers_fake")
     raw = fake.byte_level()

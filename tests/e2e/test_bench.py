@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from pipeline_engine import checkpoint
 
-PENSTOCK = [sys.executable, "-m", "penstock.serve.cli.main"]
+PENSTOCK = [sys.executable, "-m", "penstock.cli.main"]
 END_S = 550
 
 

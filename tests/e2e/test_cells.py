@@ -14,7 +14,7 @@ import pytest
 from pair_engines import End, PairOfEnds
 from pipeline_engine import CONFIG, GLM, PROMPTS, STATES, checkpoint
 
-from penstock.serve.wire import Flush
+from penstock.engine.wire import Flush
 
 MOE = {**CONFIG, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 5,
        "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True, "rms_norm_eps": 1e-6,

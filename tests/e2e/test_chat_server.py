@@ -12,11 +12,11 @@ import time
 import pytest
 from http_server import Server
 
+from penstock.cli import commands
+from penstock.cli.main import main
+from penstock.cli.remote import Remote
 from penstock.config.base.errors import ConfigError, RequestError
 from penstock.config.request.params import SamplingParams
-from penstock.serve.cli import commands
-from penstock.serve.cli.main import main
-from penstock.serve.cli.remote import Remote
 
 LIMIT_S = 120
 HELLO = [{"role": "user", "content": "hello"}]

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from penstock.model import registry
 from penstock.model.weights.locate import locate
 
-PENSTOCK = [sys.executable, "-m", "penstock.serve.cli.main"]
+PENSTOCK = [sys.executable, "-m", "penstock.cli.main"]
 WAIT_S = 200
 TINY = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32,
         "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -225,7 +225,7 @@ def test_a_bad_request_is_400_in_openais_shape(server, path, body, param) -> Non
 def engine_of(pid: int) -> int:
     """The engine process of this server."""
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        if "penstock.serve.engine.main" in Path(f"/proc/{child}/cmdline").read_text():
+        if "penstock.engine.process" in Path(f"/proc/{child}/cmdline").read_text():
             return int(child)
     raise AssertionError("no engine process")
 

@@ -12,7 +12,7 @@ from penstock.config.base.machine import probe
 from penstock.config.request.params import SamplingParams
 from penstock.config.settings.cli import from_options
 from penstock.config.settings.resolve import resolve
-from penstock.serve.client.client import EngineClient
+from penstock.engine.client.client import EngineClient
 
 TINY = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32,
         "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -28,7 +28,7 @@ LONG = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """A busy machine is no reason to kill an engine that is about to exit."""
-    monkeypatch.setattr("penstock.serve.client.client.EXIT_GRACE_S", 60.0)
+    monkeypatch.setattr("penstock.engine.client.client.EXIT_GRACE_S", 60.0)
 
 
 @pytest.fixture(scope="module")

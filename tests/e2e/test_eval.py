@@ -8,7 +8,7 @@ import sys
 import urllib.request
 from pathlib import Path
 
-PENSTOCK = [sys.executable, "-m", "penstock.serve.cli.main"]
+PENSTOCK = [sys.executable, "-m", "penstock.cli.main"]
 MODEL = str(Path(__file__).parents[1] / "data" / "recall")
 SMALL = ("--threads", "1", "--kv-cache-memory-bytes", "100M")
 ASKED = ("--contexts", "512", "--samples", "1", "--questions", "8", "--quiet")

@@ -13,8 +13,8 @@ from penstock import LLM, SamplingParams
 from penstock.config.request.grammar import Grammar
 from penstock.exec.sampling.grammar import BadGrammar, Compiler
 from penstock.model.weights.locate import locate
-from penstock.serve.grammars.vocabulary import of_tokenizer
-from penstock.serve.text.tokenizer import open_tokenizer
+from penstock.text.grammar.vocabulary import of_tokenizer
+from penstock.text.tokenizer import open_tokenizer
 
 pytestmark = pytest.mark.soak
 NUM_SCHEMAS, NEW, AT_ONCE = 300, 48, 16

@@ -75,7 +75,7 @@ def serve(tmp_path):
         model = "demo" if scene.page_bytes == DEMO_PAGE_BYTES else str(tmp_path)
         log = tmp_path / "log"
         process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.serve.cli.main", "serve", model, "--port", "0", "--threads", "1",
+            [sys.executable, "-m", "penstock.cli.main", "serve", model, "--port", "0", "--threads", "1",
              "--kv-cache-memory-bytes", str(device), "--dram-bytes", str(host), "--sparse-top-k", str(scene.budgets[0]),
              "--debug-event-log", str(tmp_path / "events"), *where.flags(), *scene.flags, *flags],
             stdout=subprocess.PIPE, stderr=log.open("w"), text=True)

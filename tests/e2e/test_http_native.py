@@ -6,7 +6,7 @@ import signal
 import pytest
 from http_server import Server, error, events
 
-from penstock.serve.http.native import UNBUILT_PATHS
+from penstock.api.native import UNBUILT_PATHS
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ import httpx
 import pytest
 from http_server import Server
 
+from penstock.api.server import tls_of
 from penstock.config.base.errors import ConfigError
 from penstock.config.settings.tree import ServerConfig
-from penstock.serve.http.main import tls_of
 
 PEM = Path(__file__).parents[1] / "data" / "pair_tls.pem"
 ASK = {"prompt": "hello", "max_tokens": 3}

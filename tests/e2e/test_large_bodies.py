@@ -12,10 +12,10 @@ import msgspec
 import pytest
 from http_server import Server
 
-from penstock.serve.http.apis.anthropic import CountRequest, MessagesRequest
-from penstock.serve.http.apis.responses import ResponsesRequest
-from penstock.serve.http.apis.sglang import GenerateRequest
-from penstock.serve.http.types import ChatRequest, CompletionRequest
+from penstock.api.apis.anthropic import CountRequest, MessagesRequest
+from penstock.api.apis.generate import GenerateRequest
+from penstock.api.apis.responses import ResponsesRequest
+from penstock.api.protocol.openai import ChatRequest, CompletionRequest
 
 BYTES = 3_000_000
 HI = [{"role": "user", "content": "hi"}]

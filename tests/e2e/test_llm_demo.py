@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from penstock import LLM, AsyncLLM, ConfigError, RequestError, SamplingParams
+from penstock.cli import commands
 from penstock.config.settings.cli import Parser
 from penstock.config.settings.tree import Config, ModelConfig
-from penstock.serve.cli import commands
-from penstock.serve.client.outputs import Delta
+from penstock.llm.outputs import Delta
 
 CONFIG = Config(model=ModelConfig(model="demo"))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)

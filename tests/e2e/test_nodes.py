@@ -46,7 +46,7 @@ class Two:
         self.nodes = [subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(rank),
              "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port), "--no-python",
-             sys.executable, "-m", "penstock.serve.cli.main", "serve", model, "--port", "0", *LAYOUT, *flags],
+             sys.executable, "-m", "penstock.cli.main", "serve", model, "--port", "0", *LAYOUT, *flags],
             env={**os.environ, "PENSTOCK_CLUSTER_KEY": "0123456789abcdef", **env},
             stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL, stderr=log.open("a"), text=True)
             for rank in range(2)]
@@ -58,7 +58,7 @@ class Two:
     def served(self) -> list[int]:
         """The process of `penstock serve` of each node."""
         return [next(pid for pid in children(node.pid)
-                     if "penstock.serve.cli.main" in command(pid)) for node in self.nodes]
+                     if "penstock.cli.main" in command(pid)) for node in self.nodes]
 
     def ended(self, below: list[int]) -> list[int]:
         """Those of `below` that are left after a while."""
@@ -108,7 +108,7 @@ def says(url: str) -> list[list[int]]:
 def test_two_nodes_of_torchrun_say_what_one_rank_says(tmp_path):
     """Over TLS; and end, both, when node 0 is asked to."""
     model = checkpoint(tmp_path / "model", {**CONFIG, "num_hidden_layers": 2})
-    one = subprocess.Popen([sys.executable, "-m", "penstock.serve.cli.main", "serve", model, "--port", "0",
+    one = subprocess.Popen([sys.executable, "-m", "penstock.cli.main", "serve", model, "--port", "0",
                             "--dtype", "float32", "--page-size", "8", "--kv-cache-memory-bytes", "4M", "--threads",
                             "1"],
                            stdout=subprocess.PIPE, text=True)

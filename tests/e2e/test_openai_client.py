@@ -29,7 +29,7 @@ def server(tmp_path_factory):
     (folder / "keys").write_text(KEY)
     (folder / "keys").chmod(0o600)
     process = subprocess.Popen(
-        [sys.executable, "-m", "penstock.serve.cli.main", "serve", "demo", "--port", "0", "--threads",
+        [sys.executable, "-m", "penstock.cli.main", "serve", "demo", "--port", "0", "--threads",
          "1", "--kv-cache-memory-bytes", "200M", "--api-key-file", str(folder / "keys"),
          "--debug-event-log", str(events), "--debug-check"],
         stdout=subprocess.PIPE, stderr=log.open("w"), text=True)

@@ -8,13 +8,13 @@ import sys
 import pytest
 from http_server import Server
 
+from penstock.api.app import Health, build_app
+from penstock.api.completions import OpenAI
+from penstock.api.limits import Keys
+from penstock.api.openapi import document
 from penstock.config.settings.tree import ServerConfig
-from penstock.serve.http.app import Health, build_app
-from penstock.serve.http.completions import OpenAI
-from penstock.serve.http.limits import Keys
-from penstock.serve.http.openapi import document
-from penstock.serve.metrics import Metrics
-from penstock.serve.text.model_text import Text
+from penstock.engine.client.metrics import Metrics
+from penstock.text.model_text import Text
 
 # Not expressed by the document, hence not checked here: the events of a stream, and aborts, which are
 # connections that end. A value out of its range is a 400, which the document lists.

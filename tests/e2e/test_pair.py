@@ -8,8 +8,8 @@ import where
 from pair_engines import End, PairOfEnds, whole
 from pipeline_engine import checkpoint
 
-from penstock.serve.engine import peer
-from penstock.serve.wire import Flush
+from penstock.engine.pd import remote as peer
+from penstock.engine.wire import Flush
 
 PROMPT = tuple((i * i * 7 + 3 * i) % 97 for i in range(150))
 PLACES = {

@@ -16,7 +16,7 @@ from pair_proxy import Fault, Proxy
 from pair_server import LONG, PAIR, SERVED, Server, half_pushed, key_file, prompts, said, serving
 from pipeline_engine import checkpoint
 
-from penstock.serve.wire import Flush
+from penstock.engine.wire import Flush
 
 PROMPT = tuple((i * i * 7 + 3 * i) % 97 for i in range(150))
 PLACES = {

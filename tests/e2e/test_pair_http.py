@@ -66,7 +66,7 @@ def test_a_prefill_engine_that_is_killed_comes_back_and_nobody_hears_a_wrong_tok
 def test_what_one_engine_refuses_is_one_line_and_leaves_nothing_behind(model, tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-m", "penstock.serve.cli.main", "serve", model, "--port", "0", "--kv-cache-memory-bytes", "1",
+        [sys.executable, "-m", "penstock.cli.main", "serve", model, "--port", "0", "--kv-cache-memory-bytes", "1",
          *PAIR],
         capture_output=True, text=True, timeout=LIMIT_S, check=False, env=environment)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr

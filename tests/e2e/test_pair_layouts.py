@@ -20,7 +20,7 @@ LAYOUTS = {"tp 2 to pp 2": (("--tp", "2"), 1, ("--pp", "2")),
            "pp 2 to tp 2": (("--pp", "2"), 1, ("--tp", "2")),
            "tp 1 to tp 3": ((), 1, ("--tp", "3")), "2 prefill to 1 decode": ((), 2, ())}
 CASES = [(layout, transport) for layout in LAYOUTS for transport in ("stream", "nixl")]
-KINDS = {"server": "serve.cli.main", "engine": "serve.engine.main", "rank": "exec.pipeline.process"}
+KINDS = {"server": "cli.main", "engine": "engine.process", "rank": "exec.pipeline.process"}
 
 
 @pytest.fixture(scope="module")

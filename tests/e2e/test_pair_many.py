@@ -14,7 +14,7 @@ from pair_engines import LIMIT_S, End, whole
 from pair_server import SERVED, prompts, said, serving
 from pipeline_engine import checkpoint
 
-from penstock.serve.wire import Room
+from penstock.engine.wire import Room
 
 PLACES = {
     "resident": {"kv_cache_memory_bytes": "4M"},

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 from pipeline_engine import CONFIG, GLM, PROMPTS, Pipeline, checkpoint, gguf_checkpoint
 
+from penstock.cli.doctor import examine
 from penstock.config.base.errors import ConfigError
 from penstock.config.base.machine import probe
 from penstock.config.settings.cli import from_options
@@ -22,7 +23,6 @@ from penstock.exec.pipeline import crew as crews
 from penstock.exec.pipeline import wire
 from penstock.exec.pipeline.crew import Crew, RankDied, check_identity
 from penstock.exec.start import build
-from penstock.serve.cli.doctor import examine
 
 SPARSE = {"sparse_top_k": 96, "host_decode": "always"}
 

@@ -51,7 +51,7 @@ SAYS = {"lanes apart": "hangs: all wait for each other", "device": "hangs: its d
 
 def role(pid: int) -> str:
     command = Path(f"/proc/{pid}/cmdline").read_text()
-    names = {"penstock.exec.pipeline.process": "rank", "penstock.serve.engine.main": "engine"}
+    names = {"penstock.exec.pipeline.process": "rank", "penstock.engine.process": "engine"}
     return next((what for name, what in names.items() if name in command), "helper")
 
 
@@ -59,7 +59,7 @@ def starting(folder: Path, log: Path, *flags: str, **env: str) -> tuple[subproce
     """A server and its URL; hosted, and with too little memory for six requests."""
     (folder / "config.json").write_text(json.dumps(TINY))
     server = subprocess.Popen(
-        [sys.executable, "-m", "penstock.serve.cli.main", "serve", str(folder), "--port", "0", *flags,
+        [sys.executable, "-m", "penstock.cli.main", "serve", str(folder), "--port", "0", *flags,
          *where.flags(),
          "--threads", "1", "--load-format", "dummy", "--kv-cache-memory-bytes", "2M", "--kv-offloading-size", "64M",
          "--sparse-top-k", "160", "--host-decode", "always"],

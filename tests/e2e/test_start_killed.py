@@ -15,8 +15,8 @@ from clients import TINY, WAIT_S, children, free_port
 from http_server import SCRIPT
 from pair_server import gone
 
-SERVE = [sys.executable, "-m", "penstock.serve.cli.main", "serve"]
-FAKE_ENGINE, ENGINE, RANK = "http_fake.py --engine", "serve.engine.main", "pipeline.process"
+SERVE = [sys.executable, "-m", "penstock.cli.main", "serve"]
+FAKE_ENGINE, ENGINE, RANK = "http_fake.py --engine", "engine.process", "pipeline.process"
 KILLED = r"was killed by signal 9"
 ENGINE_SAYS = rf"penstock: the engine process {KILLED}"
 AGENT_SAYS = r"(rank \d \(process \d+ of node 1.*|node 1 .*) (is gone|does not start its ranks)"

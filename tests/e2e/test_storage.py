@@ -193,7 +193,7 @@ def test_damage_and_loss_cost_hits_and_no_answer(model, tmp_path):
         second.http.post("/flush_cache")
         again = second.ask(PROMPT)
         assert (ids(again), disk(again)) == (ids(want), 0)
-    run = subprocess.run([sys.executable, "-m", "penstock.serve.cli.main", "store", "verify",
+    run = subprocess.run([sys.executable, "-m", "penstock.cli.main", "store", "verify",
                           f"file://{tmp_path}/store"], capture_output=True, text=True)
     assert run.returncode == 0 and ", 0 are not" in run.stdout, run.stdout + run.stderr
 
@@ -234,7 +234,7 @@ def test_rows_of_latent_models_are_stored_too(tmp_path):
 def test_a_folder_that_is_not_one_of_ours_is_refused_before_it_serves(model, tmp_path):
     (tmp_path / "photos" / "x").mkdir(parents=True)
     run = subprocess.run(
-        [sys.executable, "-m", "penstock.serve.cli.main", "serve", model, "--port", "0", "--kv-storage",
+        [sys.executable, "-m", "penstock.cli.main", "serve", model, "--port", "0", "--kv-storage",
          f"file://{tmp_path}/photos"], capture_output=True, text=True)
     assert run.returncode == 2 and "give an empty folder" in run.stderr
     assert os.listdir(tmp_path / "photos") == ["x"], "nothing was made in it"

@@ -26,7 +26,7 @@ def processor_s(pid: int) -> float:
 def is_engine(pid: int) -> bool:
     """Whether the process is an engine, and none of those that it or this one starts for a moment."""
     try:
-        return b"penstock.serve.engine.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"penstock.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 

@@ -22,7 +22,7 @@ from penstock.core.settings import CoreConfig
 from penstock.exec.start import build
 from penstock.memory.lateness import Lateness
 from penstock.model.weights.locate import ModelFiles, locate
-from penstock.serve.text.model_text import open_text
+from penstock.text.model_text import open_text
 
 GREEDY = {"ignore_eos": True}
 MEASURED = {"ignore_eos": True, "logprobs": 0}

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from penstock.config.base.errors import ConfigError
 from penstock.model.weights.locate import locate
-from penstock.serve.text.gguf_tokenizer import tokenizer_of_gguf
-from penstock.serve.text.tokenizer import open_tokenizer
+from penstock.text.gguf_tokenizer import tokenizer_of_gguf
+from penstock.text.tokenizer import open_tokenizer
 
 TEXT = "hello <s> é\U0001f600 123\n"
 VALUES: list[Any] = [None, True, 0, -1, 2**40, 1.5, float("inf"), "", "a", "a b", "▁", "<s>", "\ud800",

@@ -12,10 +12,10 @@ import hunt
 import pytest
 from mutants import MUTANTS
 
+from penstock.cli.main import main
 from penstock.core.core import Core
 from penstock.core.lifecycle import Phase
 from penstock.core.plan import Outcome
-from penstock.serve.cli.main import main
 from penstock.sim import jobs
 from penstock.sim import main as command
 from penstock.sim.pair import start

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.cli.main import main
 from penstock.core.core import Core
 from penstock.core.kv.pages import NONE_LEFT, Headroom, Trial
 from penstock.core.lifecycle import Trigger
@@ -27,7 +28,6 @@ from penstock.replay import flight
 from penstock.replay.exact import exact
 from penstock.replay.recorder import Recorder
 from penstock.replay.redact import redact
-from penstock.serve.cli.main import main
 from penstock.sim import rerun
 from penstock.sim.pair import start
 from penstock.sim.scenario import draw

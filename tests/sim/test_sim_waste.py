@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 from mutants.registry import COUNTER
 
-from penstock.serve.cli.main import main
+from penstock.cli.main import main
 from penstock.sim.waste import WASTE
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.serve.cli import combos, proofs
+from penstock.cli import combos, proofs
 
 ROOT = Path(__file__).parents[2]
 TESTS = sorted({proof.test for proof in proofs.PROOFS})

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import times
 
+from penstock.cli.main import COMMANDS
 from penstock.config.settings.cli import Parser, add_flags, flags, prepare
 from penstock.config.settings.reference import reference
-from penstock.serve.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 DOCS = [p for p in (ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md",

@@ -37,8 +37,8 @@ THIRD_PARTY = {
     "kernels": ("torch", "triton", "cuda", "numpy"),
 }
 FILES_BESIDE = 12
-ENTRY_POINTS = ("penstock", "penstock.__main__", "penstock.serve.cli.main", "penstock.serve.engine.main",
-                "penstock.config.settings.reference", "penstock.serve.cli.models")
+ENTRY_POINTS = ("penstock", "penstock.__main__", "penstock.cli.main", "penstock.engine.process",
+                "penstock.config.settings.reference", "penstock.cli.models")
 
 
 def layer_of(module: str) -> str:
@@ -220,7 +220,7 @@ def test_every_module_is_used() -> None:
 @pytest.mark.parametrize("argv", ["--help", "serve --help", "doctor --help", "--version"])
 def test_help_imports_nothing_heavy(argv: str) -> None:
     """Speed of `penstock --help`, asserted by its cause: these take 0.1 to 2 s to import."""
-    code = ("import sys\nfrom penstock.serve.cli.main import main\n"
+    code = ("import sys\nfrom penstock.cli.main import main\n"
             f"try: main({argv.split()!r})\nexcept SystemExit: pass\n"
             "print('HEAVY', sorted({'torch', 'numpy', 'uvicorn', 'starlette', 'tokenizers',"
             " 'transformers', 'jinja2', 'asyncio'} & set(sys.modules)))")
@@ -259,6 +259,6 @@ def defined(path: Path) -> frozenset[str]:
 
 def test_an_engine_checks_its_hello_before_it_imports_torch() -> None:
     """What torch may use of the CPU is set in between."""
-    code = "import sys, penstock.serve.engine.main; print('HEAVY', {'torch', 'numpy'} & set(sys.modules))"
+    code = "import sys, penstock.engine.process; print('HEAVY', {'torch', 'numpy'} & set(sys.modules))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.stdout.splitlines()[-1:] == ["HEAVY set()"], run.stdout + run.stderr

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.serve.cli import models
+from penstock.cli import models
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

@@ -183,7 +183,7 @@ def test_only_config_reads_the_environment() -> None:
 
 
 # What people read may say what day it is; a deadline may not (`time.monotonic` does not leap).
-DATED = {"serve/http/format.py", "serve/engine/record.py", "serve/http/app.py", "serve/text/chat_render.py",
+DATED = {"api/openai_format.py", "engine/record.py", "api/app.py", "text/chat_render.py",
          "memory/stores/files.py", "memory/stores/valkey.py"}
 
 

@@ -208,10 +208,10 @@ class FakeExecutor:
 
 def main() -> None:
     from penstock.config.request.selection import selection_of
+    from penstock.engine import process as engine_main
+    from penstock.engine import wire
+    from penstock.engine.loop import EngineLoop
     from penstock.exec.waker import Waker
-    from penstock.serve import wire
-    from penstock.serve.engine import main as engine_main
-    from penstock.serve.engine.loop import EngineLoop
 
     def build(config, event_log):
         print("loading a fake", flush=True)

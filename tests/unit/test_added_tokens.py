@@ -17,10 +17,10 @@ from transformers import AutoTokenizer
 from penstock.config.base.errors import ConfigError, RequestError
 from penstock.config.settings.tree import Config, ModelConfig
 from penstock.model.weights.locate import locate
-from penstock.serve.text.gguf_tokenizer import tokenizer_of_gguf
-from penstock.serve.text.model_text import open_text
-from penstock.serve.text.tokenizer import Tokenizer, open_tokenizer
-from penstock.serve.text.vocabulary.patterns import KIMI
+from penstock.text.gguf_tokenizer import tokenizer_of_gguf
+from penstock.text.model_text import open_text
+from penstock.text.tokenizer import Tokenizer, open_tokenizer
+from penstock.text.vocabulary.patterns import KIMI
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 TEXTS = ["<think>a</think> b", "a  <think>  b", "<tool> x<tool>", "a<|im|>b <|im|>", "<s>a</s>", "x <mask> y",

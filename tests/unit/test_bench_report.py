@@ -9,7 +9,7 @@ import pytest
 import penstock
 from penstock.bench.load import Answer, _drafts
 from penstock.bench.report import Spread, percentile, table
-from penstock.serve.cli.main import main
+from penstock.cli.main import main
 
 
 def test_percentiles_interpolate() -> None:

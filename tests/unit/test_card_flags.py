@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from penstock.cli.main import main
 from penstock.config.base.errors import ConfigError
 from penstock.config.base.machine import probe
 from penstock.config.settings.cli import Parser, add_flags, config_from, flags, from_options, prepare
@@ -14,7 +15,6 @@ from penstock.config.settings.file import FromFile
 from penstock.config.settings.resolve import resolve
 from penstock.config.settings.tree import Config
 from penstock.config.settings.unbuilt import UNBUILT
-from penstock.serve.cli.main import main
 
 LINES = [line for line in (Path(__file__).parents[1] / "data/card_flags.txt").read_text().splitlines()
          if not line.startswith("#")]

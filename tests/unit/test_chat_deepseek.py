@@ -10,11 +10,11 @@ from scripted import SAYS, TOOL, Scripted
 from penstock.config.base.errors import RequestError
 from penstock.config.settings.tree import Config, ModelConfig
 from penstock.model.weights.locate import locate
-from penstock.serve.parsers.table import FORMATS
-from penstock.serve.text.chat import ChatTemplate, plain_message
-from penstock.serve.text.chat_render import compile_template, render
-from penstock.serve.text.model_text import open_text
-from penstock.serve.text.prompts import program_of
+from penstock.text.chat import ChatTemplate, plain_message
+from penstock.text.chat_render import compile_template, render
+from penstock.text.model_text import open_text
+from penstock.text.prompts import program_of
+from penstock.text.tools.table import FORMATS
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = json.loads((DATA / "deepseek_v32_prompts.json").read_text())["prompts"]

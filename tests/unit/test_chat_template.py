@@ -12,8 +12,8 @@ import pytest
 from penstock.config.base.errors import ConfigError, RequestError
 from penstock.config.settings.tree import Config, ModelConfig
 from penstock.model.weights.locate import locate
-from penstock.serve.text.chat import SOURCE_BYTES_MAX, ChatTemplate, plain_message, read_template
-from penstock.serve.text.model_text import open_text
+from penstock.text.chat import SOURCE_BYTES_MAX, ChatTemplate, plain_message, read_template
+from penstock.text.model_text import open_text
 
 RECALL = Path(__file__).parents[1] / "data" / "recall"
 CHATML = ("{%- for m in messages %}\n<|{{ m['role'] }}|>{{ m['content'] | trim }}{{ eos_token }}\n"

@@ -9,7 +9,7 @@ import openai
 import pytest
 from scripted import ARGUMENTS, SAYS, TOOL, Scripted, events, template
 
-from penstock.serve.parsers.table import FORMATS
+from penstock.text.tools.table import FORMATS
 
 USER = [{"role": "user", "content": "Weather in Paris?"}]
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.cli.main import COMMANDS, main
 from penstock.config.base.errors import ConfigError
 from penstock.config.base.machine import probe
 from penstock.config.base.sizes import parse_bytes, show_bytes
@@ -23,8 +24,7 @@ from penstock.config.settings.cli import (
 from penstock.config.settings.resolve import resolve
 from penstock.config.settings.tree import SERVE_ONLY, Config, KVConfig
 from penstock.config.settings.unbuilt import ALWAYS, UNBUILT
-from penstock.serve.cli.main import COMMANDS, main
-from penstock.serve.client.llm import LLM
+from penstock.llm.llm import LLM
 
 
 def parse(line: str) -> Config:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.cli.main import main
 from penstock.memory.stores.files import Files
 from penstock.memory.stores.objects import HEADER
-from penstock.serve.cli.main import main
 
 KEYS = [os.urandom(16) for _ in range(6)]
 EACH = 256 + HEADER.size

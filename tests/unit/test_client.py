@@ -16,9 +16,9 @@ import pytest
 from penstock.config.base.errors import ConfigError, RequestError
 from penstock.config.request.params import SamplingParams
 from penstock.config.settings.tree import Config, DebugConfig, KVConfig, ModelConfig
+from penstock.engine import wire
+from penstock.engine.client.client import EngineClient, EngineDied
 from penstock.replay import flight
-from penstock.serve import wire
-from penstock.serve.client.client import EngineClient, EngineDied
 
 ENGINE = [sys.executable, "-P", str(Path(__file__).with_name("engine_fake.py"))]
 LONG = SamplingParams(max_tokens=None)
@@ -219,7 +219,7 @@ def test_an_engine_bug_leaves_evidence_without_prompts(tmp_path, monkeypatch):
         assert caught.value.tail[-1] == f"engine: died; the last turns: penstock sim --print {path}"
         assert path.stat().st_mode & 0o777 == 0o600
         log = flight.read(path.open())
-        assert log.complete and log.error.startswith("RuntimeError at penstock/serve/engine/loop.py:")
+        assert log.complete and log.error.startswith("RuntimeError at penstock/engine/loop.py:")
         [arrived] = log.turns[0].events
         assert len(arrived.prompt) == 3
         seen = re.findall(r"\d+", str([turn.events for turn in log.turns]))
@@ -368,7 +368,7 @@ def test_cancelling_a_start_leaves_no_process():
 
 
 def test_close_is_a_clean_exit_and_is_idempotent(monkeypatch):
-    monkeypatch.setattr("penstock.serve.client.client.EXIT_GRACE_S", 60.0)     # however busy the machine is
+    monkeypatch.setattr("penstock.engine.client.client.EXIT_GRACE_S", 60.0)     # however busy the machine is
 
     async def go():
         deaths = []
@@ -390,7 +390,7 @@ def test_the_engine_outlives_signals_of_the_terminal_but_not_its_parent(model):
     parent = (
         "import asyncio, os, sys\n"
         "from penstock.config.settings.tree import *\n"
-        "from penstock.serve.client.client import EngineClient\n"
+        "from penstock.engine.client.client import EngineClient\n"
         "async def main():\n"
         "    loading = asyncio.Event()\n"
         "    loop = asyncio.get_running_loop()\n"

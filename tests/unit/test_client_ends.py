@@ -14,8 +14,8 @@ import pytest
 FAKE = Path(__file__).with_name("engine_fake.py")
 MAKES = f"""
 import functools, os, signal, sys
-from penstock.serve.client import llm as library
-from penstock.serve.text.model_text import Text
+from penstock.llm import llm as library
+from penstock.text.model_text import Text
 library.EngineClient = functools.partial(library.EngineClient, argv=[sys.executable, "-P", {str(FAKE)!r}])
 library.files_of = lambda model: None
 library.open_text = lambda config, files: Text(None, None, (9,))

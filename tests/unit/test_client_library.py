@@ -16,11 +16,11 @@ import pytest
 
 from penstock.config.base.errors import ConfigError, RequestError
 from penstock.config.request.params import SamplingParams
-from penstock.serve.client import llm as library
-from penstock.serve.client.client import EngineClient, EngineDied
-from penstock.serve.client.llm import LLM, AsyncLLM
-from penstock.serve.client.outputs import checked_types, conversations, text_or_ids
-from penstock.serve.text.model_text import Text
+from penstock.engine.client.client import EngineClient, EngineDied
+from penstock.llm import llm as library
+from penstock.llm.llm import LLM, AsyncLLM
+from penstock.llm.outputs import checked_types, conversations, text_or_ids
+from penstock.text.model_text import Text
 
 ENGINE = [sys.executable, "-P", str(Path(__file__).with_name("engine_fake.py"))]
 LONG = SamplingParams(max_tokens=None)
@@ -189,7 +189,7 @@ def test_a_dead_engine_is_an_error_of_the_call():
 
 
 def test_the_engine_goes_with_the_object(monkeypatch):
-    monkeypatch.setattr("penstock.serve.client.client.EXIT_GRACE_S", 60.0)     # however busy the machine is
+    monkeypatch.setattr("penstock.engine.client.client.EXIT_GRACE_S", 60.0)     # however busy the machine is
     llm = LLM("fake")
     process = llm._inner._client._process
     del llm
@@ -250,7 +250,7 @@ def test_it_must_be_started():
 def test_the_callers_process_never_imports_torch():
     code = ("import sys, penstock; assert 'msgspec' not in sys.modules; "
             "from penstock import LLM, AsyncLLM, SamplingParams, ConfigError; "
-            "import penstock.serve.cli.commands; "
+            "import penstock.cli.commands; "
             "assert 'torch' not in sys.modules and 'numpy' not in sys.modules; "
             "assert set(penstock.__all__) <= set(dir(penstock))")
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -279,9 +279,9 @@ def test_a_ctrl_c_before_the_call_has_its_future_still_ends_the_work(monkeypatch
 
 
 def test_a_smaller_cpu_is_the_engines_and_not_the_callers(monkeypatch):
+    from penstock.engine import process as engine_main
+    from penstock.engine.record import EventLog
     from penstock.exec.start import build
-    from penstock.serve.engine import main as engine_main
-    from penstock.serve.engine.record import EventLog
 
     def build_engine(*_, **__):
         raise ConfigError(os.environ["ATEN_CPU_CAPABILITY"])

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.serve.cli import combos
-from penstock.serve.cli.main import main
-from penstock.serve.cli.proofs import Cell
+from penstock.cli import combos
+from penstock.cli.main import main
+from penstock.cli.proofs import Cell
 
 CODES_ON_A_GPU = Cell("ordinary", "resident", "plain", "both", "gpu", "packed")
 

@@ -13,7 +13,7 @@ from penstock.config.base.machine import Machine, of_gpus, probe
 from penstock.config.settings.cli import from_options
 from penstock.config.settings.plain import from_plain, to_plain
 from penstock.config.settings.resolve import lines, resolve
-from penstock.serve import wire
+from penstock.engine import wire
 
 MACHINE = Machine(system="Linux", machine="x86_64", python="3.11", cpu="test", features=(),
                    cores=6, memory_total=8 << 30, memory_available=4 << 30)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from penstock.serve.text.detokenize import BROKEN, Detokenizer
-from penstock.serve.text.tokenizer import Tokenizer
+from penstock.text.detokenize import BROKEN, Detokenizer
+from penstock.text.tokenizer import Tokenizer
 
 _spec = importlib.util.spec_from_file_location(
     "tokenizers_fake", Path(__file__).with_name("tokenizers_fake.py"))

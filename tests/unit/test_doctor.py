@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from penstock.cli.doctor import Finding, examine
+from penstock.cli.main import main
 from penstock.config.base.machine import Machine
 from penstock.config.settings.cli import from_options
 from penstock.kernels.c import build
 from penstock.kernels.registry import OPS
-from penstock.serve.cli.doctor import Finding, examine
-from penstock.serve.cli.main import main
 
 MACHINE = Machine(system="Linux", machine="x86_64", python="3.11", cpu="test", features=("avx2",),
                   cores=2, memory_total=8 << 30, memory_available=4 << 30, no_gpu="none here")

@@ -11,12 +11,12 @@ import pytest
 from msgspec import inspect
 from scripted import Scripted, template
 
-from penstock.serve.http.apis.anthropic import CountRequest, MessagesRequest
-from penstock.serve.http.apis.responses import ResponsesRequest
-from penstock.serve.http.apis.sglang import GenerateRequest
-from penstock.serve.http.fields.body import Body
-from penstock.serve.http.native import AbortRequest, DetokenizeRequest, TokenizeRequest
-from penstock.serve.http.types import ChatRequest, CompletionRequest
+from penstock.api.apis.anthropic import CountRequest, MessagesRequest
+from penstock.api.apis.generate import GenerateRequest
+from penstock.api.apis.responses import ResponsesRequest
+from penstock.api.native import AbortRequest, DetokenizeRequest, TokenizeRequest
+from penstock.api.protocol.body import Body
+from penstock.api.protocol.openai import ChatRequest, CompletionRequest
 
 LONG = "Q" * 3000
 USER = {"messages": [{"role": "user", "content": "x"}]}

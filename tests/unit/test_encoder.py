@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from penstock.config.base.errors import CONTEXT_EXCEEDED, RequestError
-from penstock.serve.text.encoder import INLINE_CHARS_MAX, Bound, Encoder, bound
-from penstock.serve.text.tokenizer import Tokenizer
-from penstock.serve.text.turns import TooManyTexts
+from penstock.text.encoder import INLINE_CHARS_MAX, Bound, Encoder, bound
+from penstock.text.tokenizer import Tokenizer
+from penstock.text.turns import TooManyTexts
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 WORDS = "hello é wörld ☃ \n"

@@ -10,10 +10,10 @@ import pytest
 from penstock.config.base.errors import RequestError
 from penstock.config.request.params import SamplingParams
 from penstock.config.settings.cli import from_options
-from penstock.serve.client import engines as client
-from penstock.serve.client.client import EngineDied
-from penstock.serve.client.engines import Engines, pages_of, together
-from penstock.serve.wire import Ready
+from penstock.engine.client import replicas as client
+from penstock.engine.client.client import EngineDied
+from penstock.engine.client.replicas import Engines, pages_of, together
+from penstock.engine.wire import Ready
 
 PAGE, ROWS = 16, 4
 ONE = SamplingParams(max_tokens=1)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from penstock.cli.main import main as penstock
 from penstock.config.base.errors import ConfigError, RequestError
 from penstock.config.settings.tree import Config, ModelConfig
+from penstock.engine.client.client import EngineDied
 from penstock.eval import main, tasks, words
 from penstock.eval.tasks import Interview, Question, Size
-from penstock.serve.cli.main import main as penstock
-from penstock.serve.client.client import EngineDied
-from penstock.serve.client.outputs import Logprob
+from penstock.llm.outputs import Logprob
 
 SIZE = Size(contexts=(256, 512), samples=2, questions=3, seed=1, tokens_of=lambda text: len(text.split()))
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from scripted import Scripted
 
+from penstock.api.limits import Keys
 from penstock.config.request.params import SamplingParams
 from penstock.core.core import Core
 from penstock.core.plan import Arrived
 from penstock.core.settings import CoreConfig
-from penstock.serve import wire
-from penstock.serve.engine.loop import EngineLoop
-from penstock.serve.http.limits import Keys
+from penstock.engine import wire
+from penstock.engine.loop import EngineLoop
 
 _spec = importlib.util.spec_from_file_location(
     "loop_hostile", Path(__file__).with_name("test_loop_hostile.py"))

@@ -6,11 +6,11 @@ import asyncio
 import pytest
 
 from penstock.config.settings.tree import Config, ModelConfig
-from penstock.serve import wire
-from penstock.serve.client import gate as gates
-from penstock.serve.client import link as links
-from penstock.serve.client.client import EngineClient
-from penstock.serve.client.gate import Gate
+from penstock.engine import wire
+from penstock.engine.client import gate as gates
+from penstock.engine.client import link as links
+from penstock.engine.client.client import EngineClient
+from penstock.engine.client.gate import Gate
 
 
 def turns_of(count: int, seconds: float, monkeypatch) -> list[int]:

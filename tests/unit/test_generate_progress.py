@@ -5,9 +5,9 @@ import asyncio
 import io
 from types import SimpleNamespace
 
+from penstock.cli.commands import Progress, answers
 from penstock.config.base.errors import RequestError
 from penstock.config.request.params import SamplingParams
-from penstock.serve.cli.commands import Progress, answers
 
 
 class Terminal(io.StringIO):

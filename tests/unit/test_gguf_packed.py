@@ -102,7 +102,7 @@ def test_a_file_of_other_blocks_is_refused(tmp_path):
 
 
 def test_without_a_compiler_it_is_refused_and_doctor_says_so(tmp_path, monkeypatch):
-    from penstock.serve.cli import doctor
+    from penstock.cli import doctor
 
     path = written(tmp_path / "m.gguf", "llama", DENSE)
     monkeypatch.setattr(native.shutil, "which", lambda name: None)

@@ -10,16 +10,16 @@ import printable
 import pytest
 from tokenizers import Tokenizer as Raw
 
+from penstock.api.completions import as_api_error
+from penstock.api.protocol.openai import ChatRequest, CompletionRequest, parse
 from penstock.config.base.errors import RequestError
 from penstock.config.request.grammar import ANY_OBJECT, Grammar
-from penstock.serve.grammars import check as grammars
-from penstock.serve.grammars.check import GrammarCheck
-from penstock.serve.http.completions import as_api_error
-from penstock.serve.http.types import ChatRequest, CompletionRequest, parse
-from penstock.serve.text import helper
-from penstock.serve.text.chat import ChatTemplate
-from penstock.serve.text.encoder import Encoder
-from penstock.serve.text.tokenizer import Tokenizer
+from penstock.text import helper
+from penstock.text.chat import ChatTemplate
+from penstock.text.encoder import Encoder
+from penstock.text.grammar import check as grammars
+from penstock.text.grammar.check import GrammarCheck
+from penstock.text.tokenizer import Tokenizer
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "null"}, "a": {"type": "integer"}}}
 TEXT = json.dumps(SCHEMA, separators=(",", ":"))

@@ -12,19 +12,19 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from penstock.api import app as http_app
+from penstock.api import page as http_page
+from penstock.api.app import ADMIN_PATHS, Generating, Health, PeerView, build_app
+from penstock.api.completions import OpenAI, as_api_error
+from penstock.api.limits import Keys
+from penstock.api.page import FILES, VIEWERS_MAX
+from penstock.api.protocol.openai import ApiError
+from penstock.api.server import _Server
 from penstock.config.settings.tree import ServerConfig
-from penstock.serve.client.client import EngineClosed
-from penstock.serve.http import app as http_app
-from penstock.serve.http import page as http_page
-from penstock.serve.http.app import ADMIN_PATHS, Generating, Health, PeerView, build_app
-from penstock.serve.http.completions import OpenAI, as_api_error
-from penstock.serve.http.limits import Keys
-from penstock.serve.http.main import _Server
-from penstock.serve.http.page import FILES, VIEWERS_MAX
-from penstock.serve.http.types import ApiError
-from penstock.serve.metrics import Metrics
-from penstock.serve.text.model_text import Text
-from penstock.serve.wire import Ready, SeenRequest, SeenTurn, Shown
+from penstock.engine.client.client import EngineClosed
+from penstock.engine.client.metrics import Metrics
+from penstock.engine.wire import Ready, SeenRequest, SeenTurn, Shown
+from penstock.text.model_text import Text
 
 
 class Engine:

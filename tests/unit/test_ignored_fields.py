@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from scripted import TOOL, Scripted, template
 
-from penstock.serve import ignored
+from penstock.config.request import ignored
 
 USER = [{"role": "user", "content": "Weather?"}]
 FUNCTION = TOOL["function"]

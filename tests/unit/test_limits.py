@@ -12,21 +12,20 @@ import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.config.base.errors import ConfigError
-from penstock.config.settings.pairkey import pair_key
-from penstock.config.settings.refuse import is_local, is_local_origin
-from penstock.config.settings.tree import ClusterConfig, ServerConfig
-from penstock.serve import descriptors
-from penstock.serve.client.gate import Gate
-from penstock.serve.http import limits
-from penstock.serve.http.limits import (
+from penstock.api import descriptors, limits
+from penstock.api.limits import (
     Disconnected,
     Keys,
     load_keys,
     read_body,
 )
-from penstock.serve.http.types import ApiError
-from penstock.serve.namespaces import namespace
+from penstock.api.protocol.openai import ApiError
+from penstock.config.base.errors import ConfigError
+from penstock.config.settings.pairkey import pair_key
+from penstock.config.settings.refuse import is_local, is_local_origin
+from penstock.config.settings.tree import ClusterConfig, ServerConfig
+from penstock.engine.client.gate import Gate
+from penstock.engine.client.namespaces import namespace
 
 
 def body_of(*parts, headers=(), bytes_max=10, end=None, seconds_max=60.0):

@@ -224,7 +224,7 @@ def test_cache_folders_follow_the_environment(monkeypatch: pytest.MonkeyPatch, t
     assert cache_dir() == Path("/home/someone/own")
 
 
-@pytest.mark.parametrize("module", ["penstock.model.weights.locate", "penstock.serve.text.tokenizer"])
+@pytest.mark.parametrize("module", ["penstock.model.weights.locate", "penstock.text.tokenizer"])
 def test_locating_imports_neither_torch_nor_numpy(module: str) -> None:
     code = (f"import sys, {module};"
             "sys.exit(', '.join({'torch', 'numpy', 'gguf'} & set(sys.modules)) or 0)")

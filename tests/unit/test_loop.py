@@ -13,11 +13,11 @@ from penstock.config.request.grammar import Grammar
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.selection import Selection, attention_identity, indexer_selection
 from penstock.core.plan import Aborted, Arrived, Entered, Flushed, Started, Stopped
-from penstock.serve import wire
-from penstock.serve.engine import main as engine_main
-from penstock.serve.engine.loop import EngineLoop
-from penstock.serve.engine.record import EventLog
-from penstock.serve.engine.shown import EDGES_MAX, REQUESTS_MAX, TURNS_MAX
+from penstock.engine import process as engine_main
+from penstock.engine import wire
+from penstock.engine.loop import EngineLoop
+from penstock.engine.record import EventLog
+from penstock.engine.shown import EDGES_MAX, REQUESTS_MAX, TURNS_MAX
 
 _spec = importlib.util.spec_from_file_location(
     "engine_fake", Path(__file__).with_name("engine_fake.py"))

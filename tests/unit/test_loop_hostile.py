@@ -12,8 +12,8 @@ from penstock.config.request.params import SamplingParams
 from penstock.core.core import Core
 from penstock.core.plan import Retired
 from penstock.core.settings import CoreConfig
-from penstock.serve import wire
-from penstock.serve.engine.loop import EngineLoop
+from penstock.engine import wire
+from penstock.engine.loop import EngineLoop
 
 _spec = importlib.util.spec_from_file_location(
     "engine_fake", Path(__file__).with_name("engine_fake.py"))

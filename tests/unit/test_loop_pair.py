@@ -11,11 +11,11 @@ import pytest
 from penstock.config.request.params import SamplingParams
 from penstock.core.pair.messages import Drained, End, Reason, Refused
 from penstock.core.plan import Aborted, Advance, Entered, Finished, Outcome, PeerLeft
-from penstock.serve import wire
-from penstock.serve.engine import main as engine_main
-from penstock.serve.engine.loop import EngineLoop
-from penstock.serve.engine.paired import CROWDED, FAILS, LATE, REFUSES, Peers
-from penstock.serve.engine.peer import Peer
+from penstock.engine import process as engine_main
+from penstock.engine import wire
+from penstock.engine.loop import EngineLoop
+from penstock.engine.pd.remote import Peer
+from penstock.engine.pd.router import CROWDED, FAILS, LATE, REFUSES, Peers
 from penstock.transfer.events import Down, Heard, Unpaired, Up
 from penstock.transfer.facts import Facts
 

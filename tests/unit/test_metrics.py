@@ -10,10 +10,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.selection import Selection, selection_of
 from penstock.config.settings.tree import KVConfig
-from penstock.serve.client.generate import Ended, Generation
-from penstock.serve.metric_help import HELP
-from penstock.serve.metrics import PREFIX, Metrics, parse_name, published
-from penstock.serve.wire import Chunk, Ready
+from penstock.engine.client.generation import Ended, Generation
+from penstock.engine.client.metric_help import HELP
+from penstock.engine.client.metrics import PREFIX, Metrics, parse_name, published
+from penstock.engine.wire import Chunk, Ready
 
 
 def samples(text: bytes) -> dict[tuple, float]:

@@ -14,25 +14,25 @@ from hypothesis import strategies as st
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatBase
 from openai.types.completion_create_params import CompletionCreateParamsBase as TextBase
 
-from penstock.config.base.errors import RequestError
-from penstock.config.request.params import SamplingParams
-from penstock.config.request.selection import Selection
-from penstock.serve.client.client import checked_limits
-from penstock.serve.client.generate import Ended, Piece, Usage
-from penstock.serve.http.apis.anthropic import MessagesRequest
-from penstock.serve.http.apis.responses import ResponsesRequest
-from penstock.serve.http.completions import as_api_error
-from penstock.serve.http.format import ChatFormat, Prompts, TextFormat, Whole, encode, event, usage_json
-from penstock.serve.http.routed import BOOTSTRAP, Routed
-from penstock.serve.http.types import (
+from penstock.api.apis.anthropic import MessagesRequest
+from penstock.api.apis.responses import ResponsesRequest
+from penstock.api.completions import as_api_error
+from penstock.api.openai_format import ChatFormat, Prompts, TextFormat, Whole, encode, event, usage_json
+from penstock.api.pd_router import BOOTSTRAP, Routed
+from penstock.api.protocol.openai import (
     ChatRequest,
     CompletionRequest,
     bad_request,
     parse,
 )
-from penstock.serve.parsers.asked import Asked
-from penstock.serve.text.chat import plain_message
-from penstock.serve.wire import Logprob, Ready
+from penstock.config.base.errors import RequestError
+from penstock.config.request.params import SamplingParams
+from penstock.config.request.selection import Selection
+from penstock.engine.client.client import checked_limits
+from penstock.engine.client.generation import Ended, Piece, Usage
+from penstock.engine.wire import Logprob, Ready
+from penstock.text.chat import plain_message
+from penstock.text.tools.asked import Asked
 
 USER = [{"role": "user", "content": "hi"}]
 

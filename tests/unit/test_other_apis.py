@@ -9,7 +9,7 @@ import openai
 import pytest
 from scripted import ARGUMENTS, SAYS, TOOL, Scripted, events, template
 
-from penstock.serve.http.limits import Keys
+from penstock.api.limits import Keys
 
 FUNCTION = TOOL["function"]
 USER = [{"role": "user", "content": "Weather?"}]

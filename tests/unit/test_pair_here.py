@@ -10,9 +10,9 @@ import pytest
 from penstock.config.settings.cli import from_options
 from penstock.config.settings.pairkey import pair_key
 from penstock.config.settings.tree import Config
-from penstock.serve.client import kept
-from penstock.serve.client.client import EngineDied
-from penstock.serve.http import local_pair as pair_here
+from penstock.engine.client import local_pd as pair_here
+from penstock.engine.client import supervised as kept
+from penstock.engine.client.client import EngineDied
 from penstock.transfer.streams import LinkSettings, dial, listen
 
 STILL_S = 0.2                           # much longer than it takes to start another one of these

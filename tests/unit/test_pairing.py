@@ -7,9 +7,9 @@ import pytest
 
 from penstock.config.base.errors import ConfigError
 from penstock.config.settings.cli import from_options
+from penstock.engine import process as engine_main
+from penstock.engine.record import EventLog
 from penstock.exec.start import build
-from penstock.serve.engine import main as engine_main
-from penstock.serve.engine.record import EventLog
 from penstock.transfer.streams import LinkSettings
 
 

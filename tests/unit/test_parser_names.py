@@ -10,8 +10,8 @@ from penstock.config.base.errors import ConfigError
 from penstock.config.settings import peers
 from penstock.config.settings.cli import Parser, add_flags, config_from, prepare
 from penstock.config.settings.tree import Config, ReasoningParser, ToolCallParser
-from penstock.serve.parsers.reasoning import MARKS
-from penstock.serve.parsers.table import FORMATS
+from penstock.text.tools.reasoning import MARKS
+from penstock.text.tools.table import FORMATS
 
 
 def parse(line: str) -> Config:

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.serve.parsers.reasoning import MARKS, THINK, behind_reasoning, marks_of
-from penstock.serve.parsers.source import Arguments, CallBegun, CallEnded, Reader, Reasoning, Text
-from penstock.serve.parsers.table import FORMATS, format_of, plain
-from penstock.serve.text.chat import plain_message
-from penstock.serve.text.chat_render import compile_template, render
-from penstock.serve.text.prompts import program_of
-from penstock.serve.text.prompts.arguments import argument_forms
+from penstock.text.chat import plain_message
+from penstock.text.chat_render import compile_template, render
+from penstock.text.prompts import program_of
+from penstock.text.prompts.arguments import argument_forms
+from penstock.text.tools.reasoning import MARKS, THINK, behind_reasoning, marks_of
+from penstock.text.tools.source import Arguments, CallBegun, CallEnded, Reader, Reasoning, Text
+from penstock.text.tools.table import FORMATS, format_of, plain
 
 FOLDER = Path(__file__).parents[1] / "data" / "templates"
 TEMPLATES = {**{p.stem: p.read_text() for p in FOLDER.glob("*.jinja")},

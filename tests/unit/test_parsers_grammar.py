@@ -12,9 +12,9 @@ from scripted import ARGUMENTS, SAYS, TOOL, Scripted, template
 from penstock.config.base.errors import RequestError
 from penstock.config.request.grammar import Grammar
 from penstock.exec.sampling.grammar import Compiler
-from penstock.serve.grammars.vocabulary import of_tokenizer
-from penstock.serve.parsers.asked import NO_PARAMETERS, Asked, Offer
-from penstock.serve.parsers.table import FORMATS, calls_grammar, grammar_behind_reasoning
+from penstock.text.grammar.vocabulary import of_tokenizer
+from penstock.text.tools.asked import NO_PARAMETERS, Asked, Offer
+from penstock.text.tools.table import FORMATS, calls_grammar, grammar_behind_reasoning
 
 SCHEMA = {**TOOL["function"]["parameters"], "properties": {
     **TOOL["function"]["parameters"]["properties"], "unit": {"enum": ["C", "F"]}}}

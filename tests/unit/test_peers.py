@@ -5,8 +5,8 @@ import pytest
 
 from penstock.config.base.errors import ConfigError
 from penstock.core.plan import PeerId
-from penstock.serve.engine.paired import Peers
-from penstock.serve.engine.peer import Peer
+from penstock.engine.pd.remote import Peer
+from penstock.engine.pd.router import Peers
 
 
 class Silent:

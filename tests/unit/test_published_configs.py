@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from penstock.cli import models
 from penstock.config.base.errors import ConfigError
 from penstock.model import registry
 from penstock.model.base import GlobalLayer, Stage
 from penstock.model.weights.locate import locate
-from penstock.serve.cli import models
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = {path.name.removesuffix("_config.json").replace("--", "/"): path

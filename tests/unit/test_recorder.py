@@ -22,11 +22,11 @@ from penstock.core.plan import (
     Tier,
 )
 from penstock.core.settings import CoreConfig
+from penstock.engine.shown import shown
 from penstock.replay import flight
 from penstock.replay.exact import exact
 from penstock.replay.recorder import Recorder
 from penstock.replay.redact import redact
-from penstock.serve.engine.shown import shown
 
 SECRET = 7_654_321                  # a token id that is nowhere else
 CFG = CoreConfig(page_size=4, rows=4, hbm_pages=200, dram_pages=50, max_len=600)

@@ -7,8 +7,8 @@ from msgspec.structs import replace
 from penstock.config.request.params import SamplingParams
 from penstock.core.pair.messages import Reason
 from penstock.core.plan import Finished, Outcome, RequestId
-from penstock.serve.engine.rooms import OVER_MAX, Rooms, Waiting
-from penstock.serve.wire import Asked, Room, Submit
+from penstock.engine.pd.rendezvous import OVER_MAX, Rooms, Waiting
+from penstock.engine.wire import Asked, Room, Submit
 
 KEEP_S = 5.0
 RID = 1 << 40
@@ -126,6 +126,6 @@ def test_what_is_over_is_known_of_so_many_rooms() -> None:
     ("key_of", lambda room: (room.number, 0), test_choices_of_a_request_have_a_place_each),
     ("key_of", lambda room: (0, room.index), test_what_is_over_is_known_of_so_many_rooms)])
 def test_a_room_that_is_given_to_another_request_is_seen(monkeypatch, name, wrong, seen_by) -> None:
-    monkeypatch.setattr(f"penstock.serve.engine.rooms.{name}", wrong)
+    monkeypatch.setattr(f"penstock.engine.pd.rendezvous.{name}", wrong)
     with pytest.raises(AssertionError):
         seen_by()

@@ -11,7 +11,7 @@ from penstock.config.request.defaults import params, sampling_of
 from penstock.config.request.params import SamplingParams
 from penstock.config.settings.tree import ModelConfig
 from penstock.model.weights.locate import ModelFiles
-from penstock.serve.text.model_text import sampling_defaults
+from penstock.text.model_text import sampling_defaults
 
 FILE = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1,
         "do_sample": True, "eos_token_id": [1, 2], "max_new_tokens": 5}

@@ -10,7 +10,7 @@ from scripted import fake
 from penstock.config.request.grammar import ANY_OBJECT, Grammar
 from penstock.config.request.schemas import DECIMAL, FORMATS, ascii_classes
 from penstock.exec.sampling.grammar import BadGrammar, Compiler, Vocabulary
-from penstock.serve.parsers.lark import Lark
+from penstock.text.tools.lark import Lark
 
 RAW = fake.byte_level()
 COMPILER = Compiler(Vocabulary(RAW.to_str(), (RAW.token_to_id(fake.EOS),)))

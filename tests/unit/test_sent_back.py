@@ -11,7 +11,7 @@ import openai
 import pytest
 from scripted import DATA, SAYS, TOOL, Scripted
 
-from penstock.serve.parsers.table import FORMATS
+from penstock.text.tools.table import FORMATS
 
 USER = [{"role": "user", "content": "Weather?"}]
 FUNCTION = TOOL["function"]

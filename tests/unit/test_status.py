@@ -9,9 +9,9 @@ import re
 
 import pytest
 
+from penstock.api import logs, status
 from penstock.config.settings.cli import Parser, add_flags, config_from, prepare
 from penstock.config.settings.tree import ServerConfig
-from penstock.serve import logs, status
 
 BEFORE = {"executor_prefill_tokens_total": 100.0, "generation_tokens_total": 10.0, "prefix_queries": 50.0,
           "prefix_hbm_hits": 10.0}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from penstock.core.plan import Entered, Lookup, Rates, RequestId, StepId, StepPlan, Unstore
-from penstock.serve.engine.storing import FORGET_S, Storing
+from penstock.engine.storing import FORGET_S, Storing
 
 
 @dataclass

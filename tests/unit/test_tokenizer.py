@@ -16,8 +16,8 @@ from tokenizers.decoders import DecodeStream
 
 from penstock.config.base.errors import ConfigError, RequestError, show
 from penstock.model.weights.locate import ModelFiles, locate
-from penstock.serve.text.gguf_tokenizer import tokenizer_of_gguf
-from penstock.serve.text.tokenizer import Tokenizer, open_tokenizer
+from penstock.text.gguf_tokenizer import tokenizer_of_gguf
+from penstock.text.tokenizer import Tokenizer, open_tokenizer
 
 RECORDED = Path(__file__).parents[1] / "data" / "smollm2_ids.jsonl"
 TEXTS = [json.loads(line)["text"] for line in RECORDED.read_text().splitlines()]

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from penstock.api import completions
 from penstock.config.base.errors import CONTEXT_EXCEEDED, RequestError
-from penstock.serve.http import completions
-from penstock.serve.text.chat import LONG_CHARS, LONG_MAX, LONG_MESSAGES, ChatTemplate, is_long
-from penstock.serve.text.turns import TooManyTexts, Turns
+from penstock.text.chat import LONG_CHARS, LONG_MAX, LONG_MESSAGES, ChatTemplate, is_long
+from penstock.text.turns import TooManyTexts, Turns
 
 SOURCE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 

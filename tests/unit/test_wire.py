@@ -8,7 +8,7 @@ from mutated import mutate
 
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.selection import Selection
-from penstock.serve import wire
+from penstock.engine import wire
 
 TO_ENGINE = [
     wire.Hello(wire.VERSION, {"model": {"model": "demo", "seed": 0, "x": None, "y": ["a", "b"]}}),

@@ -13,7 +13,7 @@ from penstock.bench.report import optional, plot_line, table, write_json
 from penstock.config.base.errors import ConfigError
 from penstock.config.request.params import SamplingParams
 from penstock.config.settings.tree import Config
-from penstock.serve.client.llm import AsyncLLM
+from penstock.llm.llm import AsyncLLM
 
 SIZES = (1.0, 1.5, 2.0, 3.0, 4.0)      # hot buffers, times the budget; each and one page
 GROWN = 80             # tokens in which a hot buffer that may grow has: they are not counted

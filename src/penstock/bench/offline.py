@@ -16,7 +16,7 @@ from typing import Any
 from penstock.bench.report import Spread, optional, plot_bars, table, write_json
 from penstock.config.request.params import SamplingParams
 from penstock.config.settings.tree import Config
-from penstock.serve.client.llm import AsyncLLM
+from penstock.llm.llm import AsyncLLM
 
 OURS = "penstock"                # the arm under test: an engine process
 PROMPT = 64                      # tokens before a measured decode

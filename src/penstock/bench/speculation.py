@@ -12,8 +12,8 @@ from penstock.bench.report import Spread, optional, table, write_json
 from penstock.config.base.errors import ConfigError, RequestError
 from penstock.config.request.params import SamplingParams
 from penstock.config.settings.tree import Config
-from penstock.serve.client.llm import AsyncLLM
-from penstock.serve.client.outputs import RequestOutput
+from penstock.llm.llm import AsyncLLM
+from penstock.llm.outputs import RequestOutput
 
 PASSAGE = (
     "A penstock is a sluice or gate that controls a flow of water, or an enclosed pipe that "

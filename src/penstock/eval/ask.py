@@ -10,8 +10,8 @@ from penstock.bench.report import optional
 from penstock.config.base.errors import ConfigError
 from penstock.config.request.params import SamplingParams
 from penstock.eval.tasks import Question
-from penstock.serve.client.llm import AsyncLLM
-from penstock.serve.client.outputs import Logprob
+from penstock.llm.llm import AsyncLLM
+from penstock.llm.outputs import Logprob
 
 _Asked = TypeVar("_Asked")
 _Answer = TypeVar("_Answer")

@@ -14,11 +14,11 @@ from typing import Any
 from penstock.bench.report import check_output, table, write_json
 from penstock.config.base.errors import ConfigError, RequestError
 from penstock.config.settings.tree import Config
+from penstock.engine.client.client import EngineDied
 from penstock.eval import tasks
 from penstock.eval.ask import Asker, Library, Server, all_of
 from penstock.eval.tasks import Interview, Question, Size
-from penstock.serve.client.client import EngineDied
-from penstock.serve.client.llm import AsyncLLM
+from penstock.llm.llm import AsyncLLM
 
 TASKS = ("recall", "tracking", "sum", "copying", "needles", "text", "gsm8k")
 OWN_WORDS = ("sum", "copying")              # tasks that only the recall model understands

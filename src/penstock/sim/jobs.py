@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from penstock.sim.programs import Report
 
-COMMAND = (sys.executable, "-m", "penstock.serve.cli.main", "sim", "--jobs", "1", "--json")
+COMMAND = (sys.executable, "-m", "penstock.cli.main", "sim", "--jobs", "1", "--json")
 SMALL = 24               # fewer seeds are not worth a process
 
 

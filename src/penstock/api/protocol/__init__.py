@@ -1,0 +1,1 @@
+"""Fields of request bodies, as typed structs."""

@@ -1,0 +1,248 @@
+"""`penstock combos`: what works with what, asked of the refusals themselves and of the list of proofs.
+
+A combination is refused if a table of refusals says so, with that entry's reason; works ("yes") if a test of
+`proofs.py` covers it; else it is accepted and no test has tried it. Writes docs/reference/compatibility.md and a small
+view of it into README; `make docs` does both, a test compares them.
+"""
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from penstock.cli.proofs import DIMENSIONS, PROOFS, Cell, Proof, cells
+from penstock.config.base.errors import ConfigError
+from penstock.config.base.machine import Machine
+from penstock.config.settings.cli import from_options
+from penstock.config.settings.reference import flags_of
+from penstock.config.settings.refuse import REFUSED
+from penstock.config.settings.refuse_model import OF_MODEL, WORDS, ModelFacts
+from penstock.config.settings.unbuilt import UNBUILT
+from penstock.model.weights import gguf_config
+
+# A machine on which only what is refused by design is refused.
+_MACHINE = Machine(system="Linux", machine="x86_64", python="3", cpu="any", features=("avx2", "fma"), cores=8,
+                   memory_total=1 << 40, memory_available=1 << 40, gpus=("any",), torch_cuda="any")
+_FAMILY = {"ordinary": "llama", "selecting": "llama", "latent": "deepseek_v32", "experts": "qwen3_moe",
+           "states": "qwen3_next"}
+_DTYPE = {"float32": "float32", "bfloat16": "bfloat16", "fp8": "auto", "gguf": "auto", "packed": "gguf"}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`status` is yes, refused or untried; `why` the tests, or the reasons with the files that refuse."""
+
+    status: str
+    why: tuple[str, ...] = ()
+
+
+def options(cell: Cell) -> dict[str, object]:
+    """The flags that ask for it."""
+    hosted, tier = cell.place == "hosted", cell.feature in ("tier", "paused", "stored")
+    asked: dict[str, object] = {
+        "device": {"cpu": "cpu", "gpu": "cuda"}[cell.device], "dtype": _DTYPE[cell.weights],
+        "kv_cache_memory_bytes": "1G", "kv_offloading_size": "auto" if hosted or tier else "0",
+        "prefix_cache": True,                   # as by default
+        "host_decode": "always" if hosted else "off"}
+    if cell.kind == "selecting" or (cell.kind in ("experts", "states") and hosted):
+        asked["sparse_top_k"] = 512
+    if cell.feature == "stored":
+        asked["kv_storage"] = "file:///DIR"
+    if cell.across in ("pp", "both"):
+        asked["pp"] = 2
+    if cell.across == "tp":
+        asked["tp"] = 2
+    if cell.across == "nodes":
+        asked |= {"pp": 2, "tp": 2, "nnodes": 2, "dist_init_addr": "127.0.0.1:20000"}
+    if cell.across in ("pair", "both"):
+        asked |= {"prefill": 1, "decode": 1}
+    return asked
+
+
+def facts(cell: Cell) -> ModelFacts:
+    """What a model of its kind says of itself."""
+    latent, files = cell.kind == "latent", "gguf" if cell.weights in ("gguf", "packed") else "safetensors"
+    return ModelFacts(name="NAME", load_format=files, layers=32, topk=2048 if latent else 0,
+                      kv_heads=not latent, experts=64 * (cell.kind in ("latent", "experts")),
+                      state_bytes=(1 << 18) * (cell.kind == "states"))
+
+
+def refusals_of(cell: Cell) -> Iterator[str]:
+    """Reason and file of each refusal that it meets."""
+    config, model = from_options("NAME", options(cell)), facts(cell)
+    words = _MACHINE.words | WORDS
+    settings = "src/penstock/config/settings"
+    for file, found in (("refuse.py", [r for r in REFUSED if r.when(config, _MACHINE)]),
+                        ("refuse_model.py", [r for r in OF_MODEL if r.when(config, model)])):
+        for r in found:
+            yield f"{flags_of(r.fields)}: {r.why.format_map(words)} (`{settings}/{file}`)"
+    if model.load_format == "gguf" and _FAMILY[cell.kind] not in dict(gguf_config.ARCHITECTURES.values()):
+        yield (f"a GGUF of another architecture than {', '.join(gguf_config.ARCHITECTURES)} "
+               "(`src/penstock/model/weights/gguf_config.py`)")
+
+
+@cache
+def _proven() -> dict[Cell, tuple[str, ...]]:
+    found: dict[Cell, tuple[str, ...]] = {}
+    for proof in PROOFS:
+        for cell in proof.covers():
+            found[cell] = (*found.get(cell, ()), proof.test)
+    return found
+
+
+@cache
+def answer(cell: Cell) -> Answer:
+    """Whether it works, as the code and the tests say. A proof of what is refused is a mistake of ours."""
+    why, tests = tuple(refusals_of(cell)), _proven().get(cell, ())
+    assert not (why and tests), f"{tests} cover {cell}, which is refused: {why}"
+    return Answer("refused", why) if why else Answer("yes", tests) if tests else Answer("untried")
+
+
+# ---------------------------------------------------------------- the small view
+_START, _END = "<!-- combos: written by `make docs` -->", "<!-- combos: end -->"
+_SHOWN = {"yes": "tested", "refused": "no", "untried": "not tested"}
+# Run on a GPU by programs of bench/device, with figures in docs/performance.md, and by no test there.
+_MEASURED = {("ordinary", "bfloat16"), ("ordinary", "fp8")}
+_VIEW: tuple[tuple[str, tuple[Proof, ...]], ...] = (
+    ("full attention, KV cache on the device", (Proof("", "ordinary"),)),
+    ("sparse decode of GQA models (`--sparse-top-k`), KV on the device or in host memory",
+     (Proof("", "selecting", "resident hosted"),)),
+    ("DSA models (DeepSeek-V3.2, GLM-5), KV on the device or in host memory",
+     (Proof("", "latent", "resident hosted"),)),
+    ("MoE; hybrid models with recurrent states (Qwen3-Next and others)", (Proof("", "experts states"),)),
+    ("KV offloading to host memory, preemption by swap", (
+        Proof("", "ordinary", feature="tier paused"), Proof("", "selecting", "hosted", "tier paused"))),
+    ("prefix caching over device and host", (Proof("", "ordinary", feature="cache"),
+                                             Proof("", "selecting", "hosted", "cache"))),
+    ("KV storage in files (`--kv-storage`)", (Proof("", "ordinary", feature="stored"),
+                                              Proof("", "selecting", "hosted", "stored"))),
+    ("pipeline parallelism (`--pp`)", (Proof("", "ordinary", across="pp"),
+                                       Proof("", "selecting", "hosted", across="pp"))),
+    ("tensor and expert parallelism (`--tp`, `--ep`)", (
+        Proof("", "ordinary", across="tp"), Proof("", "selecting experts latent", "hosted", across="tp"))),
+    ("several machines (`--nnodes`)", (Proof("", "ordinary latent", across="nodes"),
+                                       Proof("", "selecting experts latent", "hosted", across="nodes"))),
+    ("prefill/decode disaggregation", (Proof("", "ordinary", across="pair"),
+                                       Proof("", "selecting", "hosted", across="pair"))),
+    ("bfloat16 weights", (Proof("", "ordinary", weights="bfloat16"),)),
+    ("fp8 weights in blocks", (Proof("", "ordinary", weights="fp8"),)),
+    ("GGUF kept packed (`--dtype gguf`)", (Proof("", "ordinary", weights="packed"),)),
+)
+
+
+def _shown(cell: Cell) -> str:
+    """The word of the small view for a cell."""
+    status = answer(cell).status
+    measured = status == "untried" and cell.device == "gpu" and (cell.kind, cell.weights) in _MEASURED
+    return "measured" if measured else _SHOWN[status]
+
+
+def view() -> str:
+    """The table of README: `tested` where all that a line names is tested."""
+    lines = ["| | CPU | GPU |", "|---|---|---|"]
+    for title, rows in _VIEW:
+        asked = [cell for row in rows for cell in row.covers()]
+        found = [list(dict.fromkeys(_shown(cell._replace(device=device)) for cell in asked))
+                 for device in DIMENSIONS["device"]]
+        cells = ["tested in part" if {"tested", "not tested"} <= {*one} else " / ".join(one) for one in found]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def put_into(text: str) -> str:
+    """A document with the view between its two marks."""
+    return re.sub(f"(?s){re.escape(_START)}.*{re.escape(_END)}", f"{_START}\n{view()}\n{_END}", text)
+
+
+# ---------------------------------------------------------------- the whole
+_INTRO = """\
+# Combinations
+
+Written by `make docs` (`penstock combos`); a test compares it. **yes** names tests that hold it, **no** the
+refusal, an exit with its reason before a weight is read; **untried** is accepted, and no test of ours says
+that it works. `penstock combos WORD ...` prints any of all {total} ({counts}): {dimensions}."""
+
+
+@dataclass(slots=True)
+class _Notes:
+    """What a table points at, numbered in the order of its first use."""
+
+    letter: str
+    texts: list[str] = field(default_factory=list)
+
+    def __call__(self, text: str) -> str:
+        if text not in self.texts:
+            self.texts.append(text)
+        return f"{self.letter}{self.texts.index(text) + 1}"
+
+
+def document() -> str:
+    """docs/reference/compatibility.md, ending in a newline."""
+    counts = Counter(answer(cell).status for cell in cells())
+    tests, reasons = _Notes("t"), _Notes("r")
+    dimensions = " x ".join(f"{{{', '.join(words)}}}" for words in DIMENSIONS.values())
+    lines = [_INTRO.format(total=counts.total(), dimensions=dimensions,
+                           counts=", ".join(f"{n} {status}" for status, n in sorted(counts.items())))]
+    lines += ["", "## Requests, tiers and engines, of float32", ""]
+    lines += _table(itertools.product(*(DIMENSIONS[name] for name in ("kind", "place", "feature"))),
+                    ("kind", "place", "feature"), tests, reasons)
+    lines += ["", "## Weights, with nothing else", ""]
+    lines += _table(itertools.product(DIMENSIONS["kind"], DIMENSIONS["weights"]), ("kind", "weights"), tests,
+                    reasons)
+    for title, notes in (("Tests", tests), ("Refusals", reasons)):
+        lines += ["", f"## {title}", "", *(f"- {notes(text)}: {text if title == 'Refusals' else f'`{text}`'}"
+                                           for text in notes.texts)]
+    lines += ["", "## Not built", "", "Refused by name; [flags.md](flags.md) has the spellings.", ""]
+    lines += [f"- {feature}" for feature in dict.fromkeys(entry.feature for entry in UNBUILT) if feature]
+    return "\n".join(lines) + "\n"
+
+
+def _table(rows: Iterator[tuple[str, ...]], names: tuple[str, ...], tests: _Notes,
+           reasons: _Notes) -> Iterator[str]:
+    columns = list(itertools.product(DIMENSIONS["across"], DIMENSIONS["device"]))
+    heads = [f"{DIMENSIONS['across'][a]}, {DIMENSIONS['device'][d]}" for a, d in columns]
+    titles = {"kind": "requests", "place": "decode reads", "feature": "with", "weights": "weights"}
+    yield f"| {' | '.join((*(titles[name] for name in names), *heads))} |"
+    yield "|---" * (len(names) + len(heads)) + "|"
+    for row in rows:
+        plain = Cell("ordinary", "resident", "plain", "one", "cpu", "float32")._replace(
+            **dict(zip(names, row, strict=True)))
+        shown = []
+        for across, device in columns:
+            found = answer(plain._replace(across=across, device=device))
+            notes = ", ".join(map(tests if found.status == "yes" else reasons, found.why))
+            shown.append(f"{'no' if found.status == 'refused' else found.status} {notes}".strip())
+        words = [DIMENSIONS[name][word] for name, word in zip(names, row, strict=True)]
+        yield f"| {' | '.join([*words, *shown])} |"
+
+
+# ---------------------------------------------------------------- the command
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    words = " ".join(word for dimension in DIMENSIONS.values() for word in dimension)
+    parser.add_argument("words", nargs="*", metavar="WORD", help=f"print the combinations of these: {words}")
+    parser.add_argument("--into", metavar="FILE", help="write the small view into FILE, between its marks")
+
+
+def run(config: object, args: argparse.Namespace) -> int:
+    """Exit code. Without words, the whole document."""
+    known = {word: name for name, words in DIMENSIONS.items() for word in words}
+    if odd := [word for word in args.words if word not in known]:
+        raise ConfigError(f"{odd[0]!r} is no word of a combination: choose from {', '.join(known)}")
+    if args.into and args.words:
+        raise ConfigError("--into writes the view of README: leave the words out")
+    if args.into:
+        path = Path(args.into)
+        path.write_text(put_into(path.read_text(encoding="utf-8")), encoding="utf-8")
+    elif not args.words:
+        print(document(), end="")
+    for cell in cells() if args.words else ():
+        if all(word in {w for w in args.words if known[w] == known[word]} or known[word] not in {
+                known[w] for w in args.words} for word in cell):
+            found = answer(cell)
+            print("\n    ".join([f"{' '.join(cell)}: {found.status}", *found.why]))
+    return 0

@@ -1,0 +1,204 @@
+"""Writes docs/reference/models.md: each family that config.json may name, and what works with it.
+
+`python -m penstock.cli.models` prints it; `--into README.md` writes the small table there. Tests
+compare both, and the examples with published configs.
+Every cell is asked of the code that refuses or reads: families, wrappers, refusals, readers of weights.
+"""
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from penstock.config.base.errors import ConfigError
+from penstock.config.settings.cli import from_options
+from penstock.config.settings.refuse_model import ModelFacts, check_model
+from penstock.model import registry
+from penstock.model.latent import LatentSpec
+from penstock.model.layers import AttentionSpec
+from penstock.model.transformer import Spec
+from penstock.model.weights import gguf_config
+from penstock.model.weights.fields import Fields
+from penstock.model.weights.wrappers import WRAPPERS
+
+_INTRO = """\
+# Models
+
+Written by `make docs` from `src/penstock/model/`; a test compares it and reads the published `config.json`
+files of `tests/data/configs`. A model is a folder, a `.gguf` file, a hub id that is in the local hub cache,
+or `demo`; its `model_type` decides. Every family is held to transformers by logits of random weights on a
+CPU.
+
+- **GPU** *yes*: tests on a GPU run tiny models with layers of these kinds. *untried*: no test has run on
+  one what this family alone does.
+- **TP**: `--tp`, tensor parallelism. `--pp` works with every family.
+- **Sparse**: `--sparse-top-k N` selects blocks of KV in layers that see all tokens; an indexer of the model
+  selects by itself, without a flag. Both decode from host memory.
+- **Weights**: *fp8* is e4m3 in blocks (`weight_block_size`); other quantised weights are refused by name.
+
+| `model_type` | class | published, for example | layers | CPU | GPU | TP | sparse | weights |
+|---|---|---|---|---|---|---|---|---|"""
+
+_WRAPPED = """
+## The text of multimodal repositories
+
+The text model is read from `text_config` or `llm_config`, and its weights from among the others. Vision,
+audio and projector weights are neither read nor counted; the log says so once. A request with an image is
+refused with status 400. Where the levels of a config disagree about a tied head, the files decide.
+
+| `model_type` of the repository | `model_type` of its text |
+|---|---|"""
+
+_END = """
+## Names in files
+
+- The index decides: a tensor that `model.safetensors.index.json` does not list, or places in another shard,
+  is not read. A folder with `model.safetensors` is read without its index, as transformers does.
+- Layers after the last, modules outside of the model, `rotary_emb` buffers and static scales (`k_scale`,
+  `v_scale`, `input_scale`) are skipped. The log says in one line what was not read.
+- A weight or bias in a layer of the model that its family does not have is refused by name: without it the
+  model would be another one.
+- `hf_quant_config.json` counts as `quantization_config`."""
+
+# Published repositories, by family; those of tests/data/configs are read by a test.
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "llama": ("meta-llama/Meta-Llama-3.1-8B", "meta-llama/Meta-Llama-3.1-70B",
+              "meta-llama/Meta-Llama-3.1-405B"),
+    "qwen2": ("Qwen/Qwen2.5-7B-Instruct",),
+    "qwen3": ("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-32B", "Qwen/Qwen3-32B-FP8"),
+    "seed_oss": ("ByteDance-Seed/Seed-OSS-36B-Instruct",),
+    "gemma2": ("google/gemma-2-9b-it",), "gemma3_text": ("google/gemma-3-270m-it",),
+    "mistral": ("mistralai/Mistral-7B-Instruct-v0.3",), "qwen3_next": ("Qwen/Qwen3-Next-80B-A3B-Instruct",),
+    "glm4_moe": ("zai-org/GLM-4.6",),
+    "qwen3_moe": ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B-FP8", "Qwen/Qwen3-Coder-480B-A35B-Instruct"),
+    "qwen3_vl_text": ("Qwen/Qwen3-VL-2B-Instruct", "Qwen/Qwen3-VL-4B-Instruct", "Qwen/Qwen3-VL-8B-Instruct",
+                      "Qwen/Qwen3-VL-32B-Instruct", "Qwen/Qwen3-VL-32B-Thinking"),
+    "qwen3_vl_moe_text": ("Qwen/Qwen3-VL-30B-A3B-Instruct",),
+    "qwen3_5_text": ("Qwen/Qwen3.5-27B",),
+    "nemotron_h": ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "nvidia/Nemotron-H-56B-Base-8K"),
+    "gpt_oss": ("openai/gpt-oss-20b", "openai/gpt-oss-120b"),
+    "minimax_m2": ("MiniMaxAI/MiniMax-M2.5", "MiniMaxAI/MiniMax-M2.7"),
+    "deepseek_v3": ("deepseek-ai/DeepSeek-V3", "deepseek-ai/DeepSeek-R1"),
+    "kimi_k2": ("moonshotai/Kimi-K2-Instruct",),
+    "deepseek_v32": ("deepseek-ai/DeepSeek-V3.2",),
+    "glm_moe_dsa": ("zai-org/GLM-5", "zai-org/GLM-5-FP8", "zai-org/GLM-5.1", "zai-org/GLM-5.1-FP8",
+                    "zai-org/GLM-5.2"),
+}
+# One config that every family reads, of which each takes its own fields, and what some need beside.
+_ANY = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "head_dim": 16,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1 << 17,
+    "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2, "num_local_experts": 8,
+    "num_experts": 8, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+    "v_head_dim": 16, "index_head_dim": 16, "index_n_heads": 4, "index_topk": 2048,
+}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16,
+          "layer_types": ["linear_attention", "full_attention"] * 2}
+_OWN: dict[str, dict[str, object]] = {
+    "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]}, "granitemoehybrid": _MAMBA,
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp", "moe"]},
+    "ministral3": {"rope_parameters": {
+        "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 8192,
+        "llama_4_scaling_beta": 0.1}},
+    **{family: {"sliding_window": 128} for family in ("mistral", "gemma2", "gemma3_text", "gpt_oss")},
+}
+
+
+def reference() -> str:
+    """Return the whole document, ending in a newline."""
+    lines = [_INTRO, *map(_row, sorted(registry.FAMILIES)), _WRAPPED]
+    lines += [f"| `{kind}` | {', '.join(f'`{text}`' for text in wrapper.texts)} |"
+              for kind, wrapper in WRAPPERS.items()]
+    return "\n".join([*lines, _END]) + "\n"
+
+
+def example(family: str) -> Spec:
+    """Return the shape of a small model of a family, with all kinds of layers that it may have."""
+    return registry.FAMILIES[family][1](Fields({**_ANY, **_OWN.get(family, {})}, family))
+
+
+def _row(family: str) -> str:
+    spec = example(family)
+    cells = (f"`{family}`", f"`{registry.FAMILIES[family][0]}`", ", ".join(EXAMPLES.get(family, ())) or "-",
+             _layers(spec), "yes", _gpu(spec), "no" if _refused(spec, tp=2) else "yes", _sparse(spec),
+             _weights(family))
+    return f"| {' | '.join(cells)} |"
+
+
+def _refused(spec: Spec, **options: object) -> bool:
+    """Whether flags do not go with a model of this shape."""
+    facts = ModelFacts(name="NAME", load_format="safetensors", layers=spec.num_layers,
+                       kv_heads="paged_attention" in spec.attention.ops, **registry.numbers_of(spec))
+    try:
+        check_model(from_options("NAME", {"host_decode": "off", **options}), facts)
+    except ConfigError:
+        return True
+    return False
+
+
+def _layers(spec: Spec) -> str:
+    attention = spec.attention
+    kinds = ["GQA"]
+    if isinstance(attention, LatentSpec):
+        kinds = ["MLA" if attention.index is None else "DSA"]
+    kinds += ["sliding windows"] if any(spec.windows) else []
+    kinds += ["sinks"] if isinstance(attention, AttentionSpec) and attention.sinks else []
+    kinds += ["recurrent states"] if spec.states else []
+    return ", ".join([*kinds, *(["MoE"] if spec.moe else [])])
+
+
+def _gpu(spec: Spec) -> str:
+    """No test has run on a GPU what these fields ask for."""
+    attention = spec.attention
+    untried = isinstance(attention, AttentionSpec) and (
+        attention.sinks or attention.norm_width or attention.growth)
+    return "untried" if untried else "yes"
+
+
+def _sparse(spec: Spec) -> str:
+    attention = spec.attention
+    if isinstance(attention, LatentSpec) and attention.index is not None:
+        return "its indexer"
+    return "no" if _refused(spec, sparse_top_k=512) else "`--sparse-top-k`"
+
+
+def _weights(family: str) -> str:
+    kinds = ["safetensors", "fp8"]
+    kinds += ["MXFP4 experts"] if family == "gpt_oss" else []
+    return ", ".join([*kinds, *(["GGUF"] if family in {kind for kind, _ in gguf_config.ARCHITECTURES.values()}
+                                else [])])
+
+
+# ---------------------------------------------------------------- the small table
+_START, _STOP = "<!-- models: written by `make docs` -->", "<!-- models: end -->"
+
+
+def view() -> str:
+    """Return the table of README: families that work alike in one row, with one published example each."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for family in sorted(registry.FAMILIES, key=lambda name: (name not in EXAMPLES, name)):
+        spec = example(family)
+        tp = "no" if _refused(spec, tp=2) else "yes"
+        alike.setdefault((_layers(spec), "yes", _gpu(spec), tp, _sparse(spec)), []).append(family)
+    lines = ["| attention | families (`model_type`) | for example | CPU | GPU | TP | sparse decode | GGUF |",
+             "|---|---|---|---|---|---|---|---|"]
+    for (layers, *cells), families in sorted(alike.items()):
+        ggufs = [family for family in families if _weights(family).endswith("GGUF")]
+        gguf = "yes" if ggufs == families else ", ".join(ggufs) or "no"
+        shown = [EXAMPLES[family][0] for family in families if family in EXAMPLES][:2]
+        row = (layers, ", ".join(families), ", ".join(shown) or "-", *cells, gguf)
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
+def put_into(text: str) -> str:
+    """Return a document with the small table between its two marks."""
+    return re.sub(f"(?s){re.escape(_START)}.*{re.escape(_STOP)}", f"{_START}\n{view()}\n{_STOP}", text)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--into"]:
+        readme = Path(sys.argv[2])
+        readme.write_text(put_into(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    else:
+        print(reference(), end="")

@@ -1,0 +1,200 @@
+"""What Prometheus reads: counters and histograms of the API side, gauges and counters of the engine.
+
+Owns the names. Knows no request content: labels are finish reasons, tiers and directions only.
+"""
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from penstock.engine.client.metric_help import HELP
+
+# One more line for each of ours, which nobody reads.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+PREFIX = "penstock:"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_TTFT_S = (.005, .01, .02, .05, .1, .2, .5, 1, 2, 5, 10, 30, 60, 120, 300)
+_ITL_S = (.002, .005, .01, .02, .03, .05, .075, .1, .15, .2, .3, .5, 1, 2, 5, 10)
+_E2E_S = (.05, .1, .2, .5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
+_TOKENS = tuple(float(4**n) for n in range(11))         # to 1,048,576
+_NAME = re.compile(r"^([a-zA-Z_][a-zA-Z0-9_]*)(?:\{(.*)\})?$")
+_LABEL = re.compile(r'([a-z_]+)="?([^",]*)"?')
+
+# The core's words, and the names that dashboards of vLLM and SGLang know.
+RENAMED = {
+    "prefix_queries": "prefix_cache_queries_total",
+    "prefix_hbm_hits": 'prefix_cache_hits_total{tier="hbm"}',
+    "prefix_dram_hits": 'prefix_cache_hits_total{tier="dram"}',
+    "prefix_disk_hits": 'prefix_cache_hits_total{tier="disk"}',
+    "prefix_recomputed": "prefix_cache_recomputed_total",
+    "pauses": 'num_preemptions_total{kind="pause"}',
+    "drops": 'num_preemptions_total{kind="drop"}',
+    "requests_running": "num_requests_running",
+    "requests_waiting": "num_requests_waiting",
+    "requests_paused": "num_requests_paused",
+    "spills": "spills_total",
+    "promotions": "promotions_total",
+    "rows_looked_at": "rows_looked_at_total",
+    "steps": "steps_total",
+    "failed_moves": "failed_moves_total",
+    "computed_again": "requests_computed_again_total",
+    "hbm_evictions": 'evicted_pages_total{tier="hbm"}',
+    "dram_evictions": 'evicted_pages_total{tier="dram"}',
+    "disk_evictions": 'forgotten_pages_total{tier="disk"}',
+}
+# What an engine has only with a feature: how its numbers show that this is on, and the names that go with it.
+FEATURES = {
+    "host tier": (re.compile("dram_pages$"), re.compile(
+        r"dram_|prefix_dram_hits|pauses|requests_paused|.*phase=\"paused\"")),
+    "storage": (re.compile("disk_pages$"), re.compile(
+        r"disk_|storage_|prefix_disk_hits|pages_to_store|.*phase=\"fetching\"")),
+    "sparse decode": (re.compile("selected_device_units_total"), re.compile(
+        r"hot_|spills|promotions|requests_hosted|prefix_recomputed|.*phase=\"(hosted|staging|promoting)\"")),
+    "prefill/decode pair": (re.compile("pair_"), re.compile(
+        r"pair_|peer_ignored|.*phase=\"(receiving|sending)\"")),
+}
+STATS_AGE = "engine_stats_age_seconds"
+USED = {"hbm": "hbm_pages_in_use", "dram": "dram_pages_held"}
+
+
+class Metrics:
+    """The API side. One per server; `text` renders it together with the engine's numbers."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._engine = _Engine()
+        self._registry.register(self._engine)
+
+        def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(PREFIX + name, what, buckets=buckets, registry=self._registry)
+
+        def counter(name: str, what: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(PREFIX + name, what, labels, registry=self._registry)
+
+        self.ttft = histogram("time_to_first_token_seconds",
+                              "From the request's arrival to its first token.", _TTFT_S)
+        self.tokens = Tokens()
+        self._registry.register(self.tokens)
+        self.e2e = histogram("e2e_request_latency_seconds",
+                             "From a request's arrival to the end of its last choice.", _E2E_S)
+        self.queue = histogram("request_queue_time_seconds",
+                               "From a choice's arrival until the engine takes it.", _TTFT_S)
+        self.prefill = histogram("request_prefill_time_seconds",
+                                 "From then to its first token.", _TTFT_S)
+        self.decode = histogram("request_decode_time_seconds",
+                                "From its first token to its last.", _E2E_S)
+        self.prompt_lengths = histogram("request_prompt_tokens", "Tokens of the prompt of a request.",
+                                        _TOKENS)
+        self.output_lengths = histogram("request_generation_tokens", "Tokens of answers that have ended.",
+                                        _TOKENS)
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.")
+        self.cached_tokens = counter("cached_prompt_tokens",
+                                     "Prompt tokens of finished requests that were not computed.")
+        self.finished = counter("request_success", "Choices by the way they ended.",
+                                ("finished_reason",))
+        self.refused = counter("connections_refused",
+                               "Connections refused because no file descriptor was left for them.")
+        self.answers = counter("http_responses", "Answers of the server by HTTP status.", ("status",))
+
+    def text(self, engines: Sequence[Mapping[str, float]],
+             prefill: Sequence[Mapping[str, float]] = ()) -> bytes:
+        """The exposition format. `engines`: values by name, `name` or `name{tier="hbm"}`; a name
+        that ends in `_total` is a counter; those of several have a label of their number. `prefill`: of
+        prefill engines beside them."""
+        self._engine.values = _labelled(engines) | {
+            f"prefill_{name}": value for name, value in _labelled(prefill).items()}
+        return generate_latest(self._registry)
+
+
+class Tokens(Collector):
+    """Output tokens sent to clients, and the seconds between two arrivals at one choice: counted in plain
+    numbers, for each chunk of text. Of one thread."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._gaps = [0] * (len(_ITL_S) + 1)     # in each bucket, and beyond the last
+        self._sum = 0.0
+
+    def gap(self, seconds: float) -> None:
+        self._gaps[bisect_left(_ITL_S, seconds)] += 1
+        self._sum += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(PREFIX + "generation_tokens", "Output tokens sent to clients.", self.count)
+        bounds = [*map(floatToGoString, _ITL_S), "+Inf"]
+        yield HistogramMetricFamily(
+            PREFIX + "inter_token_latency_seconds", "Between two arrivals of tokens of one choice.",
+            buckets=list(zip(bounds, accumulate(self._gaps), strict=True)), sum_value=self._sum)
+
+
+class _Engine(Collector):
+    """The engine's Stats, as they were at the last scrape."""
+
+    def __init__(self) -> None:
+        self.values: Mapping[str, float] = {}
+
+    def describe(self) -> Iterable[Metric]:
+        return ()                # names come with the first Stats
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for key, value in sorted(self.values.items()):
+            name, labels = parse_name(key)
+            base = name.removesuffix("_total")
+            family = families.get(name)
+            if family is None:
+                kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+                family = families[name] = kind(PREFIX + base, help_of(base))
+            family.add_sample(PREFIX + name, labels, value)
+        yield from families.values()
+
+
+def help_of(name: str) -> str:
+    """A sentence for a metric of an engine, `prefill_` being those of prefill engines beside it."""
+    own = name.removeprefix("prefill_")
+    told = HELP.get(own) or f"A number of the engine that has no description yet: {own}."
+    return told if own == name else f"Of prefill engines: {told[0].lower()}{told[1:]}"
+
+
+def published(values: Mapping[str, float]) -> dict[str, float]:
+    """The engine's Stats under the names that users know, with each tier's usage, without the numbers of
+    features that are off."""
+    off = [names for shows, names in FEATURES.values()
+           if not any(shows.match(name) and (value or not name.endswith("_pages"))
+                      for name, value in values.items())]
+    out = {RENAMED.get(name, name): value for name, value in values.items()
+           if name != "generation_tokens_total"          # the API side counts what was sent
+           and not any(names.match(name) for names in off)}
+    for tier, used in USED.items():
+        if values.get(f"{tier}_pages") and used in values:
+            out[f'kv_cache_usage_perc{{tier="{tier}"}}'] = values[used] / values[f"{tier}_pages"]
+    return out
+
+
+def _labelled(engines: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """What they tell under the names that users know, with the engine's number where there are several."""
+    if len(engines) == 1:
+        return published(engines[0])
+    return {f'{name[:-1]},engine="{n}"}}' if name.endswith("}") else f'{name}{{engine="{n}"}}': value
+            for n, values in enumerate(engines) for name, value in published(values).items()}
+
+
+def parse_name(key: str) -> tuple[str, dict[str, str]]:
+    """`bytes_total{src="hbm",dst="dram"}` as a name and its labels."""
+    match = _NAME.match(key)
+    assert match is not None, f"metric name {key!r}"
+    return match.group(1), dict(_LABEL.findall(match.group(2) or ""))

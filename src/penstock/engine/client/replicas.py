@@ -1,0 +1,236 @@
+"""The engines behind one address, as one: who gets a prompt, and their numbers together.
+
+Owns the choice. It knows of an engine's cache what it has sent there and what that has room for; it asks
+nobody, so a choice costs no message.
+"""
+from __future__ import annotations
+
+import asyncio
+import bisect
+import itertools
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import msgspec
+
+from penstock.config.base import machine
+from penstock.config.base.errors import RequestError
+from penstock.config.request.params import SamplingParams
+from penstock.config.settings.tree import Config
+from penstock.engine.client.client import EngineClient, EngineDied, Stream
+from penstock.engine.client.supervised import Kept
+from penstock.engine.wire import Ready, Room
+
+# In tokens of a prompt that must be computed: a choice that is open, which slows down others' steps a little,
+# and one that has to wait for a row, while another engine has one free. A conversation so stays where its
+# KV is, and a prompt that everybody begins with does not keep everybody in one place.
+OPEN_TOKENS = 16
+WAITING_TOKENS = 256
+HASH_INLINE = 16_384        # tokens of a prompt that are hashed on the event loop, which takes about 1 ms
+# Of the engines' numbers, what is of the storage that they share, not of each.
+SHARED = ("storage_up", "storage_bytes", "storage_bytes_max")
+
+
+class Hashed(list[int]):
+    """A prompt with the numbers of its pages, see `pages_of`."""
+
+    pages: list[int]
+
+
+class Member(Kept):
+    """One of the engines, and what is known of its cache."""
+
+    _of: EngineClient | None = None                     # whose cache `_pages` tells
+    _pages: OrderedDict[int, None]
+
+    @property
+    def ready(self) -> Ready:
+        return self.engine.ready
+
+    def known(self, name: str) -> int:
+        """A number of its `ready.info`, 0 if it has not told it."""
+        return int(self.ready.info.get(name) or 0)
+
+    @property
+    def num_open(self) -> int:
+        return self.engine.num_waiting + self.engine.num_running
+
+    def cached(self, pages: Sequence[int]) -> int:
+        """How many of them, from the first on, it has been sent and has kept, as far as is known."""
+        known = self._known()                          # of a page also what is before it: see `sent`
+        return bisect.bisect_left(range(len(pages)), True, key=lambda n: pages[n] not in known)
+
+    def sent(self, pages: Sequence[int]) -> None:
+        """It has been sent a prompt of these."""
+        known = self._known()
+        for page in reversed(pages):                    # the first of a prompt are forgotten last, as there
+            known[page] = None
+            known.move_to_end(page)
+        room = self.known("hbm_pages") + self.known("dram_pages")
+        while len(known) > room:
+            known.popitem(last=False)
+
+    def _known(self) -> OrderedDict[int, None]:
+        if self._of is not self.engine:
+            self._of, self._pages = self.engine, OrderedDict()
+        return self._pages
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams, *, eos_ids: Sequence[int] = (),
+               namespace: int = 0, room: Room | None = None, tenant: int = 0) -> list[Stream]:
+        """See EngineClient.submit."""
+        streams = self.engine.submit(prompt, params, eos_ids=eos_ids, namespace=namespace, room=room,
+                                     tenant=tenant)
+        self.sent(prompt.pages if isinstance(prompt, Hashed) else
+                  pages_of(prompt, namespace, self.known("page_size")))
+        return streams
+
+    def flush(self) -> None:
+        """Forget cached pages that no request holds."""
+        self._known().clear()
+        self.engine.flush()
+
+
+class Engines:
+    """`--dp N`. One alone ends with its process, which `on_death` is told; several are each started again."""
+
+    def __init__(self, config: Config, log: Callable[[str], None], on_death: Callable[[EngineDied], None], *,
+                 fds: Sequence[int] = ()) -> None:
+        """log: takes a line at a time. fds: as EngineClient has them."""
+        count = config.server.dp
+        # Numbers of requests are part of their seeds: alike questions have other answers on each engine.
+        rids: Iterator[int] = itertools.count(1)
+        self.members = [
+            Member(_numbered(config, n), f"engine {n}" if count > 1 else "", log, fds=fds, rids=rids,
+                   env=environment(config, n), on_death=on_death if count == 1 else None)
+            for n in range(count)]
+
+    async def close(self) -> None:
+        """End all of them. Idempotent."""
+        await asyncio.gather(*(member.close() for member in self.members))
+
+    # ------------------------------------------------------------ as one engine
+    @property
+    def ready(self) -> Ready:
+        """What a request may ask of any of them."""
+        first, *others = (member.ready for member in self.members)
+        if not others:
+            return first
+        return msgspec.structs.replace(
+            first, max_model_len=min(first.max_model_len, *(r.max_model_len for r in others)),
+            dense_len=min(first.dense_len, *(r.dense_len for r in others)))
+
+    @property
+    def missing(self) -> str:
+        """Which of several is not there, and why; "" if all are."""
+        return "; ".join(f"engine {n}: {m.missing}" for n, m in enumerate(self.members) if m.missing)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(member.engine.num_waiting for member in self.members)
+
+    @property
+    def num_running(self) -> int:
+        return sum(member.engine.num_running for member in self.members)
+
+    @property
+    def peer_missing(self) -> str:
+        """Why an engine of a pair is not there for them all, or ""."""
+        return next((m.engine.peer_missing for m in self.members if m.engine.peer_missing), "")
+
+    @property
+    def peer_info(self) -> dict[str, str | int | float | bool | None]:
+        return self.members[0].engine.peer_info
+
+    def of(self, rank: int | None) -> Engines | Member:
+        """The engine with this number, None: whichever is best for each prompt. Raises RequestError for a
+        number that none has."""
+        if rank is None:
+            return self
+        if not 0 <= rank < len(self.members):
+            raise RequestError(f"data_parallel_rank is {rank}: this server has 0 to {len(self.members) - 1}",
+                               "data_parallel_rank")
+        return self.members[rank]
+
+    async def hashed(self, prompt: list[int], namespace: int) -> list[int]:
+        """The prompt for `submit` with the same namespace. The pages of a long prompt are hashed in a thread,
+        because 1,000,000 tokens would stop the event loop for 70 ms."""
+        if len(self.members) == 1 or len(prompt) <= HASH_INLINE:
+            return prompt
+        hashed = Hashed(prompt)
+        hashed.pages = await asyncio.to_thread(pages_of, prompt, namespace, self.members[0].known("page_size"))
+        return hashed
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams, *, eos_ids: Sequence[int] = (),
+               namespace: int = 0, room: Room | None = None, tenant: int = 0) -> list[Stream]:
+        """See EngineClient.submit."""
+        if len(self.members) == 1:
+            return self.members[0].engine.submit(prompt, params, eos_ids=eos_ids, namespace=namespace,
+                                                 room=room, tenant=tenant)
+        pages = prompt.pages if isinstance(prompt, Hashed) else \
+            pages_of(prompt, namespace, self.members[0].known("page_size"))
+        member = self._choose(len(prompt), pages, params.n)
+        streams = member.engine.submit(prompt, params, eos_ids=eos_ids, namespace=namespace, room=room,
+                                     tenant=tenant)
+        member.sent(pages)
+        return streams
+
+    def _choose(self, tokens: int, pages: Sequence[int], choices: int) -> Member:
+        """Of those that are there, who has least to do for it: the longest cached prefix, then the least
+        load, unless the prefix is worth less than what it would wait behind."""
+        there = [m for m in self.members if not m.missing] or self.members
+        over = [max(0, m.num_open + choices - m.known("max_num_seqs")) for m in there]
+        waits = 0 if all(over) else WAITING_TOKENS
+        cost = [tokens - m.known("page_size") * m.cached(pages) + OPEN_TOKENS * m.num_open + waits * more
+                for m, more in zip(there, over, strict=True)]
+        return there[min(range(len(there)), key=lambda n: (cost[n], there[n].num_open))]
+
+    def flush(self) -> None:
+        """Forget cached pages that no request holds, everywhere."""
+        for member in self.members:
+            member.flush()
+
+    async def stats(self) -> dict[str, float]:
+        """Of all together. Raises EngineDied."""
+        return together(await asyncio.gather(*(member.engine.stats() for member in self.members)))
+
+
+def together(told: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The sums of what several engines tell of themselves, by metric name."""
+    out: dict[str, float] = {}
+    for values in told:
+        for name, value in values.items():
+            before = out.get(name, 0.0)
+            out[name] = max(before, value) if name in SHARED else before + value
+    return out
+
+
+def pages_of(prompt: Sequence[int], namespace: int, page_size: int) -> list[int]:
+    """A number for each whole page of a prompt, of it and of what is before it; none of ids that no
+    vocabulary has."""
+    try:
+        data = array("q", prompt).tobytes()
+    except OverflowError:
+        return []
+    width = 8 * page_size
+    return list(itertools.accumulate(
+        (data[at:at + width] for at in range(0, len(data) - width + 1, width)),
+        lambda key, page: hash((key, page)), initial=namespace))[1:]
+
+
+def environment(config: Config, n: int) -> dict[str, str] | None:
+    """Of the process of the engine with this number, which sees the GPUs that it has; None: ours."""
+    gpus = len(machine.probe().gpus)
+    if config.device.device != "cuda" or config.num_engines == 1 or gpus < 2:
+        return None
+    return machine.of_gpus(config.gpus_of(n, gpus))
+
+
+def _numbered(config: Config, n: int) -> Config:
+    """Of the engine with this number: what each writes to is its own."""
+    config = replace(config, nodes=config.nodes.of_engine(n))
+    log = config.debug.debug_event_log
+    if log is None or config.server.dp == 1:
+        return config
+    return replace(config, debug=replace(config.debug, debug_event_log=f"{log}.{n}"))

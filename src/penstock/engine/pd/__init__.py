@@ -1,0 +1,1 @@
+"""Prefill/decode disaggregation in the engine process: remote instances and where requests meet."""

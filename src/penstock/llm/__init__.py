@@ -1,0 +1,1 @@
+"""The Python library: LLM, AsyncLLM and what they return."""

@@ -1,1 +1,0 @@
-"""What talks to an engine: the client, generation, the library's `LLM`."""

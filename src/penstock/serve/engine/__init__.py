@@ -1,1 +1,0 @@
-"""The engine's process: its loop around the core, its peer, its recorder."""

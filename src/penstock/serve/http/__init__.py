@@ -1,1 +1,0 @@
-"""The server: HTTP, the OpenAI surface, limits and keys, a pair on one machine."""

@@ -1,1 +1,0 @@
-"""Fields of requests that several routes share, as typed data."""

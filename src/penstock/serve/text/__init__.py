@@ -1,1 +1,0 @@
-"""Tokenizers, chat templates and their helper processes, text out of tokens."""

@@ -1,0 +1,1 @@
+"""Text of models: chat templates, tokenizers, detokenizer, tool calls, grammars."""

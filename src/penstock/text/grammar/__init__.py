@@ -1,0 +1,1 @@
+"""Grammars of structured output are checked in a process with limits."""

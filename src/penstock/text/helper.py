@@ -1,0 +1,135 @@
+"""A process of ours that answers one question at a time: what must hold neither this one nor its memory.
+
+Owns its start, the frames to it, its time, and its end. Knows nothing of what it computes: `chat` and
+`encoder` do.
+"""
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from penstock.config.base.errors import ConfigError
+from penstock.config.settings.pairkey import SECRET_VARIABLES
+from penstock.text.frames import receive, send
+
+START_S_MAX = 60.0
+# Signals that come from outside: an operator, the kernel when memory is short, a service manager.
+FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGINT)
+
+
+class HelperDied(ConfigError):
+    """A helper process was killed while it started: no setting is wrong."""
+
+
+class Aside:
+    """`python -m MODULE` and the socket to it; thread-safe.
+
+    The process starts with the first `check` or `ask`, is killed when it is late, and starts again for
+    the next one. It gets `hello` first and answers {} or {"error"}; so it does every later question.
+    """
+
+    def __init__(self, module: str, hello: dict[str, Any], *, wrong: str, advice: str) -> None:
+        """Of the ConfigError of a process that does not start or refuses `hello`, `wrong` is the beginning
+        and `advice` the end."""
+        self._module = module
+        self._hello = hello
+        self._wrong = wrong
+        self._advice = advice
+        self._lock = threading.Lock()
+        self._link: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def check(self) -> None:
+        """Start it now. Raises ConfigError; HelperDied: it was killed meanwhile."""
+        with self._lock:
+            self._start()
+
+    def ask(self, question: dict[str, Any], seconds_max: float) -> dict[str, Any]:
+        """Its answer. Raises ConfigError; HelperDied: it was killed twice while it started; TimeoutError;
+        EOFError: it ended twice without one."""
+        with self._lock:
+            try:
+                return self._ask(question, seconds_max)
+            except (EOFError, HelperDied):
+                # Whoever ended it may not have meant this question: memory of another, an operator.
+                return self._ask(question, seconds_max)
+
+    def close(self) -> None:
+        """End the process. Idempotent."""
+        with self._lock:
+            self._kill()
+
+    def _ask(self, question: dict[str, Any], seconds_max: float) -> dict[str, Any]:
+        link = self._start()
+        try:
+            link.settimeout(seconds_max)
+            send(link, question)
+            answer: dict[str, Any] = receive(link)
+            return answer
+        except TimeoutError:
+            self._kill()
+            raise
+        except (EOFError, OSError):
+            self._kill()
+            raise EOFError from None
+        except BaseException:
+            self._kill()             # its answer would be taken for the next one's
+            raise
+
+    def _start(self) -> socket.socket:
+        if self._link is not None:
+            return self._link
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", self._module, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=_environment(),
+                start_new_session=True)      # Ctrl-C is for the server, which drains first
+        ours.settimeout(START_S_MAX)
+        self._link = ours
+        try:
+            send(ours, self._hello)
+            answer = receive(ours)
+        except (EOFError, OSError) as e:
+            code = self._ended()
+            self._kill()
+            if code in FROM_OUTSIDE:
+                raise HelperDied(f"the helper process {self._module} was killed by signal {-code} while it "
+                                 "started: start again; if memory is short, give it more") from e
+            raise ConfigError(f"{self._wrong}: its process did not start ({e}): {self._advice}") from e
+        if "error" in answer:
+            self._kill()
+            raise ConfigError(f"{self._wrong}: {answer['error']}: {self._advice}")
+        return ours
+
+    def _ended(self) -> int:
+        """The exit code of a process whose socket has closed; 0 if it still runs."""
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(1.0)
+        return 0
+
+    def _kill(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+def _environment() -> dict[str, str]:
+    """Ours without secrets, and where this package was imported from: `-P` keeps the current folder out."""
+    root = str(Path(__file__).parents[3])
+    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    ours = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    return {name: value for name, value in ours.items() if name not in SECRET_VARIABLES}

@@ -1,0 +1,1 @@
+"""Tool calls and reasoning in a model's text: formats, parsers, grammars."""
