@@ -24,11 +24,16 @@ LAYERS = {
     "transfer": ("core", "config", "memory"),
     "replay": ("core", "config"),
     "sim": ("core", "replay", "config"),
+    "text": ("config", "model", "exec"),
+    "engine": ("config", "core", "exec", "memory", "replay", "text", "transfer"),
+    "llm": ("config", "engine", "model", "text"),
+    "api": ("config", "engine", "exec", "memory", "model", "text"),
 }
 # Layers that see only parts of another one.
 ONLY = {
     ("kernels", "config"): ("penstock.config.base.errors",),
     ("memory", "core"): ("penstock.core.plan", "penstock.core.settings"),
+    ("text", "exec"): ("penstock.exec.sampling.grammar",),
     ("exec", "core"): ("penstock.core.plan", "penstock.core.settings"),
     ("transfer", "core"): ("penstock.core.plan", "penstock.core.pair.messages"),
 }
