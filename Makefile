@@ -105,6 +105,7 @@ docs: $(VENV)/.installed  ## write again what comes from the code: flags, models
 	$(BIN)/python -m penstock.config.settings.reference > docs/reference/flags.md
 	$(BIN)/python -m penstock.config.settings.reference migration > docs/reference/migration.md
 	$(BIN)/python -m penstock.cli.models > docs/reference/models.md
+	$(BIN)/python tools/metrics_reference.py > docs/reference/metrics.md
 	$(BIN)/penstock combos > docs/reference/compatibility.md
 	$(BIN)/penstock combos --into README.md
 	$(BIN)/python -m penstock.cli.models --into README.md

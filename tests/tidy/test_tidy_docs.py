@@ -130,6 +130,12 @@ def test_flags_are_documented() -> None:
         assert flag.dest == "model.model" or flag.spellings[0] in text
 
 
+def test_metrics_page_is_generated() -> None:
+    sys.path.insert(0, str(ROOT / "tools"))
+    from metrics_reference import reference as metrics_page
+    assert (ROOT / "docs/reference/metrics.md").read_text() == metrics_page() + "\n", "make docs"
+
+
 def test_make_help_lists_every_target() -> None:
     text = (ROOT / "Makefile").read_text()
     phony = re.search(r"^\.PHONY: (.*)$", text, re.MULTILINE)

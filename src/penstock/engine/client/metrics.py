@@ -1,4 +1,4 @@
-"""What Prometheus reads: counters and histograms of the API side, gauges and counters of the engine.
+"""Prometheus metrics: counters and histograms of the API process, gauges and counters of its engines.
 
 Owns the names. Knows no request content: labels are finish reasons, tiers and directions only.
 """
@@ -86,7 +86,7 @@ class Metrics:
             return Counter(PREFIX + name, what, labels, registry=self._registry)
 
         self.ttft = histogram("time_to_first_token_seconds",
-                              "From the request's arrival to its first token.", _TTFT_S)
+                              "From a request's arrival to its first token.", _TTFT_S)
         self.tokens = Tokens()
         self._registry.register(self.tokens)
         self.e2e = histogram("e2e_request_latency_seconds",
@@ -94,21 +94,21 @@ class Metrics:
         self.queue = histogram("request_queue_time_seconds",
                                "From a choice's arrival until the engine takes it.", _TTFT_S)
         self.prefill = histogram("request_prefill_time_seconds",
-                                 "From then to its first token.", _TTFT_S)
+                                 "From a choice's start in the engine to its first token.", _TTFT_S)
         self.decode = histogram("request_decode_time_seconds",
-                                "From its first token to its last.", _E2E_S)
-        self.prompt_lengths = histogram("request_prompt_tokens", "Tokens of the prompt of a request.",
+                                "From a choice's first token to its last.", _E2E_S)
+        self.prompt_lengths = histogram("request_prompt_tokens", "Prompt tokens of a request.",
                                         _TOKENS)
-        self.output_lengths = histogram("request_generation_tokens", "Tokens of answers that have ended.",
+        self.output_lengths = histogram("request_generation_tokens", "Output tokens of finished choices.",
                                         _TOKENS)
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.")
         self.cached_tokens = counter("cached_prompt_tokens",
-                                     "Prompt tokens of finished requests that were not computed.")
-        self.finished = counter("request_success", "Choices by the way they ended.",
+                                     "Prompt tokens of finished requests that came from the prefix cache.")
+        self.finished = counter("request_success", "Finished choices by finish reason.",
                                 ("finished_reason",))
         self.refused = counter("connections_refused",
                                "Connections refused because no file descriptor was left for them.")
-        self.answers = counter("http_responses", "Answers of the server by HTTP status.", ("status",))
+        self.answers = counter("http_responses", "HTTP responses by status.", ("status",))
 
     def text(self, engines: Sequence[Mapping[str, float]],
              prefill: Sequence[Mapping[str, float]] = ()) -> bytes:
@@ -137,7 +137,7 @@ class Tokens(Collector):
         yield CounterMetricFamily(PREFIX + "generation_tokens", "Output tokens sent to clients.", self.count)
         bounds = [*map(floatToGoString, _ITL_S), "+Inf"]
         yield HistogramMetricFamily(
-            PREFIX + "inter_token_latency_seconds", "Between two arrivals of tokens of one choice.",
+            PREFIX + "inter_token_latency_seconds", "Time between two output chunks of one choice.",
             buckets=list(zip(bounds, accumulate(self._gaps), strict=True)), sum_value=self._sum)
 
 
@@ -166,8 +166,8 @@ class _Engine(Collector):
 def help_of(name: str) -> str:
     """A sentence for a metric of an engine, `prefill_` being those of prefill engines beside it."""
     own = name.removeprefix("prefill_")
-    told = HELP.get(own) or f"A number of the engine that has no description yet: {own}."
-    return told if own == name else f"Of prefill engines: {told[0].lower()}{told[1:]}"
+    text = HELP.get(own) or f"A number of the engine that has no description yet: {own}."
+    return text if own == name else f"Prefill instances: {text[0].lower()}{text[1:]}"
 
 
 def published(values: Mapping[str, float]) -> dict[str, float]:
