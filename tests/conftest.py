@@ -30,6 +30,10 @@ no_pickle = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(no_pickle)
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(_HOOKS), *filter(None, [os.environ.get("PYTHONPATH")])])
+sys.path.append(str(_HOOKS))
+import preloaded  # noqa: E402
+
+preloaded.install()
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, which some of them send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -53,6 +57,13 @@ def _collector_as_it_was() -> Iterator[None]:
     before = gc.get_threshold()
     yield
     gc.set_threshold(*before)
+
+
+@pytest.fixture(autouse=True)
+def _started_by(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Servers and engines of a test marked `by_exec` are started as users start them."""
+    preloaded.on = request.node.get_closest_marker("by_exec") is None
+    yield
 
 
 @pytest.fixture(autouse=True)
