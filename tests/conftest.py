@@ -62,7 +62,7 @@ def _collector_as_it_was() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _started_by(request: pytest.FixtureRequest) -> Iterator[None]:
     """Servers and engines of a test marked `by_exec` are started as users start them."""
-    preloaded.on = request.node.get_closest_marker("by_exec") is None
+    preloaded.on = not (request.config.getoption("--by-exec") or request.node.get_closest_marker("by_exec"))
     yield
 
 
@@ -75,6 +75,7 @@ def _nothing_unpickled() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where executors run")
+    parser.addoption("--by-exec", action="store_true", help="start all servers and engines as users start them")
     parser.addoption("--times", type=Path, help="note the seconds of each test here, and print folders")
 
 

@@ -1,6 +1,6 @@
 """Starts servers, engines and ranks as forks of a process that has imported torch: 2 to 3 s of each start.
 
-`install` replaces how `subprocess.Popen` starts the commands `python -m MODULE` of MODULES. A process P has a
+`install` replaces how `subprocess.Popen` starts `python -m MODULE` of MODULES and SCRIPT. A process P has a
 template T(P), a child with the imports done and one thread. T(P) forks the child C and a process between, which
 ends at once, so the kernel gives C to P as its own child. C has its template T(C) before it has any thread, as
 it starts processes too. All that exec would set is set: descriptors, signals, limits, environment, folder,
@@ -14,6 +14,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import resource
 import runpy
 import signal
@@ -23,14 +24,16 @@ import sys
 import threading
 import warnings
 
-STARTS = ("penstock.serve.cli.main", "penstock.serve.engine.main")      # what starts others
-MODULES = (*STARTS, "penstock.exec.pipeline.process")
+RANK = "penstock.exec.pipeline.process"                    # starts no other
+MODULES = ("penstock.serve.cli.main", "penstock.serve.engine.main", RANK)
+SCRIPT = re.compile(r"/examples/\w+\.py$")
 IMPORTED = (*MODULES, "penstock.exec.start.build", "penstock.serve.engine.loop",
             "penstock.serve.engine.open_pair", "penstock.serve.engine.storing",
             "penstock.serve.grammars.vocabulary", "penstock.serve.http.main")
 READ_AT_IMPORTS = ("PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "ATEN_", "ONEDNN_", "LD_", "MALLOC_", "CUDA_", "TORCH",
                    "TRITON_", "LRU_CACHE_CAPACITY", "TOKENIZERS_", "HF_")
 LIMITS = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
+PYTHON_IGNORES = (signal.SIGPIPE, signal.SIGXFSZ)
 SUBREAPER = 36
 MOST_FDS, HIGH = 250, 4096
 ROOM = 2000                         # bytes in /proc/PID/cmdline for a child's own arguments
@@ -51,20 +54,22 @@ def install() -> None:
     subprocess.Popen._execute_child = _execute_child
 
 
-def _module(args: object) -> tuple[str, list[str]] | None:
-    """Module and arguments of a command that can be a fork, else None."""
+def _program(args: object) -> tuple[str, list[str]] | None:
+    """Module or script, and arguments, of a command that can be a fork, else None."""
     if not isinstance(args, list) or args[:1] != [sys.executable]:
         return None
     words = [str(word) for word in args[1:]]
     if words[:1] == ["-P"]:
         words = words[1:]
-    return (words[1], words[2:]) if words[:1] == ["-m"] and words[1:2] and words[1] in MODULES else None
+    if words[:1] == ["-m"] and words[1:2] and words[1] in MODULES:
+        return words[1], words[2:]
+    return (words[0], words[1:]) if words and SCRIPT.search(words[0]) else None
 
 
 def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags,
                    shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, *rest):
     wanted = {**os.environ} if env is None else {**env}
-    found = _module(args)
+    found = _program(args)
     plain = preexec_fn is None and close_fds and not shell and executable in (None, sys.executable) and not any(
         value not in (None, -1, False) for value in rest)
     if not on or found is None or not plain or not _prepared(wanted):
@@ -74,8 +79,10 @@ def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd,
     assert found is not None and _template is not None
     fds = {fd: fd for fd in pass_fds}
     fds |= {at: at if own == -1 else own for at, own in enumerate((p2cread, c2pwrite, errwrite))}
-    order = {"module": found[0], "args": found[1], "argv": [str(word) for word in args], "env": wanted,
+    order = {"program": found[0], "args": found[1], "argv": [str(word) for word in args], "env": wanted,
              "cwd": os.fspath(cwd) if cwd is not None else os.getcwd(), "fds": list(fds),
+             "ignored": [number for number in signal.valid_signals() if signal.getsignal(number) == signal.SIG_IGN
+                         and number not in PYTHON_IGNORES],
              "limits": [resource.getrlimit(limit) for limit in LIMITS],
              "cores": sorted(os.sched_getaffinity(0))}
     libc = ctypes.CDLL(None)
@@ -137,6 +144,7 @@ def serve(sock: socket.socket) -> None:
             if child:
                 os.write(write, child.to_bytes(4, "big"))
                 os._exit(0)
+            sock.detach()                       # its number may be one of the child's
             become(order, fds)
             return
         os.close(write)
@@ -158,19 +166,17 @@ def become(order: dict, fds: list[int]) -> None:
     for fd, at in zip(high, order["fds"], strict=True):
         os.dup2(fd, at)
         os.close(fd)
-    for number in range(1, signal.NSIG):
-        if number not in (signal.SIGKILL, signal.SIGSTOP):
-            with contextlib.suppress(OSError, ValueError):
-                signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    for number in (*PYTHON_IGNORES, *order["ignored"]):
         signal.signal(number, signal.SIG_IGN)
     os.chdir(order["cwd"])
     os.environ.clear()
     os.environ.update(order["env"])
-    sys.argv = [order["module"], *order["args"]]
+    sys.argv = [order["program"], *order["args"]]
     sys.orig_argv = order["argv"]
-    if order["module"] in STARTS:
+    if order["program"] != RANK:
         ours, theirs = socket.socketpair()
         if not os.fork():
             ours.close()
@@ -214,9 +220,13 @@ def main(fd: int) -> None:
     gc.freeze()
     serve(socket.socket(fileno=fd))
     gc.unfreeze()
+    if ORDER["program"] not in MODULES:
+        sys.path.insert(0, os.path.dirname(ORDER["program"]))
+        runpy.run_path(ORDER["program"], run_name="__main__")
+        return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)         # the module is imported already
-        runpy.run_module(ORDER["module"], run_name="__main__", alter_sys=True)
+        runpy.run_module(ORDER["program"], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
