@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 
@@ -35,6 +36,7 @@ LATENT = {**GLM, "num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_e
 MODELS = {"dense": DENSE, "experts": MOE, "latent": LATENT}
 SELECTS = {"dense": {"sparse_top_k": 96}, "experts": {"sparse_top_k": 96}, "latent": {}}
 NEW = 12
+SWEEP, SOAK = pytest.mark.sweep, pytest.mark.soak
 
 
 @pytest.fixture(scope="module")
@@ -85,13 +87,16 @@ def check(model: str, want: list[list[int]], place: str, family: str, **layout: 
         return engine.built.info
 
 
-LAYOUTS = [(tp, pp) for tp in (2, 3) for pp in (1, 2)]           # one lane: test_pipeline.py
+QUICK = [("dense", "hosted", 2, 2), ("latent", "hosted", 2, 1)]
+# With those, each value of two columns meets each of the other; what is left meets in test_cells.py as well.
+SWEPT = [("dense", "resident", 3, 1), ("experts", "resident", 2, 1), ("experts", "hosted", 3, 2),
+         ("latent", "resident", 3, 2)]
+REST = sorted({*itertools.product(MODELS, ("resident", "hosted"), (2, 3), (1, 2))} - {*QUICK, *SWEPT})
 
 
-@pytest.mark.parametrize("family, place, tp, pp", [
-    pytest.param(family, place, tp, pp, marks=() if (family, place, tp, pp) in (
-        ("dense", "hosted", 2, 2), ("latent", "hosted", 2, 1)) else pytest.mark.sweep)
-    for family in MODELS for place in ("resident", "hosted") for tp, pp in LAYOUTS])
+@pytest.mark.parametrize("family, place, tp, pp", [        # one lane: test_pipeline.py
+    *QUICK, *(pytest.param(*cell, marks=SWEEP) for cell in SWEPT),
+    *(pytest.param(*cell, marks=SOAK) for cell in REST)])
 def test_lanes_and_stages_say_what_one_rank_says(models, wanted, family, place, tp, pp):
     check(models[family], wanted(family, place), place, family, tp=tp, pp=pp)
 

@@ -178,10 +178,10 @@ def test_mutated_header_is_refused_or_fits(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.sweep),
-                                  *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 10))])
-def test_a_million_mutated_headers(kind: str, seed: int) -> None:
-    run(kind, 100_000, seed=100 + seed)
+@pytest.mark.parametrize("count, seed", [pytest.param(30_000, 0, marks=pytest.mark.sweep),
+                                         *(pytest.param(100_000, seed, marks=pytest.mark.soak) for seed in range(10))])
+def test_a_million_mutated_headers(kind: str, count: int, seed: int) -> None:
+    run(kind, count, seed=100 + seed)
 
 
 @pytest.mark.parametrize("kind", FORMATS)

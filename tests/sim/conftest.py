@@ -7,7 +7,8 @@ from penstock.sim import jobs
 from penstock.sim.programs import Report
 
 
-@pytest.fixture(scope="session")
-def long_sweep() -> Report:
+@pytest.fixture(scope="session", params=[pytest.param(2_000, marks=pytest.mark.sweep),
+                                         pytest.param(10_000, marks=pytest.mark.soak)], ids="{} seeds".format)
+def long_sweep(request: pytest.FixtureRequest) -> Report:
     """All modes; other seeds than a quick look starts with."""
-    return jobs.spread(range(10_000, 20_000), jobs.cores(), ())
+    return jobs.spread(range(10_000, 10_000 + request.param), jobs.cores(), ())

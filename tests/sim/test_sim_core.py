@@ -256,14 +256,15 @@ def test_digests_do_not_depend_on_the_process_or_its_hash_seed() -> None:
     assert out[0] == out[1] != b""
 
 
-@pytest.mark.sweep
 @pytest.mark.xdist_group("long_sweep")
 def test_thousands_of_seeds_find_nothing_and_meet_everything(long_sweep: Report) -> None:
+    """Of the rarest edges and pairs a few may be missing until the seeds are whole."""
+    whole = long_sweep.runs >= 10_000
     assert not long_sweep.failures, "\n".join(long_sweep.failures[:5])
-    assert not never_taken(long_sweep.edges)
-    assert not never_met(long_sweep.met)
+    assert len(never_taken(long_sweep.edges)) <= 5 * (not whole)
+    assert len(never_met(long_sweep.met)) <= 5 * (not whole)
     # Each of them in at least 0.1 % of the seeds.
-    assert not [name for name in MUST_FIRE if long_sweep.seeds[name] < long_sweep.runs / 1_000]
+    assert not [name for name in MUST_FIRE if long_sweep.seeds[name] < (long_sweep.runs / 1_000 if whole else 1)]
 
 
 @pytest.mark.soak
