@@ -25,11 +25,10 @@ import threading
 import warnings
 
 RANK = "penstock.exec.pipeline.process"                    # starts no other
-MODULES = ("penstock.serve.cli.main", "penstock.serve.engine.main", RANK)
+MODULES = ("penstock.cli.main", "penstock.engine.process", RANK)
 SCRIPT = re.compile(r"/examples/\w+\.py$")
-IMPORTED = (*MODULES, "penstock.exec.start.build", "penstock.serve.engine.loop",
-            "penstock.serve.engine.open_pair", "penstock.serve.engine.storing",
-            "penstock.serve.grammars.vocabulary", "penstock.serve.http.main")
+IMPORTED = (*MODULES, "penstock.api.server", "penstock.exec.start.build", "penstock.engine.loop",
+            "penstock.engine.pd.open", "penstock.engine.storing", "penstock.text.grammar.vocabulary")
 READ_AT_IMPORTS = ("PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "ATEN_", "ONEDNN_", "LD_", "MALLOC_", "CUDA_", "TORCH",
                    "TRITON_", "LRU_CACHE_CAPACITY", "TOKENIZERS_", "HF_")
 LIMITS = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
