@@ -73,7 +73,8 @@ def known(core: Core) -> dict[tuple[int, ...], Node]:
         tokens, node = stack.pop()
         if node.parent is not None:
             pages[tokens] = node
-        stack += [((*tokens, *child.numbers), child) for child in node.children.values()]
+        stack += [((*tokens, *child.numbers), child) for child in node.children.values()
+                  if not core.kv.tree.is_flushed(child)]
     return pages
 
 
@@ -312,6 +313,8 @@ class CoreMachine(RuleBasedStateMachine):
             self.tell(*[Moved(move, True) for move in self.moves],
                       *[Retired(plan.step, ()) for plan in self.plans])
             self.plans, self.moves = [], {}
+        while self.core.flushing:
+            self.tell()
         self._nothing_left()
 
     def _nothing_left(self) -> None:

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from penstock.core.kv.moves import FlyingMove, Moves
 from penstock.core.kv.page_table import pin, unpin
 from penstock.core.kv.pool import Arena, Fence, Pool
-from penstock.core.kv.prefix_tree import IN_USE, Copy, Node, TierGroup, Tree
+from penstock.core.kv.prefix_tree import ENTRY_BITS, IN_USE, Copy, Node, TierGroup, Tree, place
 from penstock.core.plan import Arrived, Group, MoveId, RequestId, StepId, Tier
 from penstock.core.request import Request
 from penstock.core.settings import CacheGroup, CoreConfig
@@ -239,7 +239,10 @@ class SpacesMachine(RuleBasedStateMachine):
             assert sorted(pages) == sorted(space.pool.held), "a page without a node, or with two"
             assert space.pool.loose == sum(self.tree.evictable(x, space) for x in nodes) == sum(
                 c.ready and not (c.pins or c.moves) for x in nodes for s, c in x.copies.items() if s is space)
-            assert len(space.order) <= 4 * space.pool.capacity + 65
+            assert len(space.order) + len(space.read) == space.pool.loose, "a page has one entry"
+            for copy in space.order:
+                assert copy.number >> ENTRY_BITS == place(copy.node, copy), "an entry has the wrong place"
+            assert [c.number for c in space.order] == sorted({c.number for c in space.order})
         for node in nodes:
             assert node.copies or node.children or node.refs, "a node with nothing left"
             assert node.refs == sum(path.count(node) for path, _ in self.users)

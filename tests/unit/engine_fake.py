@@ -60,6 +60,8 @@ class FakeRequest:
 class FakeCore:
     """Runs every request at once, one token a step, `depth` steps in flight."""
 
+    flushing = False
+
     def __init__(self, depth: int = 1) -> None:
         self.depth = depth
         self.cfg = CoreConfig(page_size=16, rows=100, hbm_pages=100)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import gc
 import hashlib
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 from counting import bytecodes
+from sortedcontainers import SortedKeyList
 
 from penstock.core import schedule
 from penstock.core.core import Core
@@ -212,6 +214,9 @@ def test_who_is_not_tried_again_would_not_fit(monkeypatch: pytest.MonkeyPatch) -
         return blocked
 
     monkeypatch.setattr(Admission, "_is_blocked", checked)
+    # A list that is made from its elements cannot be copied where these lead back to it.
+    monkeypatch.setitem(copyreg.dispatch_table, SortedKeyList,
+                        lambda order: (SortedKeyList.__new__, (SortedKeyList,), order.__dict__))
 
     deep = sys.getrecursionlimit()
     sys.setrecursionlimit(50_000)              # a page knows the next

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from penstock.core.kv.allocate import KVCache
-from penstock.core.kv.prefix_tree import Copy, Node, TierGroup
+from penstock.core.kv.prefix_tree import ENTRY_BITS, Copy, Node, TierGroup, place
 from penstock.core.lifecycle import ACTIVE, Lease, Phase, Place
 from penstock.core.pair.bridge import Pairing
 from penstock.core.pair.decode_side import DecodeSide
@@ -20,6 +20,7 @@ MOVES = "a page has other moves than those that fly"
 PROMISED = "pages are promised to nobody"
 LOOSE = "pages that can be had differ from those that are counted"
 READ = "readers differ from those who read"
+ORDER = "an eviction order differs from the copies that can be had"
 INNER = "states that only lead to another differ from those said to"
 
 
@@ -99,6 +100,7 @@ def _reads(r: Request) -> bool:
 
 def _tree(core: CoreState, pins: dict[Copy, int], refs: dict[Node, int], moves: dict[Copy, int],
           read: dict[Copy, int], pages: dict[TierGroup, list[int]]) -> None:
+    orders: Counter[tuple[TierGroup, bool]] = Counter()
     loose = Counter([copy.loose for r in core.kv.grown for t in r.tables for copy in t.hot[r.hot_units:]])
     stack = list(core.kv.tree.roots.values())
     while stack:
@@ -123,6 +125,10 @@ def _tree(core: CoreState, pins: dict[Copy, int], refs: dict[Node, int], moves: 
                 can_be_had = copy.ready and not (copy.moves or copy.pins)
                 assert (copy.loose is not None) == can_be_had, LOOSE
                 loose[space.pool] += can_be_had
+                if can_be_had:
+                    order = space.read if copy.readers else space.order
+                    assert copy.order is order and copy.number >> ENTRY_BITS == place(node, copy), ORDER
+                    orders[space, bool(copy.readers)] += 1
             if node.children:
                 stack.append(node)
     # What is left is private, or its node says that there is less of it.
@@ -132,6 +138,8 @@ def _tree(core: CoreState, pins: dict[Copy, int], refs: dict[Node, int], moves: 
     assert all(copy.node is None for copy in moves), MOVES
     for space in core.kv.tree.spaces:
         assert space.pool.loose == loose[space.pool], f"{space}: {LOOSE}"
+        for reads, order in enumerate((space.order, space.read)):
+            assert len(order) == orders[space, bool(reads)], f"{space}: {ORDER}"
 
 
 def _queues(core: CoreState) -> None:

@@ -68,6 +68,8 @@ class Core(CoreState):
         if events:
             self.kv.hits_left = self.cfg.hit_pages
             self.kv.leave(all=not self.running)
+        if events or not self.running:
+            self.kv.tree.give_up_flushed(self.cfg.take_pages)
         # To a fixed point: planning may free, freeing may admit. Each request moves a few times at most.
         for _ in range(100 + 20 * len(self.live)):
             self.kv.drain()
@@ -88,6 +90,12 @@ class Core(CoreState):
                     self.out += pair.flush()
                 return Advance(plan, tuple(self.out))
         raise AssertionError("planning comes to no end")
+
+    @property
+    def flushing(self) -> bool:
+        """Whether `advance` without events gives up more of what was flushed: while nobody runs, whose turns
+        do that as well."""
+        return bool(self.kv.tree.to_flush) and not self.running
 
     def check(self) -> None:
         """Every invariant that can be seen from inside; raises AssertionError."""
@@ -163,9 +171,7 @@ class Core(CoreState):
                 if (r := self.live.get(rid)) is not None and reclaim.may_spill(self, r):
                     r.excused += bool(reclaim.spill(self, r))
             case Flushed():
-                self.kv.leave(all=True)
-                while self.kv.tree.evict_all(self.kv.tree.spaces):
-                    pass
+                self.kv.flush()
             case Expired(rid, phase, visit):
                 r = self.live.get(rid)
                 if r is not None and (r.phase.value, r.visit) == (phase, visit):

@@ -120,13 +120,13 @@ class EngineLoop:
     def idle(self) -> bool:
         """Nothing can happen before the next message."""
         return not (self.steps_in_flight or self.moves_in_flight or self._events or self._chunks
-                    or self._held)
+                    or self._held or self._core.flushing)
 
     @property
     def wait_s(self) -> float | None:
         """How long whoever drives it may wait for messages, the executor and the other engine, all together,
         before the next `turn`; None: until one of them has something."""
-        if self._events or self._chunks or self._executor.works_here:
+        if self._events or self._chunks or self._executor.works_here or self._core.flushing:
             return 0
         waits = (self._timers.wait_s, *(owner.wait_s for owner in (self._rooms, self._paired) if owner))
         return min((wait_s for wait_s in waits if wait_s is not None), default=None)

@@ -178,7 +178,7 @@ class View:
         size, node = self.cfg.page_size, self._kv.tree.roots.get(r.arrived.namespace)
         for i in range(len(r.tokens) // size):
             node = None if node is None else node.child(r.page_key(i, size))
-            if node is None:
+            if node is None or self._kv.tree.is_flushed(node):
                 return
             yield node
 

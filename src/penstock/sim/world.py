@@ -366,16 +366,15 @@ class World(Watcher):
                 self.judge.plan(adv.plan)
             if events or adv.plan is not None or adv.outputs:
                 self.judge.state(planned=adv.plan is not None)
-            if self.trace is not None:
-                self.plans.append(adv.plan)
+            self.plans += () if self.trace is None else (adv.plan,)
             self._say(adv)
-            if adv.plan is None:
+            if adv.plan is None and not self.core.flushing:
                 if not self.refuses:
                     self._still(before)
                 if self.aims:
                     self._aim()
                 return
-            if self.rng.random() < self.sc.hold / 2:
+            if adv.plan is not None and self.rng.random() < self.sc.hold / 2:
                 self.wake()                   # a loop that polls between two plans
                 return
             events = []
@@ -482,6 +481,8 @@ class World(Watcher):
         if not self.judge.blind:
             self.core.check()                  # what came after the last step
         self.core.advance((Flushed(),))
+        while self.core.flushing:
+            self.core.advance(())
         self.judge.end()
         self.stats["messages without effect"] += int(self.core.stats().get("peer_ignored", 0))
         if not self.judge.blind:
@@ -495,5 +496,5 @@ class World(Watcher):
     def digest(self) -> str:
         """Of everything that the core decided, for a recorded run."""
         assert self.trace is not None
-        text = repr((self.plans, [(e.got, e.finished) for e in self.load.made]))
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        every = self.plans, [(e.got, e.finished) for e in self.load.made]
+        return hashlib.sha256(repr(every).encode()).hexdigest()[:16]

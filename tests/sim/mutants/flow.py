@@ -146,6 +146,8 @@ class NoFixedPoint(Core):
     def advance(self, events: Sequence[Event]) -> Advance:
         self.out = []
         self._hear(events)
+        self.kv.leave(all=not self.running)
+        self.kv.tree.give_up_flushed(self.cfg.take_pages)
         self.kv.drain()
         self._progress()
         return Advance(schedule.plan(self), tuple(self.out))

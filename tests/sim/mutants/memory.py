@@ -51,19 +51,28 @@ class PageFreedUnderACopy(Core):
     """Eviction does not look at the copies that read or fill a page."""
 
     def advance(self, events: Sequence[Event]) -> Advance:
-        with (swapped(Tree, "evictable", _evictable_under_a_copy),
-              swapped(Tree, "forget", _forget_under_a_copy)):
+        with swapped(Tree, "_enter", _enter_under_a_copy), swapped(Tree, "detach", _detach_under_a_copy):
             return super().advance(events)
 
 
-def _evictable_under_a_copy(real: Real, tree: Tree, node: Node, space: TierGroup) -> bool:
-    copy = node.copies.get(space)
-    return copy is not None and not copy.pins
+def _enter_under_a_copy(real: Real, tree: Tree, node: Node) -> None:
+    _enter_in_spite(real, tree, node, "moves")
 
 
-def _forget_under_a_copy(real: Real, tree: Tree, node: Node, space: TierGroup) -> None:
-    node.copies[space].moves = 0
-    real(tree, node, space)
+def _enter_in_spite(real: Real, tree: Tree, node: Node, what: str) -> None:
+    """Into the eviction orders as if this counter of its copies were 0."""
+    counts = {copy: getattr(copy, what) for copy in node.copies.values()}
+    for copy in counts:
+        setattr(copy, what, 0)
+    real(tree, node)
+    for copy, count in counts.items():
+        setattr(copy, what, count)
+
+
+def _detach_under_a_copy(real: Real, tree: Tree, node: Node, space: TierGroup) -> Copy:
+    copy: Copy = real(tree, node, space)
+    copy.moves = 0
+    return copy
 
 
 @instead_of(KVCache, "unpin")
@@ -120,11 +129,10 @@ def load_in_progress_read_as_resident(real: Real, copies: Moves, nodes: list[Nod
 
 
 # ---------------------------------------------------------------- who owns what
-@instead_of(Tree, "evictable")
-def eviction_of_a_page_in_use(real: Real, tree: Tree, node: Node, space: TierGroup) -> bool:
+@instead_of(Tree, "_enter")
+def eviction_of_a_page_in_use(real: Real, tree: Tree, node: Node) -> None:
     """Eviction does not look at who runs on a page."""
-    copy = node.copies.get(space)
-    return copy is not None and copy.ready and not copy.moves
+    _enter_in_spite(real, tree, node, "pins")
 
 
 @instead_of(offload, "save", 400)

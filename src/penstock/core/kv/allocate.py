@@ -240,7 +240,7 @@ def _pin(kv: Pages, r: Request, entry: Entry) -> bool:
     whole = [g for g, t in enumerate(r.tables) if not t.reach]
     for i in range(at, min(len(nodes), at + kv.hits_most)):
         node = nodes[i]
-        if (node.parent is not last or node.banished or not node.copies
+        if (node.parent is not last or node.banished or kv.tree.is_flushed(node) or not node.copies
                 or not all([kv.is_reachable(node, g) for g in whole])):
             del nodes[i:]
             entry.end, entry.found, entry.by = None, None, {}

@@ -93,8 +93,8 @@ class Matching:
         if (pages + 1) * size >= r.num_tokens or (pages + 1) * size > r.cached_max:
             return None
         node = last.child(r.page_key(pages, size))
-        if node is None or not all([self.is_reachable(node, g, stored)
-                                    for g, t in enumerate(r.tables) if not t.reach]):
+        if node is None or self.tree.is_flushed(node) or not all(
+                [self.is_reachable(node, g, stored) for g, t in enumerate(r.tables) if not t.reach]):
             return None
         return node
 

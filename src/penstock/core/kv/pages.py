@@ -115,6 +115,7 @@ class Pages(Matching):
         self.returned = deque[Returned]()
         self.entering: dict[Request, Entering] = {}
         self.hits_left = cfg.hit_pages           # of this turn
+        self._flush_after: Request | Returned | None = None      # flush again when this one has left
         # Pages of each group that were sealed when the host was full.
         self.late = [deque[Node](maxlen=max(1, cfg.dram_pages)) for _ in cfg.groups]
 
@@ -224,6 +225,7 @@ class Pages(Matching):
                 self.forget_path(r, max(0, len(r.path) - n))
             elif not columns:
                 self.leaving.popleft()
+                self._has_left(r)
             if not all:
                 return
 
@@ -238,6 +240,7 @@ class Pages(Matching):
         del back.pins[-n:]
         if not (back.path or back.pins):
             self.returned.remove(back)
+            self._has_left(back)
 
     @property
     def hits_most(self) -> int:
@@ -267,6 +270,18 @@ class Pages(Matching):
         for back in [back for back in self.returned if not lost.isdisjoint(back.pins)]:
             self._return(back, len(back.pins) + len(back.path))
 
+    def flush(self) -> None:
+        """Nobody finds from now on what no request needs; `give_up_flushed` gives it up."""
+        self.tree.flush()
+        queue = self.leaving or self.returned            # `leave` goes on with the second first
+        self._flush_after = queue[-1] if queue else None
+
+    def _has_left(self, gone: Request | Returned) -> None:
+        """What it had is cached from now on. If it had ended before a flush, that is flushed too."""
+        if gone is self._flush_after:
+            self.tree.flush()
+            self._flush_after = None
+
     def promise(self, r: Request, place: Place, pages: Sequence[int], times: int = 1) -> None:
         """`r` takes so many pages of each group later, in `place`; -1: now, or never."""
         for g, (n, t) in enumerate(zip(pages, r.tables, strict=True)):
@@ -277,12 +292,16 @@ class Pages(Matching):
 
     def coming(self, tier: Tier) -> tuple[int, ...]:
         """As long as this is the same, who was refused pages of `tier` would be again: pages that came to
-        others of the same prefix, that came back, that can be had."""
-        return (sum([space.joined for space in self._spaces[tier]]), self.freed, self.arenas[tier].loose)
+        others of the same prefix, that came back, that can be had, that were evicted; and flushes."""
+        spaces = self._spaces[tier]
+        return (sum([space.joined for space in spaces]), self.freed, self.arenas[tier].loose,
+                sum([space.evicted for space in spaces]), self.tree.flushed)
 
     def is_short(self, r: Request, shortage: Shortage) -> bool:
         """Whether `r` cannot get these pages yet. False may be wrong: it has to be tried."""
         seen, found = self.coming(shortage.tier), shortage.found
+        if seen[-1] != shortage.seen[-1] or (seen == shortage.seen and (self.leaving or self.returned)):
+            return False                       # it may need less without its prefix; or these give up pages
         more = seen[0] - shortage.seen[0]
         if found is not None:
             more += found.cut * len(r.tables)

@@ -9,13 +9,15 @@ that are only read have an order of their own behind that: by who reads them, th
 from __future__ import annotations
 
 import hashlib
-import heapq
 import itertools
 import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from operator import attrgetter
+from typing import Protocol
+
+from sortedcontainers import SortedKeyList
 
 from penstock.core.kv.pool import Fence, Pool
 from penstock.core.plan import Group, MoveId, StepId, Tier
@@ -42,8 +44,9 @@ class TierGroup:
     states: bool = False           # of snapshots: who goes on from one needs none before it
     evicted: int = 0
     joined: int = 0                # copies that came to pages which the tree had elsewhere: less is missing
-    order: list[Entry] = field(default_factory=list)         # heaps: of what nobody reads,
-    read: list[Entry] = field(default_factory=list)          # and of what is read. See `Entry`
+    # Copies that can be had, by `Copy.number`, next first: what nobody reads, and what is read. See `place`.
+    order: SortedKeyList = field(default_factory=lambda: SortedKeyList(key=attrgetter("number")))
+    read: SortedKeyList = field(default_factory=lambda: SortedKeyList(key=attrgetter("number")))
 
     def __repr__(self) -> str:
         return self.pool.name
@@ -59,6 +62,8 @@ class Copy:
     pins: int = 0                  # requests that need it where it is
     readers: tuple[Reader, ...] = ()   # others that have it on the host too, and can do without it here
     loose: Pool | None = None      # counted there as one that can be had, see `Tree.update_evictable`, `lend`
+    order: SortedKeyList | None = None     # of eviction, which has its one entry,
+    number: int = -1               # and the number of that, or of the last one
     moves: int = 0                 # flying Moves that read or write it
     partial: bool = False          # holds only what its owner's window needs: never the tree's
     bad: bool = False              # reading it has failed: goes when its last Move has landed
@@ -132,18 +137,19 @@ class Node:
         return None if copy is None or copy.bad else copy
 
 
-# A page's place in an order of eviction, smallest first: an entry counts only as long as it says that place.
-# Of what nobody reads (last_used, -depth, 0), of inner states and what serves nobody all that much earlier
-# than of anything else; of what is read its first reader's key, negated, and its depth.
-Entry: TypeAlias = tuple[int, int, int, int, Node]
+DEPTH_BITS = 32      # bits of a number of an eviction order for the depth,
+ENTRY_BITS = 48      # and for the count of entries, which decides between pages of the same place
 
 
-def _place(node: Node, copy: Copy) -> tuple[int, int, int]:
+def place(node: Node, copy: Copy) -> int:
+    """Where a page belongs in the eviction order of its space, smallest first. Pages that nobody reads: by
+    the clock of their last use, then deepest first; inner states and what serves nobody come before all
+    others (negative). Pages that are read: by their first reader, last to be served first, then by depth."""
     if not copy.readers:
         first = copy.inner or not (node.serves or node.refs)
-        return node.last_used - 2 * IN_USE * first, -node.depth, 0
+        return ((node.last_used - 2 * IN_USE * first + 1) << DEPTH_BITS) - 1 - node.depth
     priority, seq = min([reader.key for reader in copy.readers])
-    return -priority, -seq, node.depth
+    return (((-priority << 64) - seq) << DEPTH_BITS) + node.depth
 
 
 def lend(copy: Copy, pool: Pool) -> None:
@@ -153,10 +159,13 @@ def lend(copy: Copy, pool: Pool) -> None:
 
 
 def fix(copy: Copy) -> None:
-    """It cannot be had, or is about to be given up."""
+    """It cannot be had, or is about to be given up: it leaves its eviction order."""
     if (pool := copy.loose) is not None:
         copy.loose = None
         pool.fix(copy.page)
+        if copy.order is not None:
+            copy.order.remove(copy)
+            copy.order = None
 
 
 def pack(numbers: Sequence[int]) -> bytes:
@@ -193,6 +202,8 @@ class Tree:
         self._states = [space for space in spaces if space.states]
         self.roots: dict[int, Node] = {}
         self._clock = 0
+        self.flushed = -1              # its value at the last flush: nobody finds pages last used before that
+        self.to_flush: list[TierGroup] = []   # spaces that may still have some
         self._entry = 0
         self._banished = -(1 << 64)    # the last root that no request asks for: they are no namespaces
 
@@ -305,39 +316,39 @@ class Tree:
             gone = gone.parent
 
     def _enter(self, node: Node) -> None:
-        """Into the eviction orders, at its place by now."""
+        """Into the eviction orders, at its place by now: a copy that can be had has one, which moves."""
+        serves = node.serves or node.refs
         for space, copy in node.copies.items():
             if copy.moves or copy.pins or not copy.ready:
                 continue                       # who made it so has said so, see `fix`
             if copy.loose is None:
                 lend(copy, space.pool)
-            order = space.read if copy.readers else space.order
-            if len(order) > 4 * space.pool.capacity + 64:
-                order[:] = {id(e[-1]): e for e in order if self._counts(e, space)}.values()
-                heapq.heapify(order)           # without repeats, and what is no longer the truth
-            self._entry += 1
-            heapq.heappush(order, (*_place(node, copy), self._entry, node))
+            if copy.readers or copy.inner or not serves:
+                order, at = space.read if copy.readers else space.order, place(node, copy)
+            else:                              # most of them
+                order, at = space.order, ((node.last_used + 1) << DEPTH_BITS) - 1 - node.depth
+            stays = copy.number >> ENTRY_BITS == at
+            if stays and copy.order is order:
+                continue
+            if copy.order is not None:
+                copy.order.remove(copy)
+            if not stays:
+                self._entry += 1
+                copy.number = (at << ENTRY_BITS) + self._entry
+            order.add(copy)
+            copy.order = order
 
-    def oldest(self, space: TierGroup, *, read: bool = False) -> Entry | None:
-        """What `evict` would take next, or who needs more than there is of that: of what is read."""
+    def oldest(self, space: TierGroup, *, read: bool = False) -> tuple[int, Node] | None:
+        """What `evict` would take next, or who needs more than there is of that: of what is read. The number
+        is negative if it serves nobody."""
         order = space.read if read else space.order
-        while order:
-            if self._counts(order[0], space) and read == bool(order[0][-1].copies[space].readers):
-                return order[0]
-            heapq.heappop(order)
-        return None
+        return (order[0].number, order[0].node) if order else None
 
-    def _counts(self, entry: Entry, space: TierGroup) -> bool:
-        """Whether an entry of an order still says the truth."""
-        node = entry[-1]
-        return self.evictable(node, space) and entry[:3] == _place(node, node.copies[space])
-
-    def evict(self, space: TierGroup, n: int) -> int:
-        """Give up to n copies back to the space's pool, oldest first. Returns how many; they are
-        free when the fence of their last use has passed."""
+    def evict(self, space: TierGroup, n: int, *, until: int = IN_USE) -> int:
+        """Give up to n copies back to the space's pool, oldest first, as long as their last use is not later
+        than `until`. Returns how many; they are free when the fence of their last use has passed."""
         gone: list[Copy] = []
-        while len(gone) < n and (entry := self.oldest(space)) is not None:
-            heapq.heappop(space.order)
+        while len(gone) < n and (entry := self.oldest(space)) is not None and entry[-1].last_used <= until:
             gone.append(self._take_out(entry[-1], space))
             if self._states and not space.states:
                 self._forget_states(entry[-1])
@@ -349,7 +360,8 @@ class Tree:
     def evict_oldest(self, spaces: Sequence[TierGroup], n: int) -> int:
         """The same of all these spaces together."""
         for gone in range(n):
-            oldest = [(e[:3], space) for space in spaces if (e := self.oldest(space)) is not None]
+            oldest = [(entry[0] >> ENTRY_BITS, space) for space in spaces
+                      if (entry := self.oldest(space)) is not None]
             if not oldest:
                 return gone
             self.evict(min(oldest, key=lambda pair: pair[0])[1], 1)
@@ -358,6 +370,22 @@ class Tree:
     def evict_all(self, spaces: Sequence[TierGroup]) -> int:
         """Give up every copy in these spaces that nobody needs. Returns how many."""
         return sum([self.evict(space, 1 << 60) for space in spaces])
+
+    def flush(self) -> None:
+        """From now on nobody finds a page that no request names now. `give_up_flushed` evicts them, or
+        whoever needs pages: they are the oldest."""
+        self._clock += 1
+        self.flushed, self.to_flush = self._clock, list(self.spaces)
+
+    def is_flushed(self, node: Node) -> bool:
+        """Whether it is there only because nobody has needed its pages since a flush."""
+        return node.last_used <= self.flushed
+
+    def give_up_flushed(self, n: int) -> None:
+        """Evict up to n of these pages in each space."""
+        if self.to_flush:
+            self.to_flush = [space for space in self.to_flush
+                             if self.evict(space, n, until=self.flushed) == n]
 
     def forget(self, node: Node, space: TierGroup) -> None:
         """Remove a copy that no Move touches, and release its page."""
