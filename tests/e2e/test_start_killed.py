@@ -61,7 +61,6 @@ def start(argv: list[str], log: Path, **env: str) -> subprocess.Popen:
 
 @pytest.mark.parametrize(("flags", "kind", "nth", "says"), [
     pytest.param((), FAKE_ENGINE, 0, ENGINE_SAYS, id="engine"),
-    pytest.param((), "encode_text", 0, rf"the helper process \S+encode_text {KILLED}", id="tokenizer"),
     pytest.param((), "chat_render", 0, rf"the helper process \S+chat_render {KILLED}", id="template"),
     pytest.param(("--dp", "2"), FAKE_ENGINE, 1, rf"engine \d: the engine process {KILLED}", id="dp"),
     pytest.param(PAIR, FAKE_ENGINE, 0, KILLED, id="one end"),

@@ -1,9 +1,7 @@
-"""Long texts: refused by their length, encoded aside with the same ids, and what fails there is told."""
+"""Long texts are refused by their length, or encoded on a thread with the same ids and errors."""
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import string
 
 import pytest
@@ -52,18 +50,12 @@ def test_long_texts_get_the_ids_that_the_tokenizer_gives(plain):
     assert len(long) > INLINE_CHARS_MAX
     made = tokenizer_of(raw_of())
     assert encode(plain, long, "<s>he") == [made.encode(t, add_special=False) for t in (long, "<s>he")]
-    assert plain._aside._process is not None and encode(plain, "he") == [made.encode("he", add_special=False)]
-
-
-def test_a_killed_tokenizer_costs_no_request(plain):
-    plain.check()
-    os.kill(plain._aside._process.pid, signal.SIGKILL)
-    assert len(encode(plain, "x" * 20_000)[0]) == 20_000
+    assert encode(plain, "he") == [made.encode("he", add_special=False)]
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(plain, monkeypatch):
     assert plain._bound == Bound(3)
-    monkeypatch.setattr(plain, "_ask", None)
+    monkeypatch.setattr(plain, "_encode", None)
     with pytest.raises(RequestError, match="30000 characters, which are at least 10000 tokens") as e:
         encode(plain, "x" * 30_000, context=10_000)
     assert (e.value.param, e.value.code) == ("prompt", CONTEXT_EXCEEDED)
@@ -84,12 +76,11 @@ def test_the_loop_goes_on_while_a_text_is_encoded(plain):
             await asyncio.sleep(0.001)
             turns += 1
         return turns, len(await work)
-    plain.check()
     turns, texts = asyncio.run(go())         # with the lock held it would be none or two, whatever the text
     assert turns > 50 and texts == 1
 
 
-def test_half_a_character_is_refused_aside_too(plain):
+def test_half_a_character_in_a_long_text_is_refused(plain):
     with pytest.raises(RequestError, match="surrogate"):
         encode(plain, "x" * 20_000 + "\ud800")
 

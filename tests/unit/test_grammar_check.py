@@ -5,6 +5,7 @@ import asyncio
 import json
 import os
 import signal
+from pathlib import Path
 
 import printable
 import pytest
@@ -16,7 +17,6 @@ from penstock.config.base.errors import RequestError
 from penstock.config.request.grammar import ANY_OBJECT, Grammar
 from penstock.text import helper
 from penstock.text.chat import ChatTemplate
-from penstock.text.encoder import Encoder
 from penstock.text.grammar import check as grammars
 from penstock.text.grammar.check import GrammarCheck
 from penstock.text.tokenizer import Tokenizer
@@ -138,9 +138,13 @@ def kills(monkeypatch):
     return left
 
 
+def test_a_helper_imports_the_package_of_its_server():
+    first = helper._environment()["PYTHONPATH"].split(os.pathsep)[0]
+    assert Path(first, "penstock", "text", "helper.py").samefile(helper.__file__)
+
+
 def test_a_helper_killed_while_it_starts_is_started_again_and_then_a_503(check, kills):
     template = ChatTemplate("{{ messages[0].content }}", {})
-    encoder = Encoder(tokenizer())
 
     async def grammar():
         await check.check(Grammar("regex", "a"))
@@ -148,11 +152,8 @@ def test_a_helper_killed_while_it_starts_is_started_again_and_then_a_503(check, 
     async def chat():
         await template.take([{"role": "user", "content": "a" * 100}], tenant=b"", context=1000)
 
-    async def encode():
-        await encoder.encode(["a" * 20_000], special=False, context=100_000, tenant=b"")
-
     try:
-        for ask in (grammar, chat, encode):
+        for ask in (grammar, chat):
             kills[0] = 2
             with pytest.raises(helper.HelperDied) as e:
                 asyncio.run(ask())
@@ -162,4 +163,3 @@ def test_a_helper_killed_while_it_starts_is_started_again_and_then_a_503(check, 
             asyncio.run(ask())
     finally:
         template.close()
-        encoder.close()

@@ -230,7 +230,6 @@ class _Server:
                      "none leaves them out)", shown(text.sampling))
         if text.tokenizer is not None:
             self._encoder = Encoder(text.tokenizer)
-            self._encoder.check()
         try:
             if text.template is not None:
                 text.template.check()        # starts its process: not at the first chat's cost

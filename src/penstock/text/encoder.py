@@ -1,6 +1,6 @@
-"""Long texts to token ids without holding the event loop: refused by length, or encoded in `encode_text`.
+"""Tokenize long texts without holding the event loop: refuse them by length, or encode them on a thread.
 
-Owns the limits on texts: how long, how many at once, and for how many seconds. Knows no HTTP.
+Owns the limits on texts: how long, and how many at once. Knows no HTTP.
 """
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from typing import Any
 
 import msgspec
 
-from penstock.config.base.errors import RequestError, context_exceeded
-from penstock.text.helper import Aside
-from penstock.text.tokenizer import BYTE_OF, Tokenizer, gave_up, valid_unicode
+from penstock.config.base.errors import context_exceeded
+from penstock.text.tokenizer import BYTE_OF, Tokenizer
 from penstock.text.turns import Turns
 
 INLINE_CHARS_MAX = 16 << 10          # shorter ones are encoded at once: some milliseconds
 TEXTS_MAX = 32                       # long requests that are encoded or wait for it
-ENCODE_S_MAX = 60.0
 # A composed character stands for at most four (U+1F82), so normalizers of these kinds shrink as much.
 _COMPOSED = {"NFC": 4, "NFKC": 4}
 _SAME_LENGTH = ("NFD", "NFKD", "Prepend", "Lowercase")
@@ -26,52 +24,39 @@ _KEEPS_ALL = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts")
 
 
 class Encoder:
-    """The tokenizer of one server. `encode` on one event loop; `check` and `close` anywhere."""
+    """The tokenizer of one server. `encode` on one event loop; `close` anywhere."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        state = tokenizer.raw.to_str()
-        self._bound = bound(state)
-        self._aside = Aside("penstock.text.encode_text", {"tokenizer": state},
-                            wrong="the tokenizer is wrong", advice="give another with --tokenizer")
+        self._bound = bound(tokenizer.raw.to_str())
         self._turns = Turns("encode", TEXTS_MAX)
-
-    def check(self) -> None:
-        """Start its process now. Raises ConfigError."""
-        self._aside.check()
 
     async def encode(self, texts: Sequence[str], *, special: bool, context: int,
                      tenant: bytes = b"") -> list[list[int]]:
-        """Ids of each text. Raises RequestError: one cannot fit `context` tokens, is not valid Unicode, or
-        is more than the tokenizer can do; TooManyTexts."""
+        """Return the ids of each text.
+
+        Raises RequestError: a text cannot fit `context` tokens, is not valid Unicode, or the tokenizer fails
+        at it; TooManyTexts.
+        """
         for text in texts:
             if self._bound is not None and (least := self._bound.tokens(text)) >= context:
                 raise context_exceeded(least, context, len(text))
         if sum(map(len, texts)) <= INLINE_CHARS_MAX:
             return [self._tokenizer.encode(text, add_special=special) for text in texts]
-        return await self._turns.run(tenant, functools.partial(self._ask, texts, special, context))
+        return await self._turns.run(tenant, functools.partial(self._encode, texts, special, context))
 
-    def _ask(self, texts: Sequence[str], special: bool, context: int) -> list[list[int]]:
+    def _encode(self, texts: Sequence[str], special: bool, context: int) -> list[list[int]]:
+        """Runs on the thread of `Turns`. The tokenizer does not hold the interpreter's lock meanwhile."""
+        found = []
         for text in texts:
-            valid_unicode(text)
-        try:
-            answer = self._aside.ask({"texts": texts, "special": special, "most": context - 1}, ENCODE_S_MAX)
-        except TimeoutError:
-            raise RequestError(f"the tokenizer took over {ENCODE_S_MAX:g} s: send a shorter text, or token "
-                               "ids", "prompt") from None
-        except EOFError:
-            raise RequestError("the tokenizer used too much memory: send a shorter text, or token ids",
-                               "prompt") from None
-        if "error" in answer:
-            raise gave_up(answer["error"])
-        if "count" in answer:
-            raise context_exceeded(answer["count"], context)
-        ids: list[list[int]] = answer["ids"]
-        return ids
+            ids = self._tokenizer.encode(text, add_special=special)
+            if len(ids) >= context:
+                raise context_exceeded(len(ids), context)
+            found.append(ids)
+        return found
 
     def close(self) -> None:
-        """End the process. Idempotent."""
-        self._aside.close()
+        """Take no more texts. Idempotent."""
         self._turns.close()
 
 

@@ -129,7 +129,7 @@ class Aside:
 
 def _environment() -> dict[str, str]:
     """Ours without secrets, and where this package was imported from: `-P` keeps the current folder out."""
-    root = str(Path(__file__).parents[3])
+    root = str(Path(__file__).parents[2])
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     ours = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
     return {name: value for name, value in ours.items() if name not in SECRET_VARIABLES}
