@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraint
 # JOBS processes; tests that share a server or a model stay together (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
-.PHONY: help install serve chat test times check sweep soak gpu sim bench clients doctor docs clean
+.PHONY: help install serve chat test check sweep soak gpu sim bench clients doctor docs clean
 
 help:  ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 10
@@ -60,9 +60,6 @@ clients: $(VENV)/.installed-dev  ## what people use, each in an environment of i
 # ---------------------------------------------------------------- checking
 test: $(VENV)/.installed-dev  ## every test but the long ones, under 10 minutes on two quiet cores
 	$(PYTEST) -m "not sweep and not soak and not gpu" --times=.cache/times.json $(ARGS)
-
-times:  ## write what the last make test took into CONTRIBUTING.md
-	$(PYTHON) tests/times.py
 
 check: $(VENV)/.installed-dev  ## lint, types, tidy, unit tests, a few simulations, in a minute or two
 	$(BIN)/ruff check src tests bench examples

@@ -62,7 +62,8 @@ def _collector_as_it_was() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _started_by(request: pytest.FixtureRequest) -> Iterator[None]:
     """Servers and engines of a test marked `by_exec` are started as users start them."""
-    preloaded.on = not (request.config.getoption("--by-exec") or request.node.get_closest_marker("by_exec"))
+    preloaded.on = (request.config.getoption("--device") == "cpu" and not request.config.getoption("--by-exec")
+                    and request.node.get_closest_marker("by_exec") is None)
     yield
 
 

@@ -14,6 +14,7 @@ from penstock.config.settings.cli import from_options
 from penstock.config.settings.resolve import resolve
 from penstock.engine.client.client import EngineClient
 
+pytestmark = pytest.mark.by_exec
 TINY = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32,
         "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 128, "rms_norm_eps": 1e-5,

@@ -42,6 +42,7 @@ _lock = threading.Lock()
 _template: socket.socket | None = None
 _imported_with: dict[str, str] = {}
 on = True
+forks = 0                           # that this process has started
 
 
 def read_at_imports(env: dict[str, str]) -> dict[str, str]:
@@ -67,6 +68,7 @@ def _program(args: object) -> tuple[str, list[str]] | None:
 
 def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags,
                    shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, *rest):
+    global forks
     wanted = {**os.environ} if env is None else {**env}
     found = _program(args)
     plain = preexec_fn is None and close_fds and not shell and executable in (None, sys.executable) and not any(
@@ -94,6 +96,7 @@ def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd,
             self.pid = int.from_bytes(_exactly(_template, 4), "big")
         finally:
             libc.prctl(SUBREAPER, 0, 0, 0, 0)
+    forks += 1
     self._child_created = True
     self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
 
@@ -109,7 +112,8 @@ def _prepared(env: dict[str, str]) -> bool:
                 _started.append(subprocess.Popen([sys.executable, "-P", __file__, str(theirs.fileno()), " " * ROOM],
                                                  pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
                                                  stdout=subprocess.DEVNULL, env=env))
-            _template = ours
+            # A process that cannot be one, for instance with a thread of OpenBLAS, has said so and ended.
+            _template = ours if ours.recv(1) else None
     # What this process has set since for its children is not an import's.
     return _template is not None and read_at_imports(env) == _imported_with
 
@@ -217,7 +221,9 @@ def main(fd: int) -> None:
     assert len(os.listdir("/proc/self/task")) == 1, "a thread has started: a fork would not have it"
     gc.collect()
     gc.freeze()
-    serve(socket.socket(fileno=fd))
+    sock = socket.socket(fileno=fd)
+    sock.sendall(b"!")
+    serve(sock)
     gc.unfreeze()
     if ORDER["program"] not in MODULES:
         sys.path.insert(0, os.path.dirname(ORDER["program"]))
