@@ -6,11 +6,12 @@ from dataclasses import replace
 import driver
 import pytest
 
+from penstock.core import schedule
 from penstock.core.plan import Arrived, Outcome, RequestId
 from penstock.core.policy import capacity, queue, reclaim
 from penstock.core.policy.queue import Admission
 from penstock.core.settings import CoreConfig
-from penstock.sim.waiting import WAIT_MAX, Fed, Waiting, fair, report
+from penstock.sim.waiting import WAIT_MAX, Fed, Waiting, fair, overtaken, report
 
 MODES = ("model=1,hot_pages=0", "dram_pages=0,model=1,hot_pages=0", "model=1,hot_pages=2",
          "model=3,hot_pages=0", "model=3,hot_pages=2", "model=1,hot_pages=1,always_hosted=1")
@@ -145,3 +146,20 @@ def test_the_bound_over_many_seeds(mode: str, seeds: range) -> None:
     for seed in seeds:
         late = fair(seed, mode).late()
         assert not late, (seed, mode)
+
+
+def test_a_short_prompt_behind_a_long_one_begins_soon_and_hardly_delays_it() -> None:
+    assert not [line for seed in range(12) for line in overtaken(seed)]
+
+
+def test_a_core_that_computes_prompts_strictly_in_order_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule, "_ahead", lambda core, prompts, budget: {})
+    assert any("a short prompt began" in line for seed in range(3) for line in overtaken(seed))
+
+
+def test_a_core_that_computes_short_prompts_first_whatever_they_cost_is_found(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule, "_ahead", lambda core, prompts, budget: {
+        r.rid: budget for r in prompts[1:]} if len(prompts) > 1 and prompts[1].todo > 2 else {})
+    monkeypatch.setattr("penstock.sim.waiting.LATER_MAX", 0.0)
+    assert any("a long prompt took" in line for seed in range(12) for line in overtaken(seed))

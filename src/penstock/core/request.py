@@ -70,6 +70,7 @@ class Request:
     hot_wait_until: StepId = StepId(0)         # it waits for a hot buffer until this step has retired
     failed_saves: int = 0                     # times that copies to the host have failed it, in a row
     num_preemptions: int = 0                   # times it gave up its row or its KV
+    passed_over: int = 0                       # steps that had no token for its short prompt
     excused: int = 0                           # times something from outside may have made it do so
     started: bool = False                      # Started was sent
     visit: int = 0                             # phases entered so far: names one stay in a phase

@@ -1,6 +1,7 @@
 """Which rows run in the next step, and the plan that says so.
 
-Decode and prefill share one token budget: decoding rows first, then prompts in chunks, oldest first.
+Decode and prefill share one token budget: decoding rows first, then prompts in chunks, oldest first. Of
+what the decoding rows leave, short prompts that arrived after a long one take up to a quarter, see `_ahead`.
 Most rows of most steps do what they did in the step before, one position further. Such a row is
 `unchanged_until`: it is counted on without a look, up to the position where its pages or its output end.
 Whatever else could matter to it (a phase, a page given up) sets `unchanged_until` to 0.
@@ -24,6 +25,7 @@ from penstock.core.plan import (
     HotResize,
     MoveId,
     Remap,
+    RequestId,
     StepId,
     StepPlan,
     make,
@@ -31,6 +33,12 @@ from penstock.core.plan import (
 from penstock.core.policy import reclaim
 from penstock.core.request import Request, ScheduledRow
 from penstock.core.state import Columns, CoreState
+
+# A short prompt behind a long one, see `_ahead`.
+SHARE = 1 / 4                # of the tokens that decoding rows leave of a step
+LONG_STEPS = 2               # that a long prompt fills, at least
+SHORT_PART = 1 / 20          # of the long one that a short prompt has, at most
+PATIENCE_STEPS = 8
 
 
 def plan(core: CoreState) -> StepPlan | None:
@@ -99,8 +107,12 @@ def _of_turn(core: CoreState, free: int) -> tuple[list[ScheduledRow], int]:
 def _prompts(core: CoreState, decoding: list[ScheduledRow], budget: int) -> list[ScheduledRow]:
     chosen: list[ScheduledRow] = []
     taken = reclaim.Taken(core, decoding, chosen)
-    for r in list(core.transient) if budget else ():
-        if r.phase is Phase.PREFILL and budget and r.todo:
+    prompts = [r for r in core.transient if r.phase is Phase.PREFILL and r.todo] if budget else []
+    ahead = _ahead(core, prompts, budget)
+    budget -= sum(ahead.values())
+    for r in prompts:
+        budget += ahead.get(r.rid, 0)
+        if budget and r.phase is Phase.PREFILL:          # an older one may have taken its pages
             n = _chunk(core, r, min(budget, _wanted(core, r)), taken)
             if n:
                 last = n == r.todo
@@ -109,6 +121,34 @@ def _prompts(core: CoreState, decoding: list[ScheduledRow], budget: int) -> list
                 chosen.append(ScheduledRow(r, r.row, r.kv_epoch, n, int(samples), last))
                 budget -= n
     return chosen
+
+
+def _ahead(core: CoreState, prompts: list[Request], budget: int) -> dict[RequestId, int]:
+    """Tokens of `budget` that are kept for short prompts behind a long one, by request: ADR 0082.
+
+    A prompt is long if it fills more than `LONG_STEPS` steps. A later prompt is short if it has at most
+    `SHORT_PART` of the tokens of the longest before it, so that it hardly delays that one. Short prompts
+    share `SHARE` of the budget, those with the fewest tokens first, but one that has got nothing in
+    `PATIENCE_STEPS` steps goes before them. The other tokens go to all prompts in order, so none takes
+    more than a third longer than in order alone.
+    """
+    short: list[Request] = []
+    longest, long = 0, LONG_STEPS * core.cfg.step_tokens
+    for r in prompts if len(prompts) > 1 else ():
+        todo = r.todo
+        if longest > long and todo <= SHORT_PART * longest:
+            short.append(r)
+        longest = max(longest, todo)
+    ahead: dict[RequestId, int] = {}
+    share = int(SHARE * budget)
+    short.sort(key=lambda r: (0 if r.passed_over >= PATIENCE_STEPS else r.todo, *r.key))
+    for r in short:
+        if n := min(share, r.todo):
+            ahead[r.rid] = n
+            share -= n
+        else:
+            r.passed_over += 1
+    return ahead
 
 
 def _wanted(core: CoreState, r: Request) -> int:

@@ -1,16 +1,19 @@
 """How long a request waits, measured in the work that is ahead of it: the bound of ADR 0011.
 
 Watches a core from outside: arrivals, steps with rows, who gives way, ends. Knows how much of an engine
-a request takes, and nothing of pages. Also the storms that put the bound to the test.
+a request takes, and nothing of pages. Also the storms that put the bound to the test, and a short prompt
+behind a long one (ADR 0082).
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from random import Random
 
 from penstock.core.core import Core
 from penstock.core.lifecycle import ACTIVE, WAITING, Phase, Place, Trigger
-from penstock.core.plan import Advance, Arrived, Event, Finished, Outcome, RequestId, Token
+from penstock.core.plan import Advance, Arrived, Event, Finished, Outcome, RequestId, Retired, Token
 from penstock.core.settings import CoreConfig
 from penstock.core.watch import Watcher
 from penstock.sim.scenario import Scenario, draw
@@ -19,6 +22,8 @@ from penstock.sim.world import World
 
 GAVE_WAY_MAX = 3                  # ADR 0011
 WAIT_MAX = GAVE_WAY_MAX + 1       # times the work ahead: each time it gives way it may wait once more
+BEGINS_STEPS = 8                  # ADR 0082: then a short prompt behind a long one has begun
+LATER_MAX = 0.05                  # and so much later the long one begins to answer, at most
 
 
 @dataclass(slots=True)
@@ -193,12 +198,55 @@ def fair(seed: int, mode: str = "", requests: int = 64) -> Waiting:
     return waiting
 
 
+def behind(seed: int, *, short: bool = True) -> tuple[int, int]:
+    """One short prompt arrives while a long one is computed; short: or does not. Returns the steps from its
+    arrival to the first that computes a part of it, and those to the one that ends the long prompt."""
+    rng = Random(seed)
+    step, page, decoding = rng.choice((32, 64, 256)), rng.choice((2, 4, 16)), rng.randrange(4)
+    length = rng.randint(20, 40) * step
+    core = Core(CoreConfig(page_size=page, rows=decoding + 3, hbm_pages=3 * length // page + 64,
+                           max_len=1 << 20, step_tokens=step, overlap=rng.random() < 0.5,
+                           pp_size=rng.choice((1, 1, 2))))
+    long, late = RequestId(1), RequestId(2)
+    waits: list[Event] = [Arrived(RequestId(3 + i), (i,) * 9, 1_000) for i in range(decoding)]
+    waits.append(Arrived(long, tuple(range(length)), 4))
+    events, flying = list[Event](), list[Event]()
+    at, begun, steps = rng.randint(2, 8), 0, 0
+    while True:
+        if steps == at and short and not begun:
+            waits.append(Arrived(late, tuple(range(length, length + rng.randint(1, length // 40))), 4))
+            begun = -1
+        events, waits = [*waits, *events], []
+        advance = core.advance(events)
+        events = []
+        if advance.plan is not None:
+            steps += 1
+            samples = dict(zip(advance.plan.rids, advance.plan.samples, strict=True))
+            begun = steps - at if begun < 0 and late in samples else begun
+            if samples.get(long):
+                return begun, steps
+            flying.append(Retired(advance.plan.step, ((9,),) * sum(advance.plan.samples)))
+        if advance.plan is None or len(flying) == core.cfg.depth:
+            events = [flying.pop(0)]
+
+
+def overtaken(seed: int) -> list[str]:
+    """What breaks the promise of ADR 0082."""
+    (begun, steps), (_, alone) = behind(seed), behind(seed, short=False)
+    lines = []
+    if not 0 < begun <= BEGINS_STEPS:
+        lines.append(f"a short prompt began {begun} steps after it arrived behind a long one")
+    if steps > alone + math.ceil(LATER_MAX * alone):
+        lines.append(f"a long prompt took {steps} steps with a short one behind it, {alone} alone")
+    return lines
+
+
 def report(seeds: Iterable[int], mode: str, say: Callable[[str], None]) -> int:
     """Say who waited too long, and at the end the worst of all. Returns how many there were."""
     late, worst, num_preemptions = 0, 0.0, 0
     for seed in seeds:
         waiting = fair(seed, mode)
-        lines = waiting.late()
+        lines = [*waiting.late(), *overtaken(seed)]
         for line in lines:
             say(f"penstock sim --fair --seed {seed}{f' --mode {mode}' if mode else ''}    # {line}")
         late += len(lines)

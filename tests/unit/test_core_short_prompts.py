@@ -1,0 +1,140 @@
+"""A short prompt behind a long one gets a share of each step: ADR 0082."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.core import schedule
+from penstock.core.core import Core
+from penstock.core.plan import Arrived, Event, RequestId, Retired, StepPlan
+from penstock.core.settings import CoreConfig
+
+LONG = RequestId(1)
+
+
+class Engine:
+    """A core whose steps retire in the next turn. Prompts share no token."""
+
+    def __init__(self, **settings: object) -> None:
+        base: dict[str, object] = dict(page_size=16, rows=64, hbm_pages=80_000, step_tokens=64,
+                                       max_len=1 << 21)
+        self.core = Core(CoreConfig(**(base | settings)))  # type: ignore[arg-type]
+        self.events: list[Event] = []
+
+    def arrive(self, rid: int, tokens: int, **more: object) -> None:
+        self.events.append(Arrived(RequestId(rid), tuple(range(rid << 24, (rid << 24) + tokens)), 2,
+                                   **more))  # type: ignore[arg-type]
+
+    def steps(self) -> Iterator[StepPlan]:
+        while True:
+            plan = self.core.advance(self.events).plan
+            if plan is None and not self.core.live:
+                return
+            assert plan is not None
+            self.events = [Retired(plan.step, ((9,),) * sum(plan.samples))]
+            yield plan
+
+
+def counts(plan: StepPlan) -> dict[int, int]:
+    return dict(zip(plan.rids, plan.count, strict=True))
+
+
+def length(short: int) -> tuple[int, int]:
+    """Steps from the arrival of 60 tokens behind 1,000,000 to their first, and of the long prompt."""
+    engine, begun = Engine(page_size=64, step_tokens=8_192), 0
+    engine.arrive(LONG, 1_000_000)
+    for n, plan in enumerate(engine.steps(), 1):
+        if n == 3 and short:
+            engine.arrive(2, short)
+        if 2 in plan.rids and not begun:
+            begun = n - 3
+        if dict(zip(plan.rids, plan.samples, strict=True)).get(LONG):
+            return begun, n
+    raise AssertionError("it has not ended")
+
+
+def test_sixty_tokens_behind_a_million_begin_in_the_next_step() -> None:
+    (begun, together), (_, alone) = length(60), length(0)
+    assert begun == 1 and together <= 1.05 * alone
+
+
+def test_short_prompts_that_keep_coming_take_a_quarter_of_each_step_at_most() -> None:
+    engine = Engine()
+    engine.arrive(LONG, 3_000)
+    for n, plan in enumerate(engine.steps(), 2):
+        if LONG not in plan.rids:
+            break
+        assert counts(plan)[LONG] >= 48 or sum(plan.samples) > 1, counts(plan)
+        if n < 40:
+            engine.arrive(n, 16)
+            engine.arrive(100 + n, 16)
+    assert n > 40
+
+
+def test_a_short_prompt_is_not_kept_waiting_by_shorter_ones_for_ever() -> None:
+    engine, begun = Engine(), 0
+    engine.arrive(LONG, 3_000)
+    engine.arrive(2, 30)
+    for n, plan in enumerate(engine.steps(), 1):
+        if not begun and 2 in plan.rids:
+            begun = n
+        if LONG not in plan.rids:
+            break
+        if n < 40:
+            for i in range(3):
+                engine.arrive(100 + 3 * n + i, 16)
+    assert 0 < begun <= schedule.PATIENCE_STEPS + 2
+
+
+@pytest.mark.parametrize("lengths", [
+    (100, 60, 5), (3_000, 2_000, 1_000), (128, 6, 6), (60, 3_000), (40,) * 12])
+def test_prompts_that_no_long_one_keeps_waiting_are_computed_in_order(lengths: tuple[int, ...]) -> None:
+    engine, begun = Engine(), list[int]()
+    for rid, tokens in enumerate(lengths, 1):
+        engine.arrive(rid, tokens)
+    for plan in engine.steps():
+        prompts = [rid for rid, start in zip(plan.rids, plan.start, strict=True) if start < lengths[rid - 1]]
+        assert prompts == sorted(prompts) and all(
+            [rid == prompts[-1] or plan.start[plan.rids.index(rid)] + counts(plan)[rid] == lengths[rid - 1]
+             for rid in prompts]), "one began before the end of the one in front"
+        begun += [rid for rid in prompts if rid not in begun]
+    assert begun == list(range(1, len(lengths) + 1))
+
+
+def test_prompts_of_a_higher_priority_still_come_first() -> None:
+    engine = Engine()
+    engine.arrive(LONG, 3_000)
+    seen = []
+    for n, plan in enumerate(engine.steps(), 1):
+        seen += [rid for rid in plan.rids if rid not in seen]
+        if n == 2:
+            engine.arrive(2, 1_000, priority=-1)
+            engine.arrive(3, 20)
+        if n == 3:
+            assert counts(plan)[2] == 48 and LONG not in plan.rids and counts(plan)[3] == 16
+    assert seen == [1, 2, 3]
+
+
+@pytest.mark.parametrize("settings", [
+    {"overlap": True}, {"pp_size": 2, "overlap": True}, {"draft_tokens": 2},
+    {"dram_pages": 20_000, "hot_pages": 4, "always_hosted": True}])
+def test_every_kind_of_engine_begins_a_short_prompt_soon(settings: dict[str, object]) -> None:
+    engine = Engine(**settings)
+    hosted = "hot_pages" in settings
+    flying: list[StepPlan] = []
+    engine.arrive(LONG, 3_000, selects=hosted)
+    engine.arrive(2, 20, selects=hosted)
+    for _ in range(400):
+        plan = engine.core.advance(engine.events).plan
+        engine.core.check()
+        engine.events = []
+        if plan is not None:
+            assert 2 in plan.rids or plan.step > 2 or not plan.rows
+            flying.append(plan)
+        if flying and (plan is None or len(flying) == engine.core.cfg.depth):
+            done = flying.pop(0)
+            engine.events = [Retired(done.step, ((9,),) * sum(done.samples))]
+        if not engine.core.live:
+            return
+    raise AssertionError("it has not ended")
