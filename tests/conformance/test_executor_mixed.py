@@ -10,6 +10,7 @@ import torch
 import where
 from prompts_engine import PROMPTS, Engine, dense, play
 
+from penstock.core import schedule
 from penstock.core.plan import Aborted, Paused, RequestId, Row, StepId, StepPlan
 from penstock.exec.graphs import mixed
 from penstock.exec.graphs.mixed import MixedGraphs, StepInput, input_of, lay_out, lengths, step
@@ -97,6 +98,23 @@ def test_mixed_batches_of_any_chunk(chunk, captured):
     play(engine)
     assert set(graphs._graphs) == {(t, r) for t in (4, 8, 64) for r in (2, 4)}
     assert len(graphs.used) > (0 if chunk < 4 else 2) and not graphs.launched
+
+
+def test_several_unfinished_prompts_in_a_captured_step(captured, monkeypatch):
+    """Short ones that take 2 of 8 tokens behind a long one."""
+    monkeypatch.setattr(schedule, "SHORT_PART", 0.6)
+    engine, graphs = captured(Engine(step_tokens=8, rows=6, hbm_pages=120))
+    long = tuple((5 * i * i + 3 * i) % 61 for i in range(48))
+    engine.add(1, long, 8)
+    engine.turn()
+    for rid in (2, 4, 7):
+        engine.add(rid, PROMPTS[rid], 8)
+    engine.drain()
+    assert all(tuple(engine.got[rid]) == dense(PROMPTS[rid] if rid > 1 else long, 8) for rid in engine.got)
+    ends = {1: 48, **{rid: len(PROMPTS[rid]) for rid in (2, 4, 7)}}
+    assert max(sum(at + n < ends[rid] for rid, at, n in zip(plan.rids, plan.start, plan.count, strict=True))
+               for plan in engine.plans) >= 2
+    assert graphs.used and not graphs.launched
 
 
 def test_pauses_aborts_and_binds_between_replays(captured):

@@ -102,6 +102,20 @@ def test_prompts_that_no_long_one_keeps_waiting_are_computed_in_order(lengths: t
     assert begun == list(range(1, len(lengths) + 1))
 
 
+def test_a_prefill_instance_leaves_no_token_unused_beside_a_short_prompt() -> None:
+    """Its chunks become shorter towards the end of a prompt, and the others get what that leaves."""
+    engine = Engine(role="prefill", last_tokens=8)
+    engine.arrive(LONG, 3_000, transfer=11)
+    engine.arrive(2, 24, transfer=12)
+    seen = []
+    for _ in range(4):
+        plan = engine.core.advance(engine.events).plan
+        assert plan is not None
+        engine.events = [Retired(plan.step, ((9,),) * sum(plan.samples))]
+        seen.append((counts(plan)[LONG], counts(plan).get(2, 0)))
+    assert seen == [(52, 12), (56, 8), (60, 4), (64, 0)]
+
+
 def test_prompts_of_a_higher_priority_still_come_first() -> None:
     engine = Engine()
     engine.arrive(LONG, 3_000)

@@ -143,7 +143,7 @@ def _ahead(core: CoreState, prompts: list[Request], budget: int) -> dict[Request
     share = int(SHARE * budget)
     short.sort(key=lambda r: (0 if r.passed_over >= PATIENCE_STEPS else r.todo, *r.key))
     for r in short:
-        if n := min(share, r.todo):
+        if n := min(share, _wanted(core, r)):
             ahead[r.rid] = n
             share -= n
         else:
