@@ -4,7 +4,8 @@ from __future__ import annotations
 from penstock.core.kv.page_table import pin, unpin
 from penstock.core.kv.pool import Pool
 from penstock.core.kv.prefix_tree import Copy, TierGroup, Tree
-from penstock.core.plan import Finished, Flushed, Group, Started, Tier
+from penstock.core.lifecycle import Phase
+from penstock.core.plan import Aborted, Finished, Flushed, Group, RequestId, Started, Tier
 from tests.doubles.driver import Driver
 
 
@@ -77,3 +78,24 @@ def test_a_flush_of_an_idle_engine_goes_on_without_events() -> None:
         d.core.advance(())
         advances.append(before - len(d.core.kv.device[0].pool.held))
     assert max(advances) == 8 and len(advances) == 12 and not d.core.kv.device[0].pool.held
+
+
+def test_a_blocked_head_takes_two_portions_a_turn_of_a_long_request_that_has_ended() -> None:
+    d = Driver(rows=3, hbm_pages=420, page_size=4, take_pages=8, step_tokens=2_000)
+    d.arrive(1, range(10), max_new=200)        # a row that goes on
+    d.arrive(2, range(5_000, 6_400), max_new=200)
+    d.retire()
+    d.retire()
+    d.arrive(3, range(9_000, 10_400), max_new=1)
+    d.retire()
+    assert d.phase(3) is Phase.QUEUED
+    d.tell(Aborted(RequestId(2)))
+    pool, turns = d.core.kv.device[0].pool, 0
+    while d.phase(3) is Phase.QUEUED:
+        before = len(pool.held) - pool.loose
+        d.retire()
+        turns += 1
+        assert before - (len(pool.held) - pool.loose) <= 3 * 8       # one portion goes in any turn
+    assert turns > 10
+    d.run()
+    assert 3 in d.finished()

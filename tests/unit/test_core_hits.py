@@ -80,7 +80,9 @@ def test_a_hit_under_way_gives_way_to_who_needs_its_pages() -> None:
         d.retire()
     kv = d.core.kv
     can = kv.device[0].pool.free + kv.arenas[Tier.HBM].loose
-    assert not kv.lacks(Tier.HBM, [can + 8]) and not kv.entering and not kv.returned
+    assert kv.lacks(Tier.HBM, [can + 8]) == 4 and not kv.entering and kv.returned
+    kv.parts_left = 2                          # the next turn
+    assert not kv.lacks(Tier.HBM, [can + 8]) and not kv.returned
     assert d.phase(2) is Phase.QUEUED and d.core.live[RequestId(2)].path == []
     d.run()                                    # it begins anew
     assert d.core.counters["prefix_hbm_hits"] == 4 * PAGES

@@ -10,6 +10,7 @@ from typing import assert_never
 
 from penstock.core import check, faults, lifecycle, retire, schedule
 from penstock.core.kv import allocate, listing, offload, prefetch, promote
+from penstock.core.kv.pages import PARTS
 from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import Phase, Role, Trigger
 from penstock.core.pair.bridge import FromPeer, pairings
@@ -66,7 +67,7 @@ class Core(CoreState):
             self.admission.begin_turn()        # else the last call went to its end
         self._hear(events)
         if events:
-            self.kv.hits_left = self.cfg.hit_pages
+            self.kv.hits_left, self.kv.parts_left = self.cfg.hit_pages, PARTS
             self.kv.leave(all=not self.running)
         if events or not self.running:
             self.kv.tree.give_up_flushed(self.cfg.take_pages)
@@ -79,6 +80,9 @@ class Core(CoreState):
             self.kv.drain()
             idle = (self.edges_taken, self.kv.freed) == before and not self.admission.is_due()
             if plan is None and idle and not self.in_flight:      # no event may come that makes these go on
+                if self.kv.gives_up:           # no more than two portions of that were given up
+                    self.kv.leave(all=True)
+                    continue
                 if self.admission.is_underway and not (self.kv.moves.flying and self.kv.rows.held):
                     self.kv.hits_left = 1 << 60
                     continue

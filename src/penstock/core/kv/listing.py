@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from penstock.core.kv.moves import Moves
+from penstock.core.kv.page_table import PageTable
 from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree, key_under
+from penstock.core.plan import Tier
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
 
@@ -106,6 +108,27 @@ class Matching:
                      and ((t.group.snapshot and end % t.unit)
                           or not all(self.is_reachable(path[(i + 1) * t.unit // size - 1], g, stored)
                                      for i in range(t.begin(end), t.end(end))))), None)
+
+    def node(self, r: Request, t: PageTable, i: int) -> Node | None:
+        """The sealed page that table entry i is, or None for one that is not sealed."""
+        at = (i + 1) * t.unit // self.cfg.page_size - 1
+        return r.path[at] if at < len(r.path) else None
+
+    def host_copy(self, node: Node, g: int, mine: Copy | None = None) -> Copy | None:
+        """The host copy of a page that the device has, or `mine` is, for somebody who needs it on the host:
+        one that is there or on its way. A read from storage is not waited for, it may hang; not even where
+        the device's copy is still being loaded, that ends."""
+        copy = node.good(self.host[g])
+        flight = self.moves.flying.get(copy.filled_by) if copy is not None and not copy.ready else None
+        waits = mine is None and node.good(self.device[g]) is None
+        return copy if waits or flight is None or flight.src.tier is not Tier.DISK else None
+
+    def take_host_copy(self, node: Node, g: int, mine: Copy | None = None) -> Copy | None:
+        """The same for somebody who makes one if there is none: what is still being read is in its way."""
+        copy = self.host_copy(node, g, mine)
+        if copy is None and (read := node.good(self.host[g])) is not None:
+            self.moves.detach(node, self.host[g], read)
+        return copy
 
     def tainted_by(self, r: Request) -> list[Node]:
         """The pages that `r` names, and if it has ever given up its KV all that have its tokens: a step in

@@ -43,7 +43,7 @@ class Shortage(Refused):
 
     tier: Tier
     want: Sequence[int]
-    behind: bool               # fences are all that it waits for
+    behind: bool               # it waits for fences, or for requests that are giving up their pages
     found: Found | None = None     # None: it knew what it has
     seen: tuple[int, ...] = ()     # `Pages.coming` when it gave up
 
@@ -88,6 +88,7 @@ class Headroom(NamedTuple):
 
 
 NONE_LEFT = Headroom()
+PARTS = 2            # of `take_pages`, that are given up in one turn for requests that lack pages
 
 
 class Pages(Matching):
@@ -115,6 +116,7 @@ class Pages(Matching):
         self.returned = deque[Returned]()
         self.entering: dict[Request, Entering] = {}
         self.hits_left = cfg.hit_pages           # of this turn
+        self.parts_left = PARTS                  # the same, of what `leave` gives up for who lacks pages
         self._flush_after: Request | Returned | None = None      # flush again when this one has left
         # Pages of each group that were sealed when the host was full.
         self.late = [deque[Node](maxlen=max(1, cfg.dram_pages)) for _ in cfg.groups]
@@ -162,7 +164,7 @@ class Pages(Matching):
         if not (arena.promises or arena.short(want, promised=False)):
             return True
         if self.lacks(tier, want):
-            return Shortage(tier, want, behind=False)
+            return Shortage(tier, want, self.gives_up)
         self.take_back(tier, want)
         assert not arena.short(want, promised=True), "what was counted could not be had"
         for pool in arena.pools:
@@ -185,17 +187,22 @@ class Pages(Matching):
                        has_pinned: bool = False) -> Literal[True] | Shortage:
         """The same of both tiers: what one lacks costs the other nothing."""
         wants = (Tier.DRAM, host), (Tier.HBM, device)
-        lacking = [Shortage(tier, want, behind=False) for tier, want in wants
+        lacking = [Shortage(tier, want, self.gives_up) for tier, want in wants
                    if (has_pinned or any(want)) and self.lacks(tier, want)]
         return lacking[0] if lacking else self.make_free(*wants[0]) and self.make_free(*wants[1])
 
     def lacks(self, tier: Tier, want: Sequence[int]) -> int:
         """How much is missing for `want`, with all that can be had, also of requests that have ended, and
-        of those that wait and have pinned a part of their prefix, the last first."""
-        while (short := self.arenas[tier].lacks(want)) and (self.leaving or self.returned or self.entering):
-            if not (self.leaving or self.returned):
+        of those that wait and have pinned a part of their prefix, the last first: as much of that as may still
+        be given up in this turn. More comes in the next, see `is_short`."""
+        while (short := self.arenas[tier].lacks(want)) and (self.gives_up or self.entering):
+            if not self.gives_up:
                 self.abandon(next(reversed(self.entering)))
-            self.leave()
+            elif not self.parts_left:
+                break
+            else:
+                self.parts_left -= 1
+                self.leave()
         return short
 
     def is_long(self, r: Request) -> bool:
@@ -213,17 +220,20 @@ class Pages(Matching):
                 return
         while self.leaving:
             r = self.leaving[0]
-            columns = [(space, column) for t, up, down in zip(r.tables, self.device, self.host, strict=True)
-                       for space, column in ((up, t.device), (down, t.host)) if column]
-            for space, column in () if r.path else columns:
-                for copy in cut(column, n):
-                    node = copy.node
-                    self.unpin(r, space, copy)
-                    if node is not None and not self.cfg.prefix_cache:
-                        self.moves.discard_node(node)
-            if r.path:                         # first: what is pinned has no place in an order of eviction
-                self.forget_path(r, max(0, len(r.path) - n))
-            elif not columns:
+            n = max(1, self.cfg.take_pages // 2)      # of its path, and of each of its columns
+            keep = max(0, len(r.path) - n)     # the path first: what is pinned has no place in an order of eviction
+            self.forget_path(r, keep)
+            rest = False
+            for t, up, down in zip(r.tables, self.device, self.host, strict=True):
+                named = keep * self.cfg.page_size // t.unit
+                for space, column in (up, t.device), (down, t.host):
+                    for copy in cut(column, min(n, len(column) - named)) if len(column) > named else ():
+                        node = copy.node
+                        self.unpin(r, space, copy)
+                        if node is not None and not self.cfg.prefix_cache:
+                            self.moves.discard_node(node)
+                    rest = rest or bool(column)
+            if not (rest or r.path):
                 self.leaving.popleft()
                 self._has_left(r)
             if not all:
@@ -241,6 +251,11 @@ class Pages(Matching):
         if not (back.path or back.pins):
             self.returned.remove(back)
             self._has_left(back)
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether requests that have ended, or that waited, still have pages to give up."""
+        return bool(self.leaving or self.returned)
 
     @property
     def hits_most(self) -> int:
@@ -300,7 +315,7 @@ class Pages(Matching):
     def is_short(self, r: Request, shortage: Shortage) -> bool:
         """Whether `r` cannot get these pages yet. False may be wrong: it has to be tried."""
         seen, found = self.coming(shortage.tier), shortage.found
-        if seen[-1] != shortage.seen[-1] or (seen == shortage.seen and (self.leaving or self.returned)):
+        if seen[-1] != shortage.seen[-1] or (seen == shortage.seen and self.gives_up):
             return False                       # it may need less without its prefix; or these give up pages
         more = seen[0] - shortage.seen[0]
         if found is not None:
@@ -469,28 +484,6 @@ class Pages(Matching):
         """Positions that the tables of `r` have pages for."""
         host = place is Place.HOST
         return min([t.unit * len(t.host if host and t.hosted else t.device) for t in r.tables])
-
-    # ---------------------------------------------------------------- what the tree has
-    def node(self, r: Request, t: PageTable, i: int) -> Node | None:
-        """The sealed page that table entry i is, or None for one that is not sealed."""
-        at = (i + 1) * t.unit // self.cfg.page_size - 1
-        return r.path[at] if at < len(r.path) else None
-
-    def host_copy(self, node: Node, g: int, mine: Copy | None = None) -> Copy | None:
-        """The host copy of a page that the device has, or `mine` is, for somebody who needs it on the host:
-        one that is there or on its way. A read from storage is not waited for, it may hang; not even where
-        the device's copy is still being loaded, that ends."""
-        copy = node.good(self.host[g])
-        flight = self.moves.flying.get(copy.filled_by) if copy is not None and not copy.ready else None
-        waits = mine is None and node.good(self.device[g]) is None
-        return copy if waits or flight is None or flight.src.tier is not Tier.DISK else None
-
-    def take_host_copy(self, node: Node, g: int, mine: Copy | None = None) -> Copy | None:
-        """The same for somebody who makes one if there is none: what is still being read is in its way."""
-        copy = self.host_copy(node, g, mine)
-        if copy is None and (read := node.good(self.host[g])) is not None:
-            self.moves.detach(node, self.host[g], read)
-        return copy
 
     def is_complete(self, r: Request) -> bool:
         """Whether a parked request still has all that it was parked with."""

@@ -198,7 +198,7 @@ class Admission:
         given way twice: what keeps a row from the host may make it give way."""
         core, kv = self.core, self.core.kv
         shortages = [s for s in self.shortages_of(r) if s.tier is Tier.HBM and core.cfg.sparse]
-        if not shortages or reclaim.leaving(core) or core.by_phase[Phase.STAGING]:
+        if not shortages or kv.gives_up or reclaim.leaving(core) or core.by_phase[Phase.STAGING]:
             return
         short = min([kv.arenas[s.tier].short(s.want, promised=True) for s in shortages])
         taken, step, lacked = self._vain       # looking again walks the ends of tables, and some whole

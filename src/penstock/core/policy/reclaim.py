@@ -76,7 +76,7 @@ def promised(core: CoreState, tier: Tier = Tier.HBM, taken: Taken | None = None)
     that has ended: that takes as long as it takes. taken: of the step that is being planned, in which the
     walks over copies and windows are taken once."""
     kv = core.kv
-    if kv.leaving or any([pool.in_limbo > pool.away for pool in kv.arenas[tier].pools]):
+    if kv.gives_up or any([pool.in_limbo > pool.away for pool in kv.arenas[tier].pools]):
         return True
     if tier is Tier.HBM and (core.by_phase[Phase.STAGING] or leaving(core)):
         return True
