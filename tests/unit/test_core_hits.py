@@ -80,6 +80,7 @@ def test_a_hit_under_way_gives_way_to_who_needs_its_pages() -> None:
         d.retire()
     kv = d.core.kv
     can = kv.device[0].pool.free + kv.arenas[Tier.HBM].loose
+    kv.parts_left = 2
     assert kv.lacks(Tier.HBM, [can + 8]) == 4 and not kv.entering and kv.returned
     kv.parts_left = 2                          # the next turn
     assert not kv.lacks(Tier.HBM, [can + 8]) and not kv.returned

@@ -80,7 +80,7 @@ class Core(CoreState):
             self.kv.drain()
             idle = (self.edges_taken, self.kv.freed) == before and not self.admission.is_due()
             if plan is None and idle and not self.in_flight:      # no event may come that makes these go on
-                if self.kv.gives_up:           # no more than two portions of that were given up
+                if self.kv.gives_up:           # no more than PARTS portions of that were given up
                     self.kv.leave(all=True)
                     continue
                 if self.admission.is_underway and not (self.kv.moves.flying and self.kv.rows.held):

@@ -88,7 +88,7 @@ class Headroom(NamedTuple):
 
 
 NONE_LEFT = Headroom()
-PARTS = 2            # of `take_pages`, that are given up in one turn for requests that lack pages
+PARTS = 8            # of `take_pages`, that are given up in one turn for requests that lack pages
 
 
 class Pages(Matching):
