@@ -1,7 +1,6 @@
 """Commands as forks of a process with all imports done, and as programs of their own."""
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -18,7 +17,7 @@ def test_a_fork_prints_and_ends_as_exec_does(tmp_path, monkeypatch, words, code)
         monkeypatch.setattr(preloaded, "on", on)
         before = preloaded.forks
         done = subprocess.run([sys.executable, "-m", "penstock.cli.main", *words], cwd=tmp_path, capture_output=True,
-                              text=True, env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)})
+                              text=True, env={**preloaded.environ, "XDG_CACHE_HOME": str(tmp_path)})
         said.append((done.returncode, done.stdout, done.stderr))
         assert preloaded.forks - before == on
     assert said[0] == said[1] and said[0][0] == code and "".join(said[0][1:])

@@ -40,6 +40,7 @@ ROOM = 2000                         # bytes in /proc/PID/cmdline for a child's o
 _by_exec = subprocess.Popen._execute_child
 _lock = threading.Lock()
 _template: socket.socket | None = None
+environ: dict[str, str] = {}                # of this process when `install` was called
 _imported_with: dict[str, str] = {}
 on = True
 forks = 0                           # that this process has started
@@ -50,7 +51,13 @@ def read_at_imports(env: dict[str, str]) -> dict[str, str]:
 
 
 def install() -> None:
-    """In a test process: the template is started by the first start that can use it."""
+    """In a test process: the template is started by the first start that can use it.
+
+    Starts with other values of READ_AT_IMPORTS than this process has now go by exec.
+    """
+    global environ, _imported_with
+    environ = {**os.environ}
+    _imported_with = read_at_imports(environ)
     subprocess.Popen._execute_child = _execute_child
 
 
@@ -103,19 +110,19 @@ def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd,
 
 def _prepared(env: dict[str, str]) -> bool:
     """Is there a template for a child with this environment? The first is started by exec."""
-    global _template, _imported_with
+    global _template
+    if read_at_imports(env) != _imported_with:
+        return False
     with _lock:
-        if _template is None and not _imported_with:
+        if _template is None and not _started:
             ours, theirs = socket.socketpair()
-            _imported_with = read_at_imports(env)
             with theirs:
                 _started.append(subprocess.Popen([sys.executable, "-P", __file__, str(theirs.fileno()), " " * ROOM],
                                                  pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
                                                  stdout=subprocess.DEVNULL, env=env))
             # A process that cannot be one, for instance with a thread of OpenBLAS, has said so and ended.
             _template = ours if ours.recv(1) else None
-    # What this process has set since for its children is not an import's.
-    return _template is not None and read_at_imports(env) == _imported_with
+    return _template is not None
 
 
 _started: list[subprocess.Popen[bytes]] = []        # not collected: it ends with this process

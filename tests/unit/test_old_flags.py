@@ -91,6 +91,7 @@ def test_old_name_of_the_body_field_is_taken_and_both_are_refused() -> None:
 
 
 def test_old_variables_of_the_secret_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PENSTOCK_CLUSTER_KEY", raising=False)
     monkeypatch.setenv("PENSTOCK_PAIR_KEY", "p" * 16)
     monkeypatch.setenv("PENSTOCK_NODE_KEY", "n" * 16)
     assert (pair_key(ClusterConfig()), node_key(ClusterConfig())) == (b"p" * 16, b"n" * 16)
