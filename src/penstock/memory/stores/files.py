@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from penstock.config.base.errors import ConfigError
+from penstock.config.settings.pairkey import SECRET_VARIABLES
 from penstock.memory.stores.objects import (
     FORMAT,
     HEADER,
@@ -301,7 +302,9 @@ class Files(Bounded):
         paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
         done = subprocess.run(
             [sys.executable, "-P", "-c", _SWEEP, *words], stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))})
+            start_new_session=True,          # Ctrl-C is for the server, which drains first
+            env={**{name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES},
+                 "PYTHONPATH": os.pathsep.join(filter(None, paths))})
         if done.returncode:
             last = done.stderr.strip().rpartition("\n")[2]
             raise OSError(errno.EIO, f"the sweep of {self.root} failed: {last}")
