@@ -155,6 +155,7 @@ def test_any_stages_overlap_and_tiers_say_the_same(model, dense, selected, pp, s
 
 
 @pytest.mark.sweep
+@pytest.mark.by_exec      # a fork's peak of memory begins with that of its parent
 def test_the_demo_model_on_two_stages_decodes_from_host_pages_as_one_rank_does():
     """And a stage takes the memory of its own weights, while it loads and after."""
     prompts = {rid: tuple((rid * 31 + i * i * 7 + i) % 9973 for i in range(100 + 60 * rid))
