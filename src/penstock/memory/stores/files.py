@@ -300,11 +300,11 @@ class Files(Bounded):
         takes a second of Python, which would delay every turn of this process."""
         words = str(self.root), "" if quota is None else str(quota), str(room)
         paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
+        ours = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         done = subprocess.run(
             [sys.executable, "-P", "-c", _SWEEP, *words], stdin=subprocess.DEVNULL, capture_output=True, text=True,
             start_new_session=True,          # Ctrl-C is for the server, which drains first
-            env={**{name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES},
-                 "PYTHONPATH": os.pathsep.join(filter(None, paths))})
+            env={name: value for name, value in ours.items() if name not in SECRET_VARIABLES})
         if done.returncode:
             last = done.stderr.strip().rpartition("\n")[2]
             raise OSError(errno.EIO, f"the sweep of {self.root} failed: {last}")
