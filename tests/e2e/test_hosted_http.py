@@ -58,7 +58,7 @@ def text(seed: int, tokens: int) -> str:
 
 
 SCENES = [
-    pytest.param(Scene(page_bytes=PAGE_BYTES, budgets=(160, 96), tokens=600, long=1600, new=120, prompt=ids,
+    pytest.param(Scene(page_bytes=PAGE_BYTES, budgets=(160, 96), tokens=600, long=1600, new=200, prompt=ids,
                        flags=("--load-format", "dummy")), id="tiny"),
     pytest.param(Scene(page_bytes=DEMO_PAGE_BYTES, budgets=(192, 128), tokens=800, long=2400, new=40,
                        prompt=text), id="demo", marks=pytest.mark.sweep),
@@ -109,8 +109,7 @@ def test_twelve_requests_run_on_a_device_that_holds_five(serve, scene, tmp_path)
         with ThreadPoolExecutor(12) as pool:
             together = list(pool.map(lambda prompt: ask(http, scene, prompt), prompts))
         steps = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
-        # One may end before the last begins.
-        assert max(len(e["rids"]) for e in steps if e["kind"] == "StepPlan") >= 10
+        assert max(len(e["rids"]) for e in steps if e["kind"] == "StepPlan") == 12
         alone = [ask(http, scene, prompt) for prompt in prompts]
         dense = ask(http, scene, prompts[-1], sparse_top_k=0)
         info = http.get("/server_info").text

@@ -15,6 +15,7 @@ from penstock.api.completions import as_api_error
 from penstock.api.protocol.openai import ChatRequest, CompletionRequest, parse
 from penstock.config.base.errors import RequestError
 from penstock.config.request.grammar import ANY_OBJECT, Grammar
+from penstock.config.settings.pairkey import helper_environment
 from penstock.text import helper
 from penstock.text.chat import ChatTemplate
 from penstock.text.grammar import check as grammars
@@ -139,7 +140,7 @@ def kills(monkeypatch):
 
 
 def test_a_helper_imports_the_package_of_its_server():
-    first = helper._environment()["PYTHONPATH"].split(os.pathsep)[0]
+    first = helper_environment()["PYTHONPATH"].split(os.pathsep)[0]
     assert Path(first, "penstock", "text", "helper.py").samefile(helper.__file__)
 
 

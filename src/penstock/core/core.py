@@ -97,7 +97,7 @@ class Core(CoreState):
 
     @property
     def flushing(self) -> bool:
-        """Whether `advance` without events gives up more of what was flushed: while nobody runs, whose turns
+        """Whether `advance` without events gives up more of what was flushed: while no request runs, whose turns
         do that as well."""
         return bool(self.kv.tree.to_flush) and not self.running
 

@@ -6,17 +6,15 @@ Owns its start, the frames to it, its time, and its end. Knows nothing of what i
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 from penstock.config.base.errors import ConfigError
-from penstock.config.settings.pairkey import SECRET_VARIABLES
+from penstock.config.settings.pairkey import helper_environment
 from penstock.text.frames import receive, send
 
 START_S_MAX = 60.0
@@ -90,7 +88,7 @@ class Aside:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", self._module, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=_environment(),
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=helper_environment(),
                 start_new_session=True)      # Ctrl-C is for the server, which drains first
         ours.settimeout(START_S_MAX)
         self._link = ours
@@ -125,11 +123,3 @@ class Aside:
                 self._process.kill()
             self._process.wait()
             self._process = None
-
-
-def _environment() -> dict[str, str]:
-    """Ours without secrets, and where this package was imported from: `-P` keeps the current folder out."""
-    root = str(Path(__file__).parents[2])
-    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    ours = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
-    return {name: value for name, value in ours.items() if name not in SECRET_VARIABLES}

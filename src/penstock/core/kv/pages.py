@@ -286,7 +286,7 @@ class Pages(Matching):
             self._return(back, len(back.pins) + len(back.path))
 
     def flush(self) -> None:
-        """Nobody finds from now on what no request needs; `give_up_flushed` gives it up."""
+        """Hide from lookups what no request needs; `give_up_flushed` frees it."""
         self.tree.flush()
         queue = self.leaving or self.returned            # `leave` goes on with the second first
         self._flush_after = queue[-1] if queue else None

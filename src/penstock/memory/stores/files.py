@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from penstock.config.base.errors import ConfigError
-from penstock.config.settings.pairkey import SECRET_VARIABLES
+from penstock.config.settings.pairkey import helper_environment
 from penstock.memory.stores.objects import (
     FORMAT,
     HEADER,
@@ -299,12 +299,10 @@ class Files(Bounded):
         """See `Folder.sweep`. It runs in a process of its own, at low priority: a listing of 100,000 objects
         takes a second of Python, which would delay every turn of this process."""
         words = str(self.root), "" if quota is None else str(quota), str(room)
-        paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
-        ours = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         done = subprocess.run(
             [sys.executable, "-P", "-c", _SWEEP, *words], stdin=subprocess.DEVNULL, capture_output=True, text=True,
             start_new_session=True,          # Ctrl-C is for the server, which drains first
-            env={name: value for name, value in ours.items() if name not in SECRET_VARIABLES})
+            env=helper_environment())
         if done.returncode:
             last = done.stderr.strip().rpartition("\n")[2]
             raise OSError(errno.EIO, f"the sweep of {self.root} failed: {last}")
