@@ -1,10 +1,10 @@
 """Where the time of a long prompt goes: three layers of W1's shape, one prompt after another of each length.
 
     PYTHONPATH=src python bench/device/prompts.py OUT [--tokens 32768 131072] [--index-dtype fp8_e4m3]
-        [--async-scheduling]
+        [--overlap]
 
 `seconds` is the engine's, from a request to its token, planning included; `kernels`: by torch's profiler,
-launches and us. --async-scheduling: the share of tokens that fp8 keys choose as bfloat16 keys do, by layer of both.
+launches and us. --overlap: the share of tokens that fp8 keys choose as bfloat16 keys do, by layer of both.
 """
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--tokens", nargs="+", type=int, default=[32768])
     parser.add_argument("--index-dtype", default="bfloat16")
-    parser.add_argument("--async-scheduling", action="store_true")
+    parser.add_argument("--overlap", action="store_true")
     args = parser.parse_args()
     if args.overlap:
         rows = [overlap(work, args.tokens[0]) for work in latent.WORK]
