@@ -2,16 +2,22 @@
 the longest gap of a request that streams beside it.
 
     PYTHONPATH=src python bench/device/first_steps.py OUT [--servers latent gqa pd ...] [--warm]
+    PYTHONPATH=src python bench/device/first_steps.py OUT --delivered latent gqa [--page-sizes 64 16]
 
 Six layers of DeepSeek-V3.2's shape (bench/device/latent.py) and 36 of Qwen3-8B's (direct.py), dummy weights,
 prompts as token ids; each server begins with an empty cache of compiled kernels. A row of the result has
 both times of the first and of the second of a kind, their ratios (1.3 is the goal), and how many kernels the
 engine compiled meanwhile (`penstock:executor_compiled_total`).
+
+The second: first tokens of prompts of 32,768 tokens, one at a time, of one engine and then of a prefill and a
+decode instance. `push_share` is the part of the pair's first token between the end of a prompt's last step and
+the last byte of its KV on its way (`penstock:prefill_pair_tail_seconds_total`).
 """
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -19,17 +25,18 @@ import re
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import IO, Any
 
-from direct import QWEN3_8B, write
+from direct import QWEN3_8B, spread, write
 from latent import CONFIG as LATENT
-from serving import serving
+from serving import Server, serving
 
 BESIDE = 30_000                 # tokens of the stream beside, at most
-COMMON = ("--device", "cuda", "--load-format", "dummy", "--max-num-seqs", "64", "--page-size", "64")
+COMMON = ("--device", "cuda", "--load-format", "dummy", "--max-num-seqs", "64")
 ALWAYS = ("--host-decode", "always", "--kv-offloading-size", "16G")
 SERVERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "latent": (LATENT, ("--kv-cache-memory-bytes", "12G", "--kv-offloading-size", "4G", "--host-decode", "off")),
@@ -41,8 +48,12 @@ SERVERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "gqa-drafts": (QWEN3_8B, ("--kv-cache-memory-bytes", "24G", "--speculative-method", "ngram")),
     "gqa-offloaded": (QWEN3_8B, ("--kv-cache-memory-bytes", "12G", *ALWAYS, "--sparse-top-k", "2048")),
     "pd": (LATENT, ("--prefill-replicas", "1", "--decode-replicas", "1", "--kv-cache-memory-bytes", "4G", *ALWAYS)),
+    "pd-gqa": (QWEN3_8B, ("--prefill-replicas", "1", "--decode-replicas", "1", "--kv-cache-memory-bytes", "12G")),
     "float32": (LATENT, ("--dtype", "float32", "--kv-cache-memory-bytes", "12G", "--host-decode", "off")),
 }
+# Of --delivered: the server of one engine, and of a pair.
+DELIVERED = {"latent": ("latent", "pd"), "gqa": ("gqa", "pd-gqa")}
+DELIVERED_TOKENS, DELIVERED_TURNS = 32_768, 6
 
 
 async def stream(url: str, body: dict[str, Any], times: list[float]) -> None:
@@ -93,10 +104,69 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def compiled(url: str) -> int:
+def counted(url: str, name: str) -> float:
+    """A counter of all engines; name: without what stands in front and behind."""
     with urllib.request.urlopen(url + "/metrics", timeout=60) as answer:
-        return int(sum(float(n) for n in re.findall(
-            r"^penstock:\S*executor_compiled_total\S* (\S+)$", answer.read().decode(), re.M)))
+        return sum(float(n) for n in re.findall(
+            rf"^penstock:\S*{name}_total\S* (\S+)$", answer.read().decode(), re.M))
+
+
+def compiled(url: str) -> int:
+    return int(counted(url, "executor_compiled"))
+
+
+async def first_tokens(url: str, rng: random.Random) -> dict[str, Any]:
+    """Of prompts that no engine has seen; two before them compile what is not compiled yet."""
+    took: list[float] = []
+    names = [f"prefill_pair_{name}" for name in ("tail_seconds", "tail_bytes", "sent_bytes", "sent_frames",
+                                                 "send_seconds")]
+    before: list[float] = []
+    for turn in range(-2, DELIVERED_TURNS):
+        if turn == 0:
+            before = [counted(url, name) for name in names]
+        times: list[float] = []
+        await stream(url, of(rng, DELIVERED_TOKENS, 8), times)
+        if turn >= 0:
+            took.append(times[1] - times[0])
+    tail_s, tail_bytes, sent, frames, send_s = (counted(url, name) - was
+                                                for name, was in zip(names, before, strict=True))
+    row: dict[str, Any] = {"first_s": spread(took)}
+    if sent:
+        row |= {"push_ms": 1e3 * tail_s / len(took), "push_share": tail_s / len(took) / median(took),
+                "tail_bytes_share": tail_bytes / sent, "prompt_bytes": sent / len(took),
+                "us_a_frame": 1e6 * send_s / frames, "frame_bytes": sent / frames, "send_GB_s": sent / send_s / 1e9}
+    return row
+
+
+def delivered(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    for name in args.delivered:
+        for size in args.page_sizes:
+            found = []
+            for server in DELIVERED[name]:
+                with tempfile.TemporaryDirectory() as folder:
+                    log = args.out / f"delivered-{server}-{size}.log"
+                    with open(log, "w") as file, started(Path(folder), server, "--page-size", str(size),
+                                                         stderr=file) as at:
+                        found.append(asyncio.run(first_tokens(at.url, random.Random(1))))
+                rows.append({"server": server, "page_size": size, **found[-1]})
+                print(json.dumps(rows[-1]), flush=True)
+            one, pair = (row["first_s"]["median"] for row in found)
+            rows.append({"delivered": name, "page_size": size, "added_s": pair - one, "added_share": 1 - one / pair,
+                         "push_share": found[1].get("push_share")})
+            print(json.dumps(rows[-1]), flush=True)
+
+
+@contextlib.contextmanager
+def started(folder: Path, name: str, *flags: str, stderr: IO[str] | None = None) -> Iterator[Server]:
+    """A server of SERVERS, whose model is made in `folder` if it is not there."""
+    config, own = SERVERS[name]
+    model = folder / "model"
+    if not model.exists():
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16", "eos_token_id": 0} | config))
+        tokenizer(model)
+    with serving(*COMMON, *own, *flags, model=str(model), stderr=stderr) as server:
+        yield server
 
 
 async def once(url: str, requests: list[dict[str, Any]], beside: list[float]) -> dict[str, float]:
@@ -163,29 +233,29 @@ def main() -> None:
     parser.add_argument("--servers", nargs="+", choices=list(SERVERS), default=list(SERVERS)[:5])
     parser.add_argument("--name", default="first-steps", help="of the file in OUT")
     parser.add_argument("--warm", action="store_true", help="start each server once more, and only start it")
+    parser.add_argument("--delivered", nargs="+", choices=list(DELIVERED))
+    parser.add_argument("--page-sizes", nargs="+", type=int, default=[64], help="of --delivered")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
+    if args.delivered:
+        delivered(args, rows)
+        write("delivered", args.out, rows, shown=False)
+        return
     for name in args.servers:
-        config, flags = SERVERS[name]
         with tempfile.TemporaryDirectory() as folder:
             # No kernel has been compiled before on this machine.
             os.environ["TRITON_CACHE_DIR"] = folder + "/triton"
             os.environ["XDG_CACHE_HOME"] = folder + "/cache"
-            model = Path(folder, "model")
-            model.mkdir()
-            own = {"torch_dtype": "bfloat16", "eos_token_id": 0} | config
-            (model / "config.json").write_text(json.dumps(own))
-            tokenizer(model)
             log = open(args.out / f"{args.name}-{name}.log", "w")
-            most = 120_000 if config is LATENT else 32_000
-            with log, serving(*COMMON, *flags, model=str(model), stderr=log) as server:
+            most = 120_000 if SERVERS[name][0] is LATENT else 32_000
+            with log, started(Path(folder), name, "--page-size", "64", stderr=log) as server:
                 rows.append({"server": name, "kind": "ready, cold", "ready_s": round(server.ready_s, 1),
                              "warm_seconds": server.get("/server_info").get("warm_seconds")})
                 print(rows[-1], flush=True)
                 asyncio.run(measure(server.url, most, rows, name))
             if args.warm:
-                with serving(*COMMON, *flags, model=str(model)) as server:
+                with started(Path(folder), name, "--page-size", "64") as server:
                     rows.append({"server": name, "kind": "ready, warm", "ready_s": round(server.ready_s, 1)})
                     print(rows[-1], flush=True)
         write(args.name, args.out, rows)

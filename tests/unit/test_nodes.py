@@ -26,7 +26,7 @@ from penstock.exec.pipeline.far import NodePages, Nodes
 from penstock.exec.pipeline.nodes import NodeLink, Stranger, weights_of
 from penstock.exec.step.links import nodes_of
 from penstock.memory.pool import PageLayout
-from penstock.transfer.layout import Piece
+from penstock.transfer.pages import Span
 from penstock.transfer.streams import LinkSettings, dial
 
 KEY = b"0123456789abcdef"
@@ -312,9 +312,9 @@ def test_layers_of_a_page_are_counted_from_the_first_one_that_a_node_has():
     pages = NodePages(SimpleNamespace(layouts=[whole]), [*zip(map(node, (1, 2)), caches, strict=True)], None)
     for layer in range(4):
         data = memoryview(bytearray([layer] * (whole.unit_bytes // 4)))
-        pages.write(Tier.DRAM, Group(0), 5, Piece(layer, 1, 0, 1), 0, data)
+        pages.write(Tier.DRAM, Group(0), range(layer, layer + 1), [Span(5, 0, 1)], data)
         out = memoryview(bytearray(len(data)))
-        pages.read(Tier.DRAM, Group(0), 5, Piece(layer, 1, 0, 1), 0, out)
+        pages.read(Tier.DRAM, Group(0), range(layer, layer + 1), [Span(5, 0, 1)], out)
         assert out == data
     assert list(kept) == [(1, (0, 1, 0, 1)), (1, (1, 1, 0, 1)), (2, (0, 1, 0, 1)), (2, (1, 1, 0, 1))]
 

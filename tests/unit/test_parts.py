@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import json
-import math
 import threading
 from dataclasses import replace
 from typing import Any
@@ -35,7 +34,7 @@ from penstock.model.weights.fp8 import quantises, read_blocks
 from penstock.model.weights.locate import locate
 from penstock.model.weights.slots import Slots
 from penstock.transfer.layout import Piece
-from penstock.transfer.pages import PoolPages
+from penstock.transfer.pages import PoolPages, Span
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 136,
@@ -189,11 +188,13 @@ class Here:
 
     def ask(self, message: Any) -> bytes:
         asked = message(1)
-        at = Tier(asked.tier), Group(asked.group), asked.page, Piece(*asked.piece), asked.offset
+        piece = Piece(*asked.piece)
+        at = Tier(asked.tier), Group(asked.group), piece.of_layers, [Span(asked.page, asked.offset, piece.units)]
         if isinstance(asked, Write):
             self._pages.write(*at, memoryview(asked.body))
             return b""
-        found = bytearray(math.prod(next(iter(self._pages._views(*at)))[2]))
+        whole = self._pages._pools[at[:2]][0][0].part.whole
+        found = bytearray(piece.layers * piece.units * whole.unit_bytes // whole.num_layers)
         self._pages.read(*at, memoryview(found))
         return bytes(found)
 

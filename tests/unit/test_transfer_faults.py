@@ -168,13 +168,14 @@ def older_epoch() -> None:
     """A frame of a connection that is over, when the same transfer and generation is granted again."""
     pools = Pools(8, ((5,), (4,)))
     page = pools.page(Tier.DRAM, KV, 0)
-    landings = Landings(pools.facts("decode", ((5,), (4,)), {}), PoolPages(pools.stages))
+    facts = pools.facts("decode", ((5,), (4,)), {})
+    landings = Landings(facts, PoolPages(pools.stages))
     move = Move(MoveId(1), KV, Tier.PEER, (), Tier.DRAM, (DramPage(page),), 8, StepId(0), 0, 1, 1)
     payload = memoryview(bytes(range(64)) * 10)                 # four units of five layers
     frame = PageFrame(PageHead(1, 1, 0, Piece(0, 5, 0, 4), checksum(payload)), payload)
     for epoch in (1, 2):
         landings.end()
-        landings.begin(epoch)
+        landings.begin(epoch, facts)
         landings.grant(epoch, move)
     landings.grant(1, move)                                     # nor is a grant of that epoch one of this
     landings.land(1, frame)
@@ -223,17 +224,22 @@ class Bug:
 
 def _of_another_page(right: Callable) -> Callable:
     """Selector state of the page before, of those that it has."""
-    def place(group, first, pages, piece):
-        page, offset = right(group, first, pages, piece)
-        return (pages[max(0, pages.index(page) - 1)] if group.unit > 1 else page), offset
+    def place(group, there, first, pages, piece):
+        spans = right(group, there, first, pages, piece)
+        if group.unit == 1:
+            return spans
+        return [span._replace(page=pages[max(0, pages.index(span.page) - 1)]) for span in spans]
     return place
 
 
 def _kv_units(right: Callable) -> Callable:
     """Selector state mapped as if its pages had as many units as pages of KV."""
-    def place(group, first, pages, piece):
-        size = group.page_size
-        return pages[min(len(pages) - 1, piece.unit // size - first // size)], piece.unit % group.page_units
+    def place(group, there, first, pages, piece):
+        spans, size, unit = [], group.page_size, piece.unit
+        for span in right(group, there, first, pages, piece):
+            spans.append(span._replace(page=pages[min(len(pages) - 1, unit // size - first // size)]))
+            unit += span.units
+        return spans
     return place
 
 

@@ -14,8 +14,8 @@ from penstock.memory.pool import PageLayout, Part
 from penstock.model.parts import Lane
 from penstock.transfer.facts import group_facts
 from penstock.transfer.landing import place
-from penstock.transfer.layout import Piece, Progress, pieces, rectangles, whole_units
-from penstock.transfer.pages import PoolPages
+from penstock.transfer.layout import Piece, Progress, page_parts, pieces, rectangles, whole_units
+from penstock.transfer.pages import PoolPages, Span
 
 STAGES = ((3,), (1, 2), (2, 1), (1, 1, 1), (0, 3), (1, 0, 2))
 
@@ -43,18 +43,41 @@ def test_rectangles_are_in_one_stage_of_both_and_hold_each_layer_once(ours, thei
 @pytest.mark.parametrize("b", [1, 2, 3, 4])
 def test_pieces_hold_each_layer_of_each_unit_once_in_an_order_that_is_taken(a: int, b: int) -> None:
     for first, count, limit, ours, theirs in product(
-            (0, 4, 12), range(10), (10, 20, 30, 70, 1000), STAGES[:4], STAGES[:4]):
+            (0, 4, 12), range(10), (10, 20, 30, 70, 130, 1000), STAGES[:4], STAGES[:4]):
         units = range(first, first + count)
         seen = []
-        here, there = (Progress(units, n, rectangles(s, s)) for n, s in ((a, ours), (b, theirs)))
+        here, there = (Progress(units, rectangles(s, s)) for s in (ours, theirs))
         for p in pieces(units, (a, b), rectangles(ours, theirs), 10, limit):
             assert p.layers * p.units * 10 <= limit
             assert not here.done
-            here.take(p)                        # neither end finds it across its pages or stages
+            here.take(p)                        # neither end finds it across its stages
             there.take(p)
             seen += product(range(p.unit, p.unit + p.units), range(p.layer, p.layer + p.layers))
         assert here.done and there.done
         assert sorted(seen) == sorted(product(units, range(3)))
+
+
+@pytest.mark.parametrize(("units", "page_units", "layers", "limit", "want"), [
+    (range(12), (4, 4), [range(3)], 1000, [Piece(0, 3, 0, 12)]),                # all of it fits
+    (range(12), (4, 4), [range(3)], 290, [Piece(0, 3, 0, 8), Piece(0, 3, 8, 4)]),       # two pages fit
+    (range(2, 15), (4, 4), [range(3)], 240, [Piece(0, 3, 2, 6), Piece(0, 3, 8, 7)]),    # parts of pages
+    (range(2, 15), (4, 4), [range(3)], 200, [Piece(0, 3, 2, 6), Piece(0, 3, 8, 4), Piece(0, 3, 12, 3)]),
+    (range(12), (8, 4), [range(3)], 250, [Piece(0, 3, 0, 8), Piece(0, 3, 8, 4)]),       # half a page here
+    (range(8), (4, 4), [range(1), range(1, 3)], 1000, [Piece(0, 1, 0, 8), Piece(1, 2, 0, 8)]),
+    (range(8), (4, 4), [range(1), range(1, 3)], 100, [Piece(0, 1, 0, 4), Piece(1, 2, 0, 4),
+                                                      Piece(0, 1, 4, 4), Piece(1, 2, 4, 4)]),
+    (range(8), (4, 4), [range(3)], 90, [Piece(0, 2, 0, 4), Piece(2, 1, 0, 4),   # a page does not fit
+                                        Piece(0, 2, 4, 4), Piece(2, 1, 4, 4)])])
+def test_a_piece_is_as_many_pages_as_fit_its_limit(units, page_units, layers, limit: int, want) -> None:
+    assert list(pieces(units, page_units, layers, 10, limit)) == want
+
+
+@pytest.mark.parametrize(("page_units", "want"), [
+    ((4, 4), [range(2, 4), range(4, 8), range(8, 11)]), ((4, 16), [range(2, 4), range(4, 8), range(8, 11)]),
+    ((16, 16), [range(2, 11)]), ((4, 6), [range(2, 4), range(4, 6), range(6, 8), range(8, 11)])])
+def test_parts_of_a_piece_are_in_one_page_of_both_ends(page_units: tuple[int, int], want: list[range]) -> None:
+    assert list(page_parts(2, 9, page_units)) == want
+    assert list(page_parts(2, 9, page_units[::-1])) == want
 
 
 def test_a_grant_takes_a_piece_only_when_it_is_next() -> None:
@@ -65,8 +88,8 @@ def test_a_grant_takes_a_piece_only_when_it_is_next() -> None:
         for wrong in {p for q in (*order, Piece(0, 1, 11, 1), Piece(0, 1, 3, 1), Piece(3, 1, 4, 1))
                       for p in (q, q._replace(layer=q.layer + 1), q._replace(unit=q.unit + 1),
                                 q._replace(unit=q.unit - 1), q._replace(layers=3), q._replace(layers=0),
-                                q._replace(units=0), q._replace(units=5))} - {right}:
-            progress = Progress(units, 4, rectangles(stages, stages))
+                                q._replace(units=0), q._replace(units=5), q._replace(units=8))} - {right}:
+            progress = Progress(units, rectangles(stages, stages))
             for p in order[:i]:
                 progress.take(p)
             try:
@@ -76,12 +99,12 @@ def test_a_grant_takes_a_piece_only_when_it_is_next() -> None:
                 continue
             # Another cut of the same layers and units is as good: what is left out of it comes next.
             assert (wrong.unit, wrong.layer) == (right.unit, right.layer)
-            assert wrong.layers <= 2 and wrong.unit // 4 == (wrong.unit + wrong.units - 1) // 4
+            assert wrong.layers <= 2 and wrong.unit + wrong.units <= units.stop
 
 
 def test_a_grant_that_lacks_its_last_piece_is_not_done() -> None:
     order = list(pieces(range(5), (2, 2), [range(3)], 10, 20))
-    progress = Progress(range(5), 2, rectangles([3], [3]))
+    progress = Progress(range(5), rectangles([3], [3]))
     for p in order[:-1]:
         progress.take(p)
         assert not progress.done
@@ -112,8 +135,9 @@ def fill(ranks: list[list[HbmPool]], pages: list[int], first: int, value) -> Non
 @pytest.mark.parametrize(("ours", "theirs"), [((3,), (3,)), ((1, 2), (3,)), ((2, 1), (1, 2)),
                                               ((3,), (1, 1, 1))])
 @pytest.mark.parametrize(("tp_a", "tp_b"), [(1, 1), (2, 1), (1, 3), (3, 2), (2, 5), (5, 2)])
+@pytest.mark.parametrize("cells", [5, 50, 1000])            # of a piece: some layers of a page, two pages, all
 def test_bytes_arrive_where_their_position_is(size_a: int, size_b: int, unit: int, ours, theirs, tp_a: int,
-                                              tp_b: int) -> None:
+                                              tp_b: int, cells: int) -> None:
     """Page sizes, stages, lanes and units: what is read at a position there was written at it here, on each
     lane that has its head."""
     start, tokens, first = 48, 21, 48 // unit
@@ -127,13 +151,34 @@ def test_bytes_arrive_where_their_position_is(size_a: int, size_b: int, unit: in
     fill(from_, pages[0], first, lambda layer, head, u: 100 * u + 10 * head + layer)
     fill(to, pages[1], first, lambda layer, head, u: -1)
     for p in pieces(units, (facts[0].page_units, facts[1].page_units), rectangles(ours, theirs),
-                    facts[0].cell_bytes, 5 * facts[0].cell_bytes):
+                    facts[0].cell_bytes, cells * facts[0].cell_bytes):
         out = memoryview(bytearray(p.layers * p.units * facts[0].cell_bytes))
-        page, offset = place(facts[0], start, pages[0], p)
-        source.read(Tier.HBM, Group(0), page, p, offset, out)
-        page, offset = place(facts[1], start, pages[1], p)
-        target.write(Tier.HBM, Group(0), page, p, offset, out)
+        source.read(Tier.HBM, Group(0), p.of_layers, place(*facts, start, pages[0], p), out)
+        target.write(Tier.HBM, Group(0), p.of_layers, place(*facts[::-1], start, pages[1], p), out)
     want = pools(b, theirs, tp_b)
     fill(want, pages[1], first, lambda layer, head, u: 100 * u + 10 * head + layer if u in units else -1)
     for [pool], [right] in zip(to, want, strict=True):
         assert torch.equal(pool.pages, right.pages)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stride", [0, 64], ids=["pages next to one another", "a gap between pages"])
+@pytest.mark.parametrize("pages", [[52, 53, 54], [57, 51, 54], [50, 51, 56]])
+@pytest.mark.parametrize("pinned", [True, False])
+def test_pages_of_a_gpu_are_read_and_written_in_one_call(stride: int, pages: list[int], pinned: bool) -> None:
+    """Three whole pages and the beginning of one."""
+    layout = PageLayout(num_layers=3, num_kv_heads=2, page_size=4, head_dim=8, dtype=torch.int16)
+    every = [HbmPool(layout, 8, base=50, page_stride=layout.page_bytes + stride, memory=torch.zeros(
+        8 * (layout.page_bytes + stride), dtype=torch.uint8, device="cuda")) for _ in range(2)]
+    fill([[every[0]]], list(range(50, 58)), 0, lambda layer, head, u: 100 * u + 10 * head + layer)
+    spans = [*(Span(page, 0, 4) for page in pages), Span(55, 0, 3)]
+    data = torch.zeros(15 * layout.unit_bytes, dtype=torch.uint8, pin_memory=pinned)
+    source, target = (PoolPages([[pool]]) for pool in every)
+    source.read(Tier.HBM, Group(0), range(3), spans, memoryview(data.numpy()))
+    assert torch.equal(data.view(torch.int16).cpu(), torch.cat([
+        every[0].page(page)[..., :units, :].cpu().flatten() for page, _, units in spans]))
+    target.write(Tier.HBM, Group(0), range(3), spans, memoryview(data.numpy()))
+    for page in range(50, 58):
+        units = next((span.units for span in spans if span.page == page), 0)
+        assert torch.equal(every[1].page(page)[..., :units, :], every[0].page(page)[..., :units, :])
+        assert not every[1].page(page)[..., units:, :].any()

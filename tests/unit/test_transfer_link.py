@@ -18,7 +18,7 @@ from penstock.config.request.params import SamplingParams
 from penstock.core.pair.messages import Cancel, Drained, Reason, Refused
 from penstock.core.pair.messages import End as Over
 from penstock.core.plan import Tier
-from penstock.transfer import events
+from penstock.transfer import events, session
 from penstock.transfer import link as links
 from penstock.transfer.codec import VERSION, checksum
 from penstock.transfer.events import Down, Heard, Pushed, Unpaired, Up
@@ -62,7 +62,10 @@ def test_pages_land_over_every_stream(kind: str, ends, tmp_path) -> None:
 @pytest.mark.parametrize(("sizes", "stages", "chunk"), [
     ((8, 16), (((5,), (4,)), ((2, 3), (4, 0))), 24), ((16, 8), (((1, 4), (2, 2)), ((5,), (4,))), 16),
     ((8, 8), (((3, 2), (2, 2)), ((2, 2, 1), (2, 1, 1))), 8)])
-def test_page_sizes_and_stages_may_differ_and_pushes_come_early(sizes, stages, chunk, tier, ends) -> None:
+@pytest.mark.parametrize("limit", [500, 2600, 1 << 20])     # some layers of a page, two pages or so, all
+def test_page_sizes_and_stages_may_differ_and_pushes_come_early(sizes, stages, chunk, tier, limit, ends,
+                                                                monkeypatch) -> None:
+    monkeypatch.setattr(session, "PAYLOAD_MAX", limit)
     prefill, decode = pair(ends, {"page_size": sizes[0], "stages": stages[0]},
                            {"page_size": sizes[1], "stages": stages[1]})
     for start, tokens in ((0, 48), (32, 75)):
@@ -312,7 +315,8 @@ class Gate:
         self.pages.read(*args)
 
 
-def test_messages_pass_between_the_frames_of_a_push_which_can_be_stopped(ends) -> None:
+def test_messages_pass_between_the_frames_of_a_push_which_can_be_stopped(ends, monkeypatch) -> None:
+    monkeypatch.setattr(session, "PAYLOAD_MAX", 2 * 8 * 5 * 2 * 2 * 4 * 2)      # two pages
     prefill, decode = pair(ends)
     gate = prefill.link._session._pages = Gate(prefill.link._pages)
     given = grant(decode, 1, 40)

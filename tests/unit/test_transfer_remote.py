@@ -14,6 +14,7 @@ from pair_ends import BOUNDS, KV, WAIT_S, LinkEnd, check, grant, push, transfer_
 from penstock.config.base.errors import ConfigError
 from penstock.core.pair.messages import Drained, Grant, Reason
 from penstock.core.pair.messages import End as Over
+from penstock.transfer import session
 from penstock.transfer.events import Down, Heard, Pushed
 from penstock.transfer.landing import Landings
 from penstock.transfer.messages import Memory, Offer, Taken
@@ -203,6 +204,26 @@ def test_two_processes_of_one_machine_have_a_memory_in_common(ends, checked) -> 
         decode.link.revoke(1, generation)
     check(decode, given, 40)
     assert set(checked) == {True}
+
+
+PAGE = 8 * 5 * 2 * 2 * 4 * 2             # bytes of KV
+
+
+@pytest.mark.parametrize(("slot", "pieces"), [(SLOT_BYTES, 2), (2 * PAGE, 4), (PAGE, 8), (PAGE // 2, 20)])
+@pytest.mark.parametrize("here", [True, False])
+def test_a_slot_or_a_frame_takes_as_many_pages_as_fit(slot: int, pieces: int, here: bool, ends, checked,
+                                                      monkeypatch) -> None:
+    """Five pages of KV, of 1,280 bytes, and five of summaries, of 512."""
+    monkeypatch.setattr(session, "SLOT_BYTES", slot)
+    monkeypatch.setattr(session, "PAYLOAD_MAX", slot)
+    prefill, decode = one_machine(ends) if here else pair(ends, None)
+    until = time.monotonic() + WAIT_S
+    while here and prefill.link._session._offers is None and time.monotonic() < until:
+        time.sleep(0.01)
+    given, heard = transfer_all(prefill, decode, 1, 40)
+    assert isinstance(heard.message, Over)
+    check(decode, given, 40)
+    assert checked == [True if here else None] * pieces
 
 
 @pytest.mark.parametrize("file", [None, os.devnull, "other memory"])

@@ -13,14 +13,17 @@ from penstock.config.base.decoding import ProtocolError
 from penstock.core.plan import Move, Tier
 from penstock.transfer.codec import PageFrame, checksum
 from penstock.transfer.facts import Facts, GroupFacts
-from penstock.transfer.layout import Piece, Progress, rectangles, whole_units
-from penstock.transfer.pages import PageBytes
+from penstock.transfer.layout import Piece, Progress, page_parts, rectangles, whole_units
+from penstock.transfer.pages import PageBytes, Span
 
 
-def place(group: GroupFacts, move_first: int, pages: Sequence[int], piece: Piece) -> tuple[int, int]:
-    """The page that holds `piece`, of those from `move_first` on, and where in it the piece begins."""
-    of_page = group.page_units
-    return pages[piece.unit // of_page - move_first // group.page_size], piece.unit % of_page
+def place(group: GroupFacts, there: GroupFacts, move_first: int, pages: Sequence[int],
+          piece: Piece) -> list[Span]:
+    """Where `piece` lies in our pages, those from `move_first` on, in the order of its bytes. there: the same
+    group at the other end."""
+    of_page, first = group.page_units, move_first // group.page_size
+    return [Span(pages[units.start // of_page - first], units.start % of_page, len(units))
+            for units in page_parts(piece.unit, piece.units, (of_page, there.page_units))]
 
 
 @dataclass(slots=True)
@@ -54,13 +57,14 @@ class Landings:
         self._stages = [rectangles(stages, stages) for stages in facts.stages]
         self._lock = threading.Lock()
         self._open: dict[tuple[int, int], _Landing] = {}
-        self._epoch = 0
+        self._epoch, self._theirs = 0, facts
         self.strays = self.damaged = 0
 
-    def begin(self, epoch: int) -> None:
+    def begin(self, epoch: int, theirs: Facts) -> None:
+        """theirs: what the end that writes says of itself."""
         with self._lock:
             assert not self._open, "grants of an older epoch"
-            self._epoch = epoch
+            self._epoch, self._theirs = epoch, theirs
 
     def end(self) -> None:
         """The epoch is over: nothing of it is written any more."""
@@ -78,8 +82,7 @@ class Landings:
                 return
             landing = self._open.setdefault((move.transfer, move.generation), _Landing())
             assert move.group not in landing.groups, f"group {move.group} is granted twice"
-            landing.groups[move.group] = _Granted(
-                move, Progress(units, group.page_units, self._stages[move.group]))
+            landing.groups[move.group] = _Granted(move, Progress(units, self._stages[move.group]))
 
     def revoke(self, transfer: int, generation: int) -> None:
         """Nothing of it is written any more once this has returned. Unknown ones are no error."""
@@ -109,8 +112,8 @@ class Landings:
                 self.damaged += 1
                 landing.broken = True
                 return
-            page, offset = place(group, move.first, move.dst_pages, head.piece)
-            self._pages.write(move.dst, move.group, page, head.piece, offset, payload)
+            spans = place(group, self._theirs.groups[head.group], move.first, move.dst_pages, head.piece)
+            self._pages.write(move.dst, move.group, head.piece.of_layers, spans, payload)
 
     def landed(self, epoch: int, transfer: int, generation: int) -> Landed | None:
         """What has become of a generation whose end was said; None: nobody waits for it."""

@@ -1,9 +1,10 @@
 """Positions of a prompt as pieces of pages: how two ends with other page sizes and stages agree on bytes.
 
 Pure functions. A unit is what one vector of a cache group stands for: a token of KV, several of a
-selector's summaries. A piece is some layers of some units; it lies within one page and one stage of both
-ends, and within one frame. Pieces of a group go out in rising order: of the first units all layers,
-then of the next ones.
+selector's summaries. A piece is some layers of some units. It lies within one stage of both ends and within
+one frame or slot, which consecutive pages fill. Its bytes are those of one page after the other, a page being
+the smaller of both ends'. Pieces of a group go out in rising order: of the first units all layers, then of
+the next ones.
 """
 from __future__ import annotations
 
@@ -21,6 +22,10 @@ class Piece(NamedTuple):
     layers: int
     unit: int
     units: int
+
+    @property
+    def of_layers(self) -> range:
+        return range(self.layer, self.layer + self.layers)
 
 
 def whole_units(first: int, tokens: int, unit: int, *, states: bool = False) -> range:
@@ -40,16 +45,20 @@ def rectangles(ours: Sequence[int], theirs: Sequence[int]) -> tuple[range, ...]:
 
 def pieces(units: range, page_units: tuple[int, int], layers: Sequence[range], cell_bytes: int,
            limit: int) -> Iterator[Piece]:
-    """Every layer of every unit once, in order.
+    """Every layer of every unit once, in order, in as few pieces as whole pages allow.
 
     page_units   units of a page at one end and at the other
     cell_bytes   of one unit in one layer
     limit        bytes of a piece, at least one cell
     """
     assert cell_bytes <= limit, f"a unit of one layer has {cell_bytes} bytes and a frame {limit}"
+    tallest = max(map(len, layers)) * cell_bytes
     unit = units.start
     while unit < units.stop:
-        end = min(units.stop, *((unit // n + 1) * n for n in page_units), unit + limit // cell_bytes)
+        most = unit + limit // tallest
+        end = units.stop if units.stop <= most else max(most // n * n for n in page_units)
+        if end <= unit:             # some layers, or units, of a page that is larger than a piece may be
+            end = min(units.stop, *((unit // n + 1) * n for n in page_units), unit + limit // cell_bytes)
         at_once = limit // ((end - unit) * cell_bytes)
         for span in layers:
             for layer in range(span.start, span.stop, at_once):
@@ -57,12 +66,20 @@ def pieces(units: range, page_units: tuple[int, int], layers: Sequence[range], c
         unit = end
 
 
+def page_parts(unit: int, units: int, page_units: tuple[int, int]) -> Iterator[range]:
+    """These units in runs that lie in one page of both ends each, in order."""
+    end, stop = unit, unit + units
+    while end < stop:
+        begin, end = end, min(stop, *((end // n + 1) * n for n in page_units))
+        yield range(begin, end)
+
+
 class Progress:
     """What of one group of a grant has landed: each unit of each layer once, in the order of `pieces`."""
 
-    def __init__(self, units: range, page_units: int, stages: Sequence[range]) -> None:
-        """page_units and stages are those of this end."""
-        self._units, self._page_units, self._stages = units, page_units, stages
+    def __init__(self, units: range, stages: Sequence[range]) -> None:
+        """stages are those of this end."""
+        self._units, self._stages = units, stages
         self._unit, self._end, self._layer = units.start, units.stop, 0
 
     @property
@@ -76,8 +93,6 @@ class Progress:
             raise ProtocolError(f"{p} where units {self._units.start} to {self._units.stop - 1} are granted")
         if (p.unit, p.layer) != (self._unit, self._layer) or (p.layer and end != self._end):
             raise ProtocolError(f"{p} where layer {self._layer} of unit {self._unit} comes next")
-        if p.unit // self._page_units != (end - 1) // self._page_units:
-            raise ProtocolError(f"{p} is in two pages of {self._page_units} units")
         if not any(s.start <= p.layer and p.layer + p.layers <= s.stop for s in self._stages):
             raise ProtocolError(f"{p} is in two stages")
         self._end, self._layer = end, p.layer + p.layers

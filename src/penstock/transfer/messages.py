@@ -96,7 +96,7 @@ class Memory(_Message, frozen=True):
 class Offer(_Message, frozen=True):
     """Prefill to decode: a piece of a push lies in a slot of its buffer until it is Taken.
 
-    piece    layer, layers, unit, units
+    piece    layer, layers, unit, units; its bytes are dense page by page (`layout.page_parts`)
     digest   xxh3-64 of the bytes, big-endian; zeros where they lie in memory of both ends
     """
 

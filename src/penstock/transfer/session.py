@@ -120,7 +120,7 @@ class Session:
     def run(self) -> None:
         """From Up to Down."""
         self._counts.connections += 1
-        self._landings.begin(self.epoch)
+        self._landings.begin(self.epoch, self._paired.theirs)
         self._stream.limit(self._silence_s)
         self._guard(self._meet, ends=False)
         self._events.put(Up(self.epoch, self._paired.theirs))
@@ -299,8 +299,8 @@ class Session:
         slot = -1 if carrier is None else self._free.popleft()
         whole = self._staging if carrier is None else carrier.buffer[slot * SLOT_BYTES:]
         payload = whole[:piece.layers * piece.units * group.cell_bytes]
-        page, offset = place(group, move.first, move.src_pages, piece)
-        self._pages.read(move.src, move.group, page, piece, offset, payload)
+        spans = place(group, self._paired.theirs.groups[move.group], move.first, move.src_pages, piece)
+        self._pages.read(move.src, move.group, piece.of_layers, spans, payload)
         digest = 0 if carrier is not None and carrier.shared else checksum(payload)
         if slot < 0:
             head = PageHead(move.transfer, move.generation, move.group, piece, digest)

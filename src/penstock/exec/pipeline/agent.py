@@ -31,7 +31,7 @@ from penstock.exec.pipeline.local import LocalRanks, gpus_here
 from penstock.exec.pipeline.nodes import FRONT, NodeLink, Stranger
 from penstock.exec.step.links import nodes_of, of_config
 from penstock.transfer.layout import Piece
-from penstock.transfer.pages import PoolPages
+from penstock.transfer.pages import PoolPages, Span
 from penstock.transfer.streams import dial
 
 EXIT_GONE, EXIT_CONFIG = 1, 2
@@ -157,10 +157,12 @@ class Agent:
                 ranks.processes[rank - ranks.mine.start].send_signal(signal.SIGUSR2)
             case nodes.Read(number, tier, group, page, piece, offset):
                 found = bytearray(self._size(group, Piece(*piece)))
-                self._pages.read(Tier(tier), Group(group), page, Piece(*piece), offset, memoryview(found))
+                self._pages.read(Tier(tier), Group(group), Piece(*piece).of_layers,
+                                 [Span(page, offset, piece[3])], memoryview(found))
                 link.say(nodes.Bytes(number, bytes(found)))
             case nodes.Write(number, tier, group, page, piece, offset, body):
-                self._pages.write(Tier(tier), Group(group), page, Piece(*piece), offset, memoryview(body))
+                self._pages.write(Tier(tier), Group(group), Piece(*piece).of_layers,
+                                  [Span(page, offset, piece[3])], memoryview(body))
                 link.say(nodes.Bytes(number))
             case nodes.Bye():
                 self._asked = True

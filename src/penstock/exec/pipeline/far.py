@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import signal
 import socket
 import subprocess
@@ -29,8 +30,7 @@ from penstock.exec.pipeline import nodes, wire
 from penstock.exec.pipeline.local import LocalRanks, wires
 from penstock.exec.pipeline.nodes import FRONT, NodeLink, Stranger
 from penstock.memory.pool import PageLayout
-from penstock.transfer.layout import Piece
-from penstock.transfer.pages import PageBytes, PoolPages
+from penstock.transfer.pages import PageBytes, PoolPages, Span
 from penstock.transfer.streams import CONNECT_S, LinkSettings, listen, shut
 
 HANDSHAKE_S = 2 * CONNECT_S     # of one caller, from the connection to its Join
@@ -320,48 +320,55 @@ class NodePages:
         """parts: of each machine, in order, the caches of its first rank; None: this one, with `local`."""
         self._whole, self._parts, self._local = whole, parts, local
 
-    def read(self, tier: Tier, group: Group, page: int, piece: Piece, offset: int, out: memoryview) -> None:
-        done, dense = 0, self._dense(group, piece, out)
-        for node, own, heads, size in self._having(group, piece):
-            if heads.stop <= done:
-                continue
-            if node is None:
-                found: bytes | bytearray = bytearray(size)
-                self._local.read(tier, group, page, own, offset, memoryview(found))
-            else:
-                found = node.ask(lambda number, own=own: nodes.Read(    # type: ignore[misc]
-                    number, tier.value, group, page, tuple(own), offset))
-            part = np.frombuffer(found, dtype=np.uint8)
-            dense[:, heads] = part.reshape(len(dense), heads.stop - heads.start, *dense.shape[2:])
-            done = heads.stop
+    def read(self, tier: Tier, group: Group, layers: range, spans: Sequence[Span], out: memoryview) -> None:
+        for span, dense in self._dense(group, layers, spans, out):
+            done = 0
+            for node, own, heads, size in self._having(group, layers, span.units):
+                if heads.stop <= done:
+                    continue
+                if node is None:
+                    found: bytes | bytearray = bytearray(size)
+                    self._local.read(tier, group, own, [span], memoryview(found))
+                else:
+                    found = node.ask(lambda number, own=own, span=span: nodes.Read(  # type: ignore[misc]
+                        number, tier.value, group, span.page, (own.start, len(own), 0, span.units), span.offset))
+                part = np.frombuffer(found, dtype=np.uint8)
+                dense[:, heads] = part.reshape(len(dense), heads.stop - heads.start, *dense.shape[2:])
+                done = heads.stop
 
-    def write(self, tier: Tier, group: Group, page: int, piece: Piece, offset: int, data: memoryview) -> None:
-        dense = self._dense(group, piece, data)
-        for node, own, heads, _ in self._having(group, piece):
-            part = dense[:, heads].tobytes()
-            if node is None:
-                self._local.write(tier, group, page, own, offset, memoryview(part))
-            else:
-                node.ask(lambda number, own=own, part=part: nodes.Write(        # type: ignore[misc]
-                    number, tier.value, group, page, tuple(own), offset, part))
+    def write(self, tier: Tier, group: Group, layers: range, spans: Sequence[Span], data: memoryview) -> None:
+        for span, dense in self._dense(group, layers, spans, data):
+            for node, own, heads, _ in self._having(group, layers, span.units):
+                part = dense[:, heads].tobytes()
+                if node is None:
+                    self._local.write(tier, group, own, [span], memoryview(part))
+                else:
+                    node.ask(lambda number, own=own, span=span, part=part: nodes.Write(  # type: ignore[misc]
+                        number, tier.value, group, span.page, (own.start, len(own), 0, span.units), span.offset,
+                        part))
 
     def pin(self, memory: Tensor) -> object:
         return self._local.pin(memory)
 
-    def _dense(self, group: Group, piece: Piece, data: memoryview) -> np.ndarray[Any, Any]:
-        layout = self._whole.layouts[group]
-        return np.frombuffer(data, dtype=np.uint8).reshape(
-            piece.layers, layout.num_kv_heads, layout.planes, piece.units,
-            layout.head_dim * layout.dtype.itemsize)
+    def _dense(self, group: Group, layers: range, spans: Sequence[Span], data: memoryview) \
+            -> Iterator[tuple[Span, np.ndarray[Any, Any]]]:
+        """Each span, and where `data` has it."""
+        layout, at, whole = self._whole.layouts[group], 0, np.frombuffer(data, dtype=np.uint8)
+        for span in spans:
+            shape = (len(layers), layout.num_kv_heads, layout.planes, span.units,
+                     layout.head_dim * layout.dtype.itemsize)
+            yield span, whole[at:at + math.prod(shape)].reshape(shape)
+            at += math.prod(shape)
 
-    def _having(self, group: Group, piece: Piece) -> Iterator[tuple[Node | None, Piece, slice, int]]:
-        """Each machine that has these layers: the piece as it counts them, its heads, and bytes of them."""
+    def _having(self, group: Group, layers: range, units: int) \
+            -> Iterator[tuple[Node | None, range, slice, int]]:
+        """Each machine that has these layers: as it counts them, its heads, and bytes of so many units."""
         for node, caches in self._parts:
             own, (layer, head) = caches.parts[group].whole, caches.origins[group]
-            if layer <= piece.layer and piece.layer + piece.layers <= layer + own.num_layers:
-                size = piece.layers * piece.units * own.unit_bytes // own.num_layers
+            if layer <= layers.start and layers.stop <= layer + own.num_layers:
+                size = len(layers) * units * own.unit_bytes // own.num_layers
                 heads = slice(head, head + own.num_kv_heads)
-                yield node, piece._replace(layer=piece.layer - layer), heads, size
+                yield node, range(layers.start - layer, layers.stop - layer), heads, size
 
 
 class NodeHost:
@@ -376,19 +383,19 @@ class NodeHost:
 
     def bytes_of(self, page: int) -> memoryview:
         found = self.room(page)
-        for piece, at in self._pieces():
-            self._pages.read(Tier.DRAM, self._group, page, piece, 0, found[at])
+        for layers, at in self._pieces():
+            self._pages.read(Tier.DRAM, self._group, layers, [Span(page, 0, self.layout.shape[3])], found[at])
         return found
 
     def placed(self, page: int, room: memoryview) -> None:
-        for piece, at in self._pieces():
-            self._pages.write(Tier.DRAM, self._group, page, piece, 0, room[at])
+        for layers, at in self._pieces():
+            self._pages.write(Tier.DRAM, self._group, layers, [Span(page, 0, self.layout.shape[3])], room[at])
 
-    def _pieces(self) -> Iterator[tuple[Piece, slice]]:
+    def _pieces(self) -> Iterator[tuple[range, slice]]:
         layout = self.layout
-        units, each = layout.page_size // layout.unit, layout.page_bytes // layout.num_layers
+        each = layout.page_bytes // layout.num_layers
         at_once = max(1, nodes.CHUNK // each)
         for span in self._spans:
             for layer in range(span.start, span.stop, at_once):
                 n = min(at_once, span.stop - layer)
-                yield Piece(layer, n, 0, units), slice(layer * each, (layer + n) * each)
+                yield range(layer, layer + n), slice(layer * each, (layer + n) * each)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 SLOTS = 8                               # pieces that are offered and not taken yet
-SLOT_BYTES = 8 << 20                    # of a piece at most: what each costs beside its bytes is some 100 us
+SLOT_BYTES = 8 << 20                    # of a piece at most, pages that follow one another: each costs 100 to 300 us
 BUFFER_BYTES = SLOTS * SLOT_BYTES
 
 
