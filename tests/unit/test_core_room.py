@@ -1,6 +1,8 @@
 """Who gives way for host pages, where the simulator hardly ever comes."""
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from driver import Driver
 
@@ -9,6 +11,7 @@ from penstock.core.lifecycle import Phase, Place
 from penstock.core.plan import (
     Aborted,
     Arrived,
+    Dropped,
     Event,
     Moved,
     MoveId,
@@ -160,6 +163,58 @@ def test_who_pauses_keeps_on_the_device_what_the_host_has_promised_to_another() 
         while d.moves:
             d.land()
     assert d.finished() == {1: Outcome.LENGTH, 2: Outcome.LENGTH} and not d.core.counters["drops"]
+
+
+# ---------------------------------------------------------------- a pause takes turns
+def _half_saved() -> Driver:
+    """LONG has 10 pages of which a turn saves two; SHORT decodes next to it."""
+    d = Driver(hbm_pages=32, dram_pages=32, save_pages=2, max_len=128)
+    d.arrive(2, range(500, 506), 60)
+    d.arrive(1, range(38), 60)
+    while d.core.live[LONG].num_output < 2:
+        d.retire()
+        while d.moves:
+            d.land()
+    d.tell(Paused(LONG))
+    while not d.core.live[LONG].save_at:
+        d.retire()
+    return d
+
+
+def test_a_paused_request_saves_its_pages_over_turns_and_then_gets_its_row_again() -> None:
+    d = _half_saved()
+    r = d.core.live[LONG]
+    (table,) = r.tables
+    left = [sum(copy is not None for copy in table.device)]
+    while r.phase is Phase.PAUSED:
+        assert r.row is None and not d.core.admission.may_start(r)
+        d.retire()
+        if r.phase is Phase.PAUSED:
+            left.append(sum(copy is not None for copy in table.device))
+    assert len(left) >= 4 and all(0 <= a - b <= 2 for a, b in itertools.pairwise(left)), left
+    d.run()
+    assert d.finished() == {1: Outcome.LENGTH, 2: Outcome.LENGTH} and not d.core.counters["drops"]
+
+
+@pytest.mark.parametrize("event", [Aborted(LONG), Dropped(LONG)])
+def test_half_a_pause_gives_back_all_that_it_has(event: Event) -> None:
+    d = _half_saved()
+    r = d.core.live[LONG]
+    assert any(r.tables[0].device) and any(r.tables[0].host) and not r.is_saved
+    d.tell(event)
+    assert r.save_at is None and not any(r.reserve)
+    d.run()
+    assert not d.core.live and d.core.kv.arenas[Tier.DRAM].pools[0].loose == len(
+        d.core.kv.arenas[Tier.DRAM].pools[0].held)
+
+
+def test_half_a_pause_goes_on_at_once_when_no_step_is_in_flight() -> None:
+    d = _half_saved()
+    d.tell(Aborted(SHORT))
+    while d.plans and d.core.live[LONG].phase is Phase.PAUSED:
+        d.retire()
+    d.run()
+    assert d.finished() == {1: Outcome.LENGTH, 2: Outcome.ABORT}
 
 
 # ---------------------------------------------------------------- for those who wait

@@ -120,6 +120,7 @@ def _tree(core: CoreState, pins: dict[Copy, int], refs: dict[Node, int], moves: 
                 if copy.moves:
                     assert copy.moves == moves.pop(copy, 0), MOVES
                 assert copy.ready or copy.moves or copy.pins, f"{space}: a page that nothing will fill"
+                assert not (copy.ready and copy.bad), f"{space}: a page that failed is in place"
                 pages[space].append(copy.page)
                 assert len(copy.readers) == (read.pop(copy, 0) if copy.readers else 0), READ
                 can_be_had = copy.ready and not (copy.moves or copy.pins)
@@ -153,7 +154,7 @@ def _queues(core: CoreState) -> None:
 
 def _kept_promises(core: CoreState) -> None:
     """What is promised can be had, but for what copies that fly keep from being evicted, what who has ended
-    or waits has not given up yet, and what who has just paused keeps until his steps have ended: he could do
+    or waits has not given up yet, and what who has just paused keeps until all is saved: he could do
     without, and the host has it (sim seed 15194).
     Pages of several groups may lie scattered over slabs when they are wanted: then somebody gives way."""
     kv = core.kv
@@ -169,7 +170,7 @@ def _kept_promises(core: CoreState) -> None:
             busy |= {id(copy) for pins in waits for copy in pins
                      if copy.node is not None and copy.node.copies.get(space) is copy}
             if tier is Tier.HBM:
-                busy |= {id(up) for r in core.live.values() if r.phase is Phase.PAUSED and kv.in_flight(r)
+                busy |= {id(up) for r in core.live.values() if r.phase is Phase.PAUSED and not r.is_saved
                          for t in r.tables if t.hosted for up, down in zip(t.device, t.host, strict=False)
                          if up is not None and down is not None and down.ready}
             assert short <= len(busy), f"{short} of what is promised of {tier.value} cannot be had"

@@ -58,6 +58,7 @@ class Core(CoreState):
         self.pairs = pairings(self, Role(cfg.role))
         self.watchers += self.pairs.values()
         self._seq = 0
+        self.is_saving = False                 # a paused request saves more of its pages in the next turn
 
     # ---------------------------------------------------------------- public
     def advance(self, events: Sequence[Event]) -> Advance:
@@ -65,6 +66,8 @@ class Core(CoreState):
         self.out, self.revoke_pending = [], self.revoke_pending and not events
         if events or self.admission.step != self.kv.issued:
             self.admission.begin_turn()        # else the last call went to its end
+        if events:
+            self.kv.saves_left = self.cfg.save_pages
         self._hear(events)
         if events:
             self.kv.hits_left, self.kv.parts_left = self.cfg.hit_pages, PARTS
@@ -82,6 +85,9 @@ class Core(CoreState):
             if plan is None and idle and not self.in_flight:      # no event may come that makes these go on
                 if self.kv.gives_up:           # no more than PARTS portions of that were given up
                     self.kv.leave(all=True)
+                    continue
+                if self.is_saving:
+                    self.kv.saves_left = 1 << 60
                     continue
                 if self.admission.is_underway and not (self.kv.moves.flying and self.kv.rows.held):
                     self.kv.hits_left = 1 << 60
@@ -283,9 +289,13 @@ class Core(CoreState):
     # ---------------------------------------------------------------- progress without a step
     def _progress(self) -> None:
         kv = self.kv
+        self.is_saving = False
         for r in list(self.saving):
-            if r.phase is Phase.PAUSED and not (r.is_saved or r.moves or kv.in_flight(r)):
-                offload.save(kv, r)
+            if r.phase is Phase.PAUSED and not r.is_saved and (
+                    r.save_at or not (r.moves or kv.in_flight(r))):
+                if not offload.save(kv, r):
+                    self.is_saving = True
+                    continue
                 self.update_parked(r)
                 if not kv.is_complete(r):
                     self.transition(r, Trigger.DROP)  # it had lost a page before that

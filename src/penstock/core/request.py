@@ -114,6 +114,8 @@ class Request:
     forks: list[Request] = field(default_factory=list)  # who waits for that
     is_saved: bool = False                     # it waits, and what it keeps is pinned
     is_saving: bool = False                    # some of that is still being copied
+    save_at: tuple[int, int] | None = None     # it is paused: so far, group and entry, it has saved its pages,
+    unsaved: list[tuple[int, int]] = field(default_factory=list)  # but for those that are still being copied
     borrows: bool = False                      # it began with pages that it may not have computed itself
     own_from: int = 1 << 60                    # pages behind so many of its path it may have computed itself
     retried: bool = False                      # it has failed, and is computed again without what is cached;
@@ -143,6 +145,7 @@ class Request:
         if self.phase is not Phase.PROMOTING:
             self.loading = []
         self.is_saved, self.is_saving, self.hot_wait_until = False, False, StepId(0)
+        self.save_at, self.unsaved = None, []
 
     def disown_steps(self) -> None:
         """No result of its steps in flight counts, through no fault of the planner."""

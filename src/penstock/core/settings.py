@@ -60,6 +60,7 @@ class CoreConfig:
     last_tokens: int = 0                # of the last chunk of a prefill engine's prompt at most: what is
                                         # left to send when that ends; 0: as any other
     take_pages: int = 512               # of each group that an admission takes at once: the rest is promised
+    save_pages: int = 256               # page table entries that paused requests save in one turn
     hit_pages: int = WHOLE              # cached pages that requests which wait match and pin in one turn, if
                                         # another has a row; by default all of them, see ADR 0079
     admissions: int = 64                # requests that a turn admits whatever the step has use for, see

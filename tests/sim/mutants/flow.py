@@ -188,3 +188,22 @@ def failed_load_waits_for_ever(real: Real, core: Core, event: Moved) -> None:
     if not event.ok and core.kv.moves.flying[event.id].dst.tier is Tier.HBM:
         return
     real(core, event)
+
+
+@mutant()
+class SleepsOverHalfAPause(Core):
+    """A pause that takes several turns waits for an event, and none comes."""
+
+    @property
+    def is_saving(self) -> bool:
+        return False
+
+    @is_saving.setter
+    def is_saving(self, value: bool) -> None:
+        pass
+
+
+@instead_of(Admission, "may_start")
+def half_saved_request_gets_a_row(real: Real, admission: Admission, r: Request) -> bool:
+    """A pause that takes several turns may end between two of them, with the rest of its reserve."""
+    return bool(real(admission, r)) or (r.save_at is not None and not (r.moves or r.asked))

@@ -19,8 +19,10 @@ def reserve(kv: Pages, r: Request, phase: Phase) -> Trial:
     claim, staging = Claim(kv, r), phase is Phase.STAGING
     held, spare = list[tuple[Column, int, Copy]](), [list[Copy]() for _ in r.tables]
     for g, t in enumerate(r.tables):
-        end = t.end(r.computed) if not staging else len(t.device) if t.hosted else 0
-        for i in range(t.begin(r.computed), end):
+        begin, end = t.begin(r.computed), t.end(r.computed)
+        if staging:
+            end = len(t.device) if t.hosted else 0
+        for i in range(begin, end) if staging else _perhaps_bare(kv, r, g, begin, end):
             if own(t.host, i) is not None:
                 continue
             node, find = kv.node(r, t, i), kv.take_host_copy if staging else kv.host_copy
@@ -34,73 +36,121 @@ def reserve(kv: Pages, r: Request, phase: Phase) -> Trial:
         enter_pinned(column, i, copy)
     for pages, copies in zip(r.reserve, spare, strict=True):
         pages += [copy.page for copy in copies]
+    if any([len(t.device) > kv.saves_left for t in r.tables]):
+        kv.saves_left = 0                      # a look at so many was enough for this turn
     return True
 
 
-def save_down(kv: Pages, r: Request, *, all_groups: bool) -> None:
-    """No step of `r` is in flight: start the copies of all that the host lacks, and pin the rest.
-    Pages that the reserve does not cover, or that the host has promised to others, stay on the device."""
-    for g, t in enumerate(r.tables):
-        if not (all_groups or t.hosted):
+def _perhaps_bare(kv: Pages, r: Request, g: int, begin: int, end: int) -> list[int]:
+    """The entries from `begin` to `end` of which the host may have nothing that is in place. Most have that,
+    and are not looked at any further."""
+    host, size, unit = kv.host[g], kv.cfg.page_size, r.tables[g].unit
+    nodes = r.path[(begin + 1) * unit // size - 1:end * unit // size:unit // size]
+    bare = [i for i, node in enumerate(nodes, begin)
+            if (copy := node.copies.get(host)) is None or not copy.ready]
+    return [*bare, *range(begin + len(nodes), end)]
+
+
+def _save_open(kv: Pages, r: Request, g: int) -> None:
+    """Start the copy of the page that is not full. It goes first: what is sealed can stay behind, or be found
+    again."""
+    t = r.tables[g]
+    last = t.end(r.computed) - 1
+    if last >= 0 and kv.node(r, t, last) is None and own(t.host, last) is None and r.reserve[g]:
+        put(t.host, last, Copy(r.reserve[g].pop()))
+        source, target = t.device[last], t.host[last]
+        assert source is not None and target is not None
+        kv.moves.move_private(r, kv.device[g], source, kv.host[g], target, r.computed - last * t.unit)
+
+
+def _save_some(kv: Pages, r: Request, g: int, begin: int, end: int) -> None:
+    """Of these entries, which have KV: start the copies of all that the host lacks, and pin the rest. Pages
+    that the reserve does not cover, or that the host has promised to others, stay on the device."""
+    t = r.tables[g]
+    bare: list[Node] = []
+    for i in _perhaps_bare(kv, r, g, begin, end):
+        node, mine = kv.node(r, t, i), own(t.device, i)
+        if node is None or own(t.host, i) is not None or (
+                kv.take_host_copy(node, g, mine) or kv.host[g] in node.copies):
             continue
-        # The open page goes first: what is sealed can stay behind, or be found again.
-        last = t.end(r.computed) - 1
-        if last >= 0 and kv.node(r, t, last) is None and own(t.host, last) is None and r.reserve[g]:
-            put(t.host, last, Copy(r.reserve[g].pop()))
-            source, target = t.device[last], t.host[last]
-            assert source is not None and target is not None
-            kv.moves.move_private(r, kv.device[g], source, kv.host[g], target,
-                                     r.computed - last * t.unit)
-        bare: list[Node] = []
-        for i in range(t.begin(r.computed), last + 1):
-            node, mine = kv.node(r, t, i), own(t.device, i)
-            if node is None or own(t.host, i) is not None or (
-                    kv.take_host_copy(node, g, mine) or kv.host[g] in node.copies):
-                continue
-            if kv.device[g] not in node.copies and mine is not None and not mine.partial:
-                kv.tree.attach(node, kv.device[g], mine)      # the tree's was evicted: ours serves
-            if node.ready(kv.device[g]):
-                bare.append(node)
-        if bare:
-            write_through(kv, g, bare, r)
-        if not all_groups:
-            for i in range(last + 1, len(t.device)):              # nothing is in them yet
+        if kv.device[g] not in node.copies and mine is not None and not mine.partial:
+            kv.tree.attach(node, kv.device[g], mine)      # the tree's was evicted: ours serves
+        if node.ready(kv.device[g]):
+            bare.append(node)
+    if bare:
+        write_through(kv, g, bare, r)
+    for i in range(begin, end):
+        node = kv.node(r, t, i)
+        if node is not None and own(t.host, i) is None and (copy := node.good(kv.host[g])):
+            counts = copy.loose is not None and kv.arenas[Tier.DRAM].promises > 0
+            put(t.host, i, copy)
+            if counts and own(t.device, i) is not None and (
+                    kv.lacks(Tier.DRAM, [-len(pages) for pages in r.reserve])):
+                kv.drop_entry(r, g, t.host, i)                # it is promised to another
+
+
+def save_down(kv: Pages, r: Request) -> None:
+    """No step of `r` is in flight, and it is being staged: start the copies of all that the host lacks."""
+    for g, t in enumerate(r.tables):
+        if t.hosted:
+            _save_open(kv, r, g)
+            _save_some(kv, r, g, t.begin(r.computed), t.end(r.computed))
+            for i in range(t.end(r.computed), len(t.device)):     # nothing is in them yet
                 if own(t.host, i) is None and r.reserve[g]:
                     put(t.host, i, Copy(r.reserve[g].pop()))
     kv.return_reserve(r)
-    none = [0] * len(r.tables)
-    for g, t in enumerate(r.tables):
-        for i in range(t.begin(r.computed), t.end(r.computed) if all_groups or t.hosted else 0):
-            node = kv.node(r, t, i)
-            if node is not None and own(t.host, i) is None and (copy := node.good(kv.host[g])):
-                was_loose = copy.loose is not None
-                put(t.host, i, copy)
-                if was_loose and own(t.device, i) is not None and kv.lacks(Tier.DRAM, none):
-                    kv.drop_entry(r, g, t.host, i)                # it is promised to another
 
 
-def save(kv: Pages, r: Request) -> None:
-    """All steps of a paused request have retired: pin host copies, then let go of the device."""
-    save_down(kv, r, all_groups=True)
+def save(kv: Pages, r: Request) -> bool:
+    """All steps of a paused request have retired: pin host copies, and let go of the device, page by page,
+    as far as this turn allows. Returns whether that is all."""
+    if kv.saves_left <= 0:
+        return False
+    if r.save_at is None:
+        r.save_at = 0, 0
+        for g in range(len(r.tables)):
+            _save_open(kv, r, g)
+    g, at = r.save_at
+    while g < len(r.tables):
+        t = r.tables[g]
+        begin, end = t.begin(r.computed), t.end(r.computed)
+        to = min(max(len(t.device), end), at + kv.saves_left)
+        _save_some(kv, r, g, max(at, begin), min(to, end))
+        for i in range(at, min(to, len(t.device))):
+            below = own(t.host, i)
+            if not begin <= i < end or (below is not None and below.ready):
+                kv.drop_entry(r, g, t.device, i)
+            elif below is not None:
+                r.unsaved.append((g, i))
+        kv.saves_left -= to - at
+        r.save_at = g, to
+        if to < max(len(t.device), end):
+            return False
+        g, at = g + 1, 0
+        r.save_at = g, at
+    kv.return_reserve(r)
     for g, t in enumerate(r.tables):           # the mirror of what its prompt would have left open
         for i in range(t.end(r.computed), len(t.host)):
             kv.drop_entry(r, g, t.host, i)
     r.is_saved = True
     let_go_of_device(kv, r)
+    return True
 
 
 def let_go_of_device(kv: Pages, r: Request) -> None:
     """A parked request keeps device pages that have no copy below, and those being copied."""
-    r.is_saving, flying = False, kv.moves.flying
-    for g, t in enumerate(r.tables):
-        for i in range(len(t.device)):
-            below = own(t.host, i)
-            if t.begin(r.computed) <= i < t.end(r.computed) and (below is None or not below.ready):
-                r.is_saving |= below is not None
-                if below is not None and below.filled_by in flying:
-                    flying[below.filled_by].savers[r] = None
-            elif t.device[i] is not None:
-                kv.drop_entry(r, g, t.device, i)
+    left, flying = list[tuple[int, int]](), kv.moves.flying
+    for g, i in r.unsaved:
+        t = r.tables[g]
+        below = own(t.host, i)
+        if below is not None and not below.ready:
+            left.append((g, i))
+            if below.filled_by in flying:
+                flying[below.filled_by].savers[r] = None
+        elif below is not None:
+            kv.drop_entry(r, g, t.device, i)
+    r.unsaved = left
+    r.is_saving = bool(left)
 
 
 def is_staged(kv: Pages, r: Request) -> bool:

@@ -117,6 +117,7 @@ class Pages(Matching):
         self.entering: dict[Request, Entering] = {}
         self.hits_left = cfg.hit_pages           # of this turn
         self.parts_left = PARTS                  # the same, of what `leave` gives up for who lacks pages
+        self.saves_left = cfg.save_pages         # the same: entries of paused requests
         self._flush_after: Request | Returned | None = None      # flush again when this one has left
         # Pages of each group that were sealed when the host was full.
         self.late = [deque[Node](maxlen=max(1, cfg.dram_pages)) for _ in cfg.groups]
@@ -488,4 +489,5 @@ class Pages(Matching):
     def is_complete(self, r: Request) -> bool:
         """Whether a parked request still has all that it was parked with."""
         return all(own(t.device, i) or own(t.host, i)
-                   for t in r.tables for i in range(t.begin(r.computed), t.end(r.computed)))
+                   for t in r.tables for begin, end in [(t.begin(r.computed), t.end(r.computed))]
+                   if len(t.host) < end or None in t.host[begin:end] for i in range(begin, end))

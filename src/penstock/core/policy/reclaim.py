@@ -197,7 +197,7 @@ def stage(core: CoreState, r: Request) -> None:
     if not r.is_saved and not offload.is_staged(kv, r):
         if kv.in_flight(r):
             return
-        offload.save_down(kv, r, all_groups=False)
+        offload.save_down(kv, r)
         r.is_saved = True
     if offload.is_staged(kv, r):
         trial = core.transition(r, Trigger.LANDED)
