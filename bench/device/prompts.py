@@ -25,7 +25,7 @@ LAYERS, EVERY = 3, 64                   # queries of which one is compared
 
 def engine(model: Any, tokens: int, keys: str) -> Direct:
     return Direct(model, rows=1, max_len=tokens + 512, hbm_tokens=int(1.4 * (tokens + 4096)) + 8192,
-                  buckets=(1,), page_size=64, step_tokens=8192, kv=KVConfig(index_dtype=keys))
+                  buckets=(1,), page_size=64, step_tokens=8192, kv=KVConfig(sparse_metadata_dtype=keys))
 
 
 def measure(model: Any, tokens: int, keys: str) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def test_a_host_page_that_is_zeroed_shows():
 
 
 @pytest.mark.parametrize("kept", [KVConfig(kv_cache_dtype="fp8_e4m3"), KVConfig(kv_cache_dtype="bfloat16"),
-                                  KVConfig(index_dtype="fp8_e4m3")], ids=["fp8", "bfloat16", "fp8 keys"])
+                                  KVConfig(sparse_metadata_dtype="fp8_e4m3")], ids=["fp8", "bfloat16", "fp8 keys"])
 @pytest.mark.parametrize("num", [1, 2], ids=["whole", "stages"])
 def test_rows_of_other_formats_on_both_tiers_with_pauses(kept, num, monkeypatch):
     """Tokens are those of a device that holds all in the same format, whatever happens to pages of bytes."""

@@ -37,7 +37,7 @@ class End:
         config = resolve(from_options(model, given), probe())
         built = build_engine(config, lambda _: None, vocabulary=printable.vocabulary)
         storage = built.executor.storage
-        self.begin(built, Core(built.core_config), open_peers(config, built), config.pair.disaggregation_timeout_s,
+        self.begin(built, Core(built.core_config), open_peers(config, built), config.pair.kv_timeout_s,
                    None if storage is None else Storing(storage, config.kv.kv_storage_policy))
 
     def begin(self, built: Built, core: Core, peers: Peers | None = None, timeout_s: float = LIMIT_S,

@@ -26,7 +26,7 @@ class Ends:
         both = (*SERVED["resident"], *key_file(folder), "--router-dialect", dialect, "--disaggregation-mode")
         self.dialect, self.room = dialect, 7 << 50
         self.prefill = Server(model, folder / "prefill", *both, "prefill", "--disaggregation-listen", f"{HOST}:0",
-                              "--disaggregation-bootstrap-timeout-s", str(ROOM_S))
+                              "--disaggregation-timeout-s", str(ROOM_S))
         stack.callback(self.prefill.close)
         self.decode = [Server(model, folder / f"decode{n}", *both, "decode") for n in range(2)]
         for server in self.decode:

@@ -159,7 +159,7 @@ def test_two_engines_on_one_folder_and_one_that_only_reads(model, tmp_path):
             *COMPLETE)
     (tmp_path / "b").mkdir()
     with serving(model, tmp_path, *host) as one, serving(model, tmp_path / "b", *host,
-                                                         "--kv-storage-readonly") as two:
+                                                         "--kv-storage-write-policy", "none") as two:
         want = one.ask(PROMPT)
         settle(one, ALL)
         again = two.ask(PROMPT)

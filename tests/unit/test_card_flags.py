@@ -49,10 +49,10 @@ SET: dict[str, tuple[str, Any]] = {
         ("model.tool_call_parser", "hermes"),
     "--generation-config vllm": ("model.generation_config", "vllm"),
     "--override-generation-config {}": ("model.override_generation_config", "{}"),
-    "--sampling-defaults openai": ("model.sampling_defaults", "openai"),
+    "--sampling-defaults openai": ("model.generation_config", "none"),
     "--served-model-name a b": ("model.served_model_name", ("a", "b")),
     f'--hf-overrides {{"rope_scaling":{YARN}}}': ("model.hf_overrides", f'{{"rope_scaling":{YARN}}}'),
-    f"--rope-scaling {YARN}": ("model.rope_scaling", YARN),
+    f"--rope-scaling {YARN}": ("model.hf_overrides", json.dumps({"rope_scaling": json.loads(YARN)})),
     "--admin-api-key x": ("server.admin_api_key", "x"),
     "--disable-log-stats": ("server.log_stats_interval", 0.0),
     "--decode-log-interval 40": ("server.log_stats_interval", 40.0),
@@ -111,9 +111,11 @@ def test_every_line_of_the_cards_is_looked_at() -> None:
     ("-t -1", "device.threads", None),
     ("-ngl all", "device.gpu_layers", None), ("-ngl -1", "device.gpu_layers", None),
     ("--gpu-layers 0", "device.gpu_layers", 0), ("-b 512", "schedule.max_num_batched_tokens", 512),
-    ("-hf org/name", "model.model", "org/name"), ("--rope-scaling none", "model.rope_scaling", None),
-    ("--rope-scaling yarn --rope-scale 4 --yarn-orig-ctx 32768", "model.rope_scaling",
-     '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}'),
+    ("-hf org/name", "model.model", "org/name"), ("--rope-scaling none", "model.hf_overrides", None),
+    ("--rope-scaling yarn --rope-scale 4 --yarn-orig-ctx 32768", "model.hf_overrides",
+     '{"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}'),
+    *((f'--rope-scaling {{"factor":2}} {name} {{"a":1}}', "model.hf_overrides",
+       '{"a": 1, "rope_scaling": {"factor": 2}}') for name in ("--hf-overrides", "--json-model-override-args")),
     ("--allowed-origins https://a.example,https://b.example", "server.cors_origins",
      ("https://a.example", "https://b.example"))])
 def test_values_that_peers_write_in_another_way(line: str, path: str, expected: object) -> None:
@@ -131,6 +133,9 @@ def config_from_words(words: list[str]) -> Config:
     ("--rope-scaling yarn", "Give --rope-scale N as well"), ("--rope-scale 4", "say which scaling"),
     ("--rope-scaling linear --rope-scale x", "numbers are needed"),
     ('--rope-scaling {"factor":2} --rope-scale 4', "leave them out"),
+    ("--rope-scaling [1]", "--rope-scaling .1.: a JSON object is needed$"),
+    ('--rope-scaling {"factor":2} --hf-overrides {"rope_parameters":{}}', "give one of them"),
+    ("--sampling-defaults x", "choose from model, openai"),
     ("--allowed-origins [1]", "a JSON list of origins"), ("-tb 4", "-tb is not a flag"),
     ("--served-model-name", "a value is needed"),
     ("-ngl x", "a whole number"), ("--no-jinja", "cannot be turned off"),
@@ -141,7 +146,7 @@ def test_values_of_peers_that_are_refused(line: str, said: str) -> None:
         parse(line.split())
 
 
-@pytest.mark.parametrize("name", ["hf_overrides", "rope_scaling", "default_chat_template_kwargs"])
+@pytest.mark.parametrize("name", ["hf_overrides", "default_chat_template_kwargs"])
 def test_what_must_be_an_object_is_one(name: str) -> None:
     flag = f"--{name.replace('_', '-')}"
     for text in ("[1]", "x", "{", '"a"'):
@@ -218,8 +223,8 @@ seed: null
     assert found.model.model == "org/name" and found.model.max_model_len == 4096
     assert found.kv.host_bytes == 10**9 and found.kv.host_decode == "off" and not found.kv.prefix_cache
     assert not found.schedule.async_scheduling and found.device.threads == 2
-    assert json.loads(found.model.rope_scaling or "") == {"rope_type": "yarn", "factor": 4.0}
-    assert json.loads(found.model.hf_overrides or "") == {"rope_theta": 1e6}
+    assert json.loads(found.model.hf_overrides or "") == {
+        "rope_theta": 1e6, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
     assert found.device.backends == ("linear=reference", "layer=reference")
     won = of_file(tmp_path, text, "demo", "--context-length", "64", "--backends", "linear=packed",
                   "--threads=1", "--prefix-cache", "--block-size=4")

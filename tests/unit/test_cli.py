@@ -85,7 +85,7 @@ def test_every_spelling_sets_its_field(spelling: str, flag: Any) -> None:
     ("--backends a=b,c=d --backends e=f", "device.backends", ("a=b", "c=d", "e=f")),
     ("--page-size 8 --page-size 4", "kv.page_size", 4),
     ("-tp 2", "device.tp", 2), ("--tensor-parallel-size 3", "device.tp", 3), ("--ep-size 2", "device.ep", 2),
-    ("--enable-expert-parallel", "device.expert_parallel", True),
+    ("--enable-expert-parallel", "device.ep", 0), ("--enable-ep-moe", "device.ep", 0),
 ])
 def test_spellings_that_users_type(line: str, path: str, expected: object) -> None:
     assert value(parse(f"demo {line}"), path) == expected

@@ -33,6 +33,14 @@ def test_engine_numbers_have_the_names_that_dashboards_know():
     assert got["prefix_cache_hits_total", "hbm"] == 5 and got["prefix_cache_hits_total", "dram"] == 1
     assert got["kv_cache_usage_perc", "hbm"] == 0.25 and got["kv_cache_usage_perc", "dram"] == 0.75
     assert got["moved_bytes_total", "dram", "hbm"] == 99
+    # And the field's words, under names of their own.
+    assert got["prefix_cache_hit_tokens_total", "device"] == 5 and got["prefix_cache_hit_tokens_total", "host"] == 1
+    assert got["kv_cache_usage_ratio", "device"] == 0.25 and got["kv_cache_usage_ratio", "host"] == 0.75
+    assert got["kv_pages", "device"] == 8 and got["kv_pages_held", "host"] == 3
+    assert got["kv_pages_in_use", "device"] == 2
+    assert got["kv_moved_bytes_total", "device", "host"] == 99
+    assert not {"device", "host"} & {label for name, *labels in got if not name.startswith(("kv_", "prefix_cache_hit_"))
+                                     for label in labels}
     assert got["generation_tokens_total",] == 0          # what was sent, counted on this side
 
 
@@ -47,10 +55,13 @@ def test_each_help_is_a_sentence():
     """Of both sides; what the core tells has its own, not the sentence for those without."""
     stats = {"hbm_pages": 8.0, "hbm_pages_in_use": 1.0, 'moved_bytes_total{src="hbm",dst="dram"}': 1.0,
              **dict.fromkeys(names_in_the_code(), 1.0), 'selected_device_units_total{layer="0"}': 1.0,
-             **{f"{name}_total": 1.0 for name in HELP if name.startswith(("executor_", "pair_", "storage_"))}}
+             **{f"{name}_total": 1.0 for name in HELP if name.startswith(("executor_", "storage_"))},
+             **{f"pair_{name[3:]}_total": 1.0 for name in HELP if name.startswith("pd_")}}
     text = Metrics().text([stats], [stats]).decode()
     told = dict(line.split(" ", 1) for line in re.findall(r"^# HELP (.*)$", text, re.MULTILINE))
-    assert len(told) > 80
+    assert len(told) > 80 and told["penstock:hbm_pages"] == "Old name of kv_pages, for one release."
+    assert told["penstock:pair_lost_total"].startswith("Old name of pd_lost")
+    assert told["penstock:pd_lost_total"] == HELP["pd_lost"]
     for name, sentence in told.items():
         assert len(sentence.split()) >= 4 and sentence.endswith("."), (name, sentence)
         assert "no description yet" not in sentence, name

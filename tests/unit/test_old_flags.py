@@ -42,7 +42,35 @@ def test_old_flag_means_the_new_one_in_every_form(name: str, tmp_path: Path) -> 
         [f"{new}={value}"] if value != "true" else [new])
 
 
-@pytest.mark.parametrize("name", [*old.RENAMED, *old.FORMS, "--host-tier"])
+@pytest.mark.parametrize("name", old.SWITCHED)
+def test_old_switch_means_a_value_of_another_flag(name: str, tmp_path: Path) -> None:
+    new, _, value = old.SWITCHED[name].partition("=")
+    assert parsed(name) == parsed(new, value)
+    on = not name.startswith("--no-")
+    field = name.removeprefix("--no-").removeprefix("--").replace("-", "_")
+    assert from_options("demo", {field: on}) == parsed(name)
+    (tmp_path / "old.yaml").write_text(f"{field}: {str(on).lower()}\n")
+    assert prepare(FromFile(["--config", str(tmp_path / "old.yaml")]).words) == [old.SWITCHED[name]]
+
+
+@pytest.mark.parametrize("argv, said", [
+    ("--kv-storage-sync", "--kv-storage-sync: .*leave it out"),
+    ("--kv-storage-write-rate 1M", "--kv-storage-write-rate 1M: .*--kv-storage-write-policy"),
+    ("--timeout-keep-alive 5", "--timeout-keep-alive 5: .*65 s")])
+def test_removed_flag_is_refused_with_what_to_do(argv: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parsed(*argv.split())
+    assert parsed("--no-kv-storage-sync") == parsed("--timeout-keep-alive", "65") == parsed()
+
+
+def test_seconds_to_wait_for_the_other_instance_follow_the_role() -> None:
+    pair = parsed().pair
+    assert (pair.kv_timeout_s, pair.bootstrap_timeout_s) == (300.0, 30.0)
+    pair = parsed("--disaggregation-timeout-s", "7").pair
+    assert pair.kv_timeout_s == pair.bootstrap_timeout_s == 7.0
+
+
+@pytest.mark.parametrize("name", [*old.RENAMED, *old.SWITCHED, *old.FORMS, "--host-tier"])
 def test_old_flag_stands_in_no_help_and_in_no_table(name: str) -> None:
     parser = Parser(prog="penstock serve")
     add_flags(parser)

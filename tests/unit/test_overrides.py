@@ -65,7 +65,6 @@ def test_a_scaling_keeps_the_base_and_parts_of_the_file() -> None:
     ({"hf_overrides": {"rope_scalling": YARN}}, "'rope_scalling' is not a field of"),
     ({"hf_overrides": {"text_config": {}}}, "'text_config' is not a field of"),
     ({"hf_overrides": {"rope_scaling": [1]}}, "one JSON object is needed"),
-    ({"hf_overrides": {"rope_scaling": YARN}, "rope_scaling": YARN}, "give one of them"),
     ({"rope_scaling": {"rope_type": "yarn"}}, "how many times longer"),
     ({"rope_scaling": {**YARN, "original_max_position_embeddings": "x"}}, "the length in tokens"),
     ({"rope_scaling": {"rope_type": "su", "factor": 2}}, "'su' is not supported"),

@@ -42,7 +42,6 @@ def test_the_models_file_is_read_unless_another_is_named(folder, tmp_path):
 
     assert of() == of(generation_config="auto") == KEPT
     assert of(generation_config="none") == of(generation_config="vllm") == {}
-    assert of(sampling_defaults="openai") == {}
     other = tmp_path / "other"
     other.mkdir()
     (other / "generation_config.json").write_text('{"temperature": null, "top_p": 0.5}')

@@ -335,11 +335,3 @@ def test_pages_found_to_be_damaged_while_they_are_written_or_read_are_not_kept(b
     list(bench.files.put(KEYS[:1], 0, [bench.pool.bytes_of(0)]))
     bench.storage._denied.clear()
     assert bench.read(2) == Moved(MoveId(bench.moves), False, 1)
-
-
-def test_no_more_is_written_a_second_than_was_said(tmp_path):
-    rate = 40 * (LAYOUT.page_bytes + 64)
-    bench = Bench(tmp_path / "store", rate=rate)
-    began = time.monotonic()
-    assert bench.write().ok and time.monotonic() - began >= PART / 40, "the last part waits for one before it"
-    assert bench.stat("written_bytes_total") == PAGES * (LAYOUT.page_bytes + 64)

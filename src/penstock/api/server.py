@@ -54,6 +54,7 @@ DEAD_S = 1.0           # for new ones to hear it: a closed port says less
 # Middle collections to a full one of the cycle collector, which takes 50 to 75 ms with 512 requests: one in
 # 14,000 requests. Cycles of requests that a middle one has seen wait for it, 130 bytes a request.
 FULL = 50
+KEEP_ALIVE_S = 65      # longer than clients and proxies keep a connection, which else send into a closed one
 CLOSING_S = 5          # for connections to close after the last answer
 
 
@@ -129,7 +130,7 @@ def tls_of(config: ServerConfig, into: ssl.SSLContext | None = None) -> ssl.SSLC
 def _secret(kv: KVConfig) -> bytes | None:
     """What tenants' pages are told apart by, where they outlive this process. Raises ConfigError."""
     url = None if kv.kv_storage is None else parse_storage(kv.kv_storage)
-    return None if url is None else secret_of(url, kv.kv_storage_key, readonly=kv.kv_storage_readonly)
+    return None if url is None else secret_of(url, kv.kv_storage_key, readonly=kv.is_readonly)
 
 
 def handled(*, reloads: bool) -> list[signal.Signals]:
@@ -261,7 +262,7 @@ class _Server:
                 descriptors.raise_limit(), api.metrics.refused.inc)),  # type: ignore[arg-type]
             ws="none", lifespan="off", log_config=None,
             access_log=logs.logs_access(config.server), server_header=False,
-            timeout_keep_alive=config.server.timeout_keep_alive, timeout_graceful_shutdown=CLOSING_S)
+            timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=CLOSING_S)
         server = _Uvicorn(settings)
         settings.load()
         settings.ssl = self._tls

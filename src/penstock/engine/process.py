@@ -181,8 +181,8 @@ def build(config: Config, event_log: EventLog) -> Engine:
                       max_model_len=built.max_model_len, selection=built.selection,
                       event_log=event_log, check=config.debug.debug_check, peers=peers,
                       storing=None if storage is None else Storing(storage, config.kv.kv_storage_policy),
-                      deadlines_s={Phase.RECEIVING.value: config.pair.disaggregation_timeout_s},
-                      room_s=config.pair.disaggregation_bootstrap_timeout_s if config.is_routed
+                      deadlines_s={Phase.RECEIVING.value: config.pair.kv_timeout_s},
+                      room_s=config.pair.bootstrap_timeout_s if config.is_routed
                       and config.pair.disaggregation_mode == "prefill" else None)
     ready = wire.Ready(pid=os.getpid(), vocab_size=built.vocab_size, max_model_len=built.max_model_len,
                        info=info, selection=built.selection,

@@ -82,15 +82,14 @@ class Storage:
     """See above. `start`, `ask` and `deny` return at once; `collect` tells what has ended since."""
 
     def __init__(self, store: Store, pools: Sequence[HostPages], wake: Callable[[], None], *,
-                 quota: int | None = None, rate: int | None = None,
+                 quota: int | None = None,
                  clock: Callable[[], float] = time.monotonic) -> None:
         """pools: whole host pages by cache group. wake: called in the threads when there is something to
         collect. quota: of a Bounded store, bytes there at most, of all engines; None: FREE of what is
-        free by now, beside what is there. rate: bytes a second that are written at most; pages wait."""
+        free by now, beside what is there."""
         self.store, self._pools, self._wake, self._clock = store, pools, wake, clock
-        self._quota, self._rate = quota, rate
+        self._quota = quota
         self._bounded = store if isinstance(store, Bounded) and not store.readonly else None
-        self._write_at = 0.0                   # when the next page may be written
         self._reads: SimpleQueue[_Job] = SimpleQueue()
         self._writes: SimpleQueue[_Job] = SimpleQueue()
         self._asked: SimpleQueue[_Asked] = SimpleQueue()
@@ -283,8 +282,6 @@ class Storage:
         these = [i for i in part if not self._is_denied(move.keys[i])]
         if not these:
             return
-        if self._rate is not None:
-            time.sleep(max(0.0, self._write_at - time.monotonic()))
         keys = [move.keys[i] for i in these]
         pages = [pool.bytes_of(move.src_pages[i]) for i in these]
         puts = self.store.put(keys, move.group, pages)
@@ -294,8 +291,6 @@ class Storage:
             written = next(puts)
             self._worked()
             with self._lock:
-                if self._rate is not None:
-                    self._write_at = max(time.monotonic(), self._write_at) + written / self._rate
                 self._count["written_objects" if written else "known_objects"] += 1
                 self._count["written_bytes"] += written
                 self._used += written

@@ -134,7 +134,7 @@ def sampling_defaults(model: ModelConfig, files: ModelFiles) -> Sampling:
     """Sampling values of requests that name none: the model's, and the operator's before those. Raises
     ConfigError."""
     asked, found = model.generation_config, {}
-    if model.sampling_defaults == "model" and asked not in ("none", "vllm"):
+    if asked not in ("none", "vllm"):
         given, where = files.generation_config, files.folder
         if asked != "auto":
             where = Path(asked).expanduser()

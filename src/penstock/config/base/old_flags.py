@@ -26,7 +26,9 @@ RENAMED = {
     "--pair-fallback": "--disaggregation-fallback",
     "--pair-timeout-s": "--disaggregation-timeout-s",
     "--pair-allow": "--disaggregation-allow",
-    "--pair-room-s": "--disaggregation-bootstrap-timeout-s",
+    "--pair-room-s": "--disaggregation-timeout-s",
+    "--disaggregation-bootstrap-timeout-s": "--disaggregation-timeout-s",
+    "--index-dtype": "--sparse-metadata-dtype",
     "--pair-key-file": "--cluster-key-file",
     "--node-key-file": "--cluster-key-file",
     "--pair-tls": "--cluster-tls",
@@ -41,6 +43,13 @@ RENAMED = {
     "--check": "--debug-check",
     "--event-log": "--debug-event-log",
     "--cpu-isa": "--debug-cpu-isa",
+}
+
+# Switches that became a value of another flag.
+SWITCHED = {
+    "--expert-parallel": "--ep=0", "--no-expert-parallel": "--ep=1",
+    "--kv-storage-readonly": "--kv-storage-write-policy=none",
+    "--no-kv-storage-readonly": "--kv-storage-write-policy=write_through",
 }
 
 SIZE = "--kv-offloading-size"

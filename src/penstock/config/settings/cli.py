@@ -224,9 +224,11 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
 
 MODEL_SPELLINGS = ("--model", "--model-path", "-m", "--hf-repo", "-hf", "-hfr")
 NAMES = "--served-model-name"
-SWITCHES = {sglang.ENABLE: "--host-decode=auto", "--disable-log-stats": "--log-stats-interval=0"}
+SWITCHES = {sglang.ENABLE: "--host-decode=auto", "--disable-log-stats": "--log-stats-interval=0",
+            "--enable-expert-parallel": "--ep=0", "--enable-ep-moe": "--ep=0", "--no-enable-expert-parallel": "--ep=1",
+            **old.SWITCHED}
 COLLECTED = (sglang.BACKEND, sglang.EXTRA, peers.ROPE, peers.SCALE, peers.ORIGINAL,      # several make one
-             *old.FORMS)
+             peers.OVERRIDES, peers.SGLANG_OVERRIDES, *old.FORMS)
 
 
 def prepare(argv: Sequence[str], own: Collection[str] = ()) -> list[str]:
@@ -268,7 +270,7 @@ def prepare(argv: Sequence[str], own: Collection[str] = ()) -> list[str]:
                 raise ConfigError(f"{name}: a folder, a .gguf file, a hub id or 'demo' is needed")
             given = value if eq else rest.pop(0) if rest else ""
             if name in COLLECTED:
-                kept[name] = given
+                kept[peers.OVERRIDES if name == peers.SGLANG_OVERRIDES else name] = given
             elif name == sglang.CONFIG and not any(spelled(w) == sglang.ENABLE for w in argv):
                 raise ConfigError(f"{name}: give {sglang.ENABLE} as well, or our own flags")
             else:

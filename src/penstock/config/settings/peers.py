@@ -108,28 +108,50 @@ def origins(name: str, text: str) -> list[str]:
     return [f"--cors-origins={','.join(found)}"]
 
 
+def sampling(name: str, text: str) -> list[str]:
+    """SGLang's --sampling-defaults, model or openai. Raises ConfigError."""
+    if text not in ("model", "openai"):
+        raise ConfigError(f"{name} {text}: choose from model, openai, or give --generation-config")
+    return ["--generation-config=none"] if text == "openai" else []
+
+
 def _counted(flag: str, *default: str) -> Callable[[str, str], list[str]]:
     """Of llama.cpp's numbers: `default` are its words for what is so without the flag."""
     return lambda name, text: [] if text in default else [f"{flag}={text}"]
 
 
 ROPE, SCALE, ORIGINAL = "--rope-scaling", "--rope-scale", "--yarn-orig-ctx"
+OVERRIDES, SGLANG_OVERRIDES = "--hf-overrides", "--json-model-override-args"
 
 
 def rope(given: Mapping[str, str]) -> list[str]:
-    """Our --rope-scaling for its JSON, or for llama.cpp's three flags. Raises ConfigError."""
+    """Return --hf-overrides with the rope_scaling of --rope-scaling JSON, or of llama.cpp's three flags.
+
+    given   name -> value of those that were typed, OVERRIDES too
+    Raises ConfigError: a value that cannot be read, or RoPE is scaled by two flags.
+    """
+    scaling, own = _scaling(given), given.get(OVERRIDES)
+    if scaling is None:
+        return [] if own is None else [f"{OVERRIDES}={own}"]
+    fields = json_object(OVERRIDES, own or "{}")
+    if fields.keys() & {"rope_scaling", "rope_parameters"}:
+        raise ConfigError(f"{ROPE}, {OVERRIDES}: both say how RoPE is scaled: give one of them")
+    return [f"{OVERRIDES}={json.dumps({**fields, 'rope_scaling': scaling})}"]
+
+
+def _scaling(given: Mapping[str, str]) -> dict[str, object] | None:
     kind = given.get(ROPE)
     numbers = {name: given[name] for name in (SCALE, ORIGINAL) if name in given}
     if kind is not None and kind not in ("none", "linear", "yarn"):
         if numbers:
             raise ConfigError(f"{', '.join(numbers)}: {ROPE} JSON has all of it: leave them out")
-        return [f"{ROPE}={kind}"]
+        return json_object(ROPE, kind)
     if kind is None and not numbers:
-        return []
+        return None
     if kind in (None, "none"):
         if numbers:
             raise ConfigError(f"{', '.join(numbers)}: say which scaling, with {ROPE} yarn or linear")
-        return []
+        return None
     if SCALE not in numbers:
         raise ConfigError(f"{ROPE} {kind}: how many times longer? Give {SCALE} N as well, or {ROPE} with a "
                           "JSON object")
@@ -140,13 +162,14 @@ def rope(given: Mapping[str, str]) -> list[str]:
     except ValueError:
         shown = ", ".join(f"{name} {number}" for name, number in numbers.items())
         raise ConfigError(f"{shown}: numbers are needed") from None
-    return [f"{ROPE}={json.dumps(found)}"]
+    return found
 
 
 # (name, value) -> our flags; raises ConfigError. The keys are spellings that take a value.
 TRANSLATED: dict[str, Callable[[str, str], list[str]]] = {
     **dict.fromkeys(SPECULATION, speculation),
     "--allowed-origins": origins,
+    "--sampling-defaults": sampling,
     **dict.fromkeys(("-c", "--ctx-size"), _counted("--max-model-len", "0")),
     **dict.fromkeys(("-np", "--parallel"), _counted("--max-num-seqs", "-1")),
     **dict.fromkeys(("-t",), _counted("--threads", "-1")),

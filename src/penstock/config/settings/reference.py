@@ -56,10 +56,17 @@ def _flags() -> Iterator[str]:
         also = ", ".join(f"`{s}`" for s in flag.spellings[1:])
         if flag.kind == "host":
             also = "`--enable-hierarchical-cache`, `--hicache-size` (GB), `--hicache-ratio`"
+        if flag.name in _ALSO:
+            also += f"{', ' if also else ''}{_ALSO[flag.name]}"
         if flag.inverse:
             also += f"{'; ' if also else ''}off: " + ", ".join(f"`{s}`" for s in flag.inverse)
         yield f"| {_form(flag)} | {also} | {_default(flag)} | {flag.help}" + (
             " (serve) |" if flag.dest in SERVE_ONLY else " |")
+
+
+# Spellings that are rewritten before flags are parsed.
+_ALSO = {"ep": "`--enable-expert-parallel`, `--enable-ep-moe` (0)", "hf_overrides": "`--rope-scaling` (one field)",
+         "generation_config": "`--sampling-defaults openai` (none)"}
 
 
 def _form(flag: Flag) -> str:
@@ -115,7 +122,8 @@ _MIGRATION = """\
 # Old spellings
 
 Written by `make docs`; a test compares it. These spellings work for one release more, as flags, as keyword
-arguments of `LLM(...)` and as keys of a `--config` file, and stand in no other document.
+arguments of `LLM(...)` and as keys of a `--config` file, and stand in no other document. Those with *none* are
+refused with what to do.
 
 | old flag | new flag |
 |---|---|"""
@@ -126,7 +134,23 @@ A plain number of `--kv-offloading-size` is GiB, as in vLLM; one of `--dram-byte
 |---|---|
 | body field `top_k_tokens`, `SamplingParams(top_k_tokens=...)` | `sparse_top_k` |
 | `sparse_unit` of `GET /server_info` | `sparse_block_size` |
-| environment `PENSTOCK_PAIR_KEY`, `PENSTOCK_NODE_KEY` | `PENSTOCK_CLUSTER_KEY` |"""
+| environment `PENSTOCK_PAIR_KEY`, `PENSTOCK_NODE_KEY` | `PENSTOCK_CLUSTER_KEY` |
+
+## Metrics
+
+Both are exported for one release. The tiers `hbm`, `dram` and `disk` of the old ones are `device`, `host` and
+`storage` of the new ones.
+
+| old metric | new metric |
+|---|---|
+| `hbm_pages`, `dram_pages_free` and so on | `kv_pages`, `kv_pages_free` and so on, by `tier` |
+| `kv_cache_usage_perc` | `kv_cache_usage_ratio` |
+| `prefix_cache_hits_total` | `prefix_cache_hit_tokens_total` |
+| `evicted_pages_total`, `forgotten_pages_total` | `kv_pages_evicted_total`, `kv_pages_forgotten_total` |
+| `pool_bytes`, `cache_group_pages`, `cache_group_bytes` | `kv_pool_bytes`, `kv_group_pages`, `kv_group_bytes` |
+| `moved_bytes_total`, `moves_total`, `moves_failed_total`, `move_seconds_total` | the same with `kv_` in front |
+| `requests_hosted` | `requests_offloaded` |
+| `pair_...`, `peer_ignored` | `pd_...`, `pd_ignored` |"""
 
 
 def migration() -> str:
@@ -134,6 +158,10 @@ def migration() -> str:
     forms = {"--dram-bytes": "SIZE", "--dram-ratio": "2x, for example", "--host-tier": "auto", "--no-host-tier": "0"}
     rows = [(name, f"`{new}`") for name, new in old.RENAMED.items()]
     rows += [(name, f"`{old.SIZE}`: {form}") for name, form in forms.items()]
+    rows += [(name, f"`{new.replace('=', ' ')}`") for name, new in old.SWITCHED.items()]
+    rows += [("--kv-storage-sync", "none: a checksum finds pages that a power loss took"),
+             ("--kv-storage-write-rate", "none: pages are stored as fast as the storage takes them"),
+             ("--timeout-keep-alive", "none: 65 s")]
     return "\n".join([_MIGRATION, *(f"| `{name}` | {new} |" for name, new in rows), _OTHERS]) + "\n"
 
 

@@ -22,7 +22,6 @@ from penstock.config.settings.tree import (
     SECRETS,
     Config,
     KVConfig,
-    PairConfig,
     ScheduleConfig,
 )
 
@@ -209,10 +208,6 @@ PAIR: tuple[Refusal[Machine], ...] = (
             ("pair.disaggregation_allow", "pair.disaggregation_connect", "server.router_dialect"),
             "limits which prefill instances a router may name: give a decode instance --router-dialect, and no "
             "--disaggregation-connect"),
-    Refusal(lambda c, _: not c.is_routed and c.pair.disaggregation_bootstrap_timeout_s
-            != PairConfig().disaggregation_bootstrap_timeout_s,
-            ("pair.disaggregation_bootstrap_timeout_s", "server.router_dialect"),
-            "applies to instances behind a router: also give --router-dialect and --disaggregation-mode"),
     Refusal(lambda c, _: c.pair.disaggregation_transfer_backend != "stream" and not c.pair.prefill_replicas
             and not _mode(c), ("pair.disaggregation_transfer_backend",),
             "applies to PD disaggregation: also give --disaggregation-mode, or --prefill-replicas and "
@@ -224,11 +219,10 @@ PAIR: tuple[Refusal[Machine], ...] = (
             "back-end out"),
     Refusal(lambda c, _: c.pair.disaggregation_fallback != "compute" and _not_decoding(c),
             ("pair.disaggregation_fallback",), "applies to a decode instance: leave it out"),
-    Refusal(lambda c, _: c.pair.disaggregation_timeout_s != PairConfig().disaggregation_timeout_s
-            and _not_decoding(c), ("pair.disaggregation_timeout_s",),
-            "applies to a decode instance: leave it out"),
+    Refusal(lambda c, _: c.pair.disaggregation_timeout_s is not None and _not_decoding(c) and not c.is_routed,
+            ("pair.disaggregation_timeout_s",),
+            "applies to a decode instance, and to a prefill instance with --router-dialect: leave it out"),
     _outside("pair.disaggregation_timeout_s", 0.1, 86400, "0.1 to 86400 seconds"),
-    _outside("pair.disaggregation_bootstrap_timeout_s", 0.1, 3600, "0.1 to 3600 seconds"),
 )
 
 _ADDRESS = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
@@ -348,15 +342,11 @@ REFUSED: tuple[Refusal[Machine], ...] = (
             ("kv.kv_storage", "kv.prefix_cache"), "stored pages are found by the prefix cache: leave one of them out"),
     *(_both(f"kv.{name}", "kv.kv_storage", lambda url: url is None,
             "applies to storage: also give --kv-storage file:///DIR")
-      for name in ("kv_storage_bytes", "kv_storage_readonly", "kv_storage_key", "kv_storage_write_rate",
-                   "kv_storage_sync", "kv_storage_policy", "kv_storage_write_policy")),
-    *(_both(f"kv.{name}", "kv.kv_storage", _is_elsewhere, "applies to a folder: leave it out")
-      for name in ("kv_storage_bytes", "kv_storage_sync")),
-    *(_both(f"kv.{name}", "kv.kv_storage_readonly", bool, "nothing is stored then: leave one of them out")
-      for name in ("kv_storage_bytes", "kv_storage_write_rate", "kv_storage_sync",
-                   "kv_storage_write_policy")),
+      for name in ("kv_storage_bytes", "kv_storage_key", "kv_storage_policy", "kv_storage_write_policy")),
+    _both("kv.kv_storage_bytes", "kv.kv_storage", _is_elsewhere, "applies to a folder: leave it out"),
+    _both("kv.kv_storage_bytes", "kv.kv_storage_write_policy", lambda policy: policy == "none",
+          "nothing is stored then: leave one of them out"),
     _outside("kv.kv_storage_bytes", 1 << 20, 1 << 62, "at least 1MiB"),
-    _outside("kv.kv_storage_write_rate", 1 << 20, 1 << 62, "at least 1MiB a second"),
     _outside("schedule.max_num_seqs", 1, 4096, "1 to 4096 requests"),
     _outside("schedule.max_num_batched_tokens", 1, 1 << 20, "1 to 1048576 tokens a step"),
     _outside("schedule.max_waiting", 0, 1 << 20, "0 to 1048576 waiting requests"),
@@ -396,11 +386,8 @@ REFUSED: tuple[Refusal[Machine], ...] = (
     _outside("device.threads", 1, 1024, "1 to 1024 threads"),
     _outside("device.pp", 1, 64, "1 to 64 stages"),
     _outside("device.tp", 1, 64, "1 to 64 TP ranks"),
-    Refusal(lambda c, _: c.device.ep < 1 or (c.device.tp >= 1 and c.device.tp % c.device.ep > 0),
-            ("device.ep", "device.tp"), "expert groups are spread over the TP ranks: take a divisor of --tp"),
-    Refusal(lambda c, _: c.device.expert_parallel and c.device.ep not in (1, c.device.tp),
-            ("device.expert_parallel", "device.ep", "device.tp"),
-            "--expert-parallel makes as many groups as TP ranks: leave one of them out"),
+    Refusal(lambda c, _: c.device.ep < 0 or (c.device.tp >= 1 and c.device.tp % c.device.expert_ranges > 0),
+            ("device.ep", "device.tp"), "expert groups are spread over the TP ranks: take a divisor of --tp, or 0"),
     Refusal(lambda c, _: any(not n.isdecimal() or len(n) > 4 or int(n) < 1 for n in c.device.pp_layers)
             or len(c.device.pp_layers) not in (0, c.device.pp), ("device.pp_layers", "device.pp"),
             "one number of layers for each stage, at least 1, separated by commas"),
@@ -408,7 +395,7 @@ REFUSED: tuple[Refusal[Machine], ...] = (
     _outside("device.gpu_layers", 0, 1 << 20, "all layers of the model, or 0 for the CPU"),
     Refusal(lambda c, _: c.device.gpu_layers == 0 and c.device.device == "cuda",
             ("device.gpu_layers", "device.device"), "0 layers on the GPU means --device cpu: give one of them"),
-    *map(_no_object, ("model.hf_overrides", "model.rope_scaling", "model.default_chat_template_kwargs",
+    *map(_no_object, ("model.hf_overrides", "model.default_chat_template_kwargs",
                       "model.override_generation_config")),
     Refusal(lambda c, _: any(b.count("=") != 1 or "" in b.split("=") for b in c.device.backends),
             ("device.backends",), "written as OP=NAME, several separated by commas"),
@@ -438,7 +425,6 @@ REFUSED: tuple[Refusal[Machine], ...] = (
             ("server.cors_origins", "server.api_key_file"),
             "without API keys only local pages may send requests: also give --api-key-file"),
     _outside("server.body_bytes_max", 1024, 1 << 30, "1KiB to 1GiB"),
-    _outside("server.timeout_keep_alive", 1, 86_400, "1 to 86400 seconds"),
     _outside("server.drain_s", 0, 3600, "0 to 3600 seconds"),
     *PAIR,
     *NODES,

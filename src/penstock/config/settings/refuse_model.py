@@ -99,11 +99,8 @@ OF_MODEL: tuple[Refusal[ModelFacts], ...] = (
     Refusal(lambda c, m: c.kv.kv_cache_dtype != "auto" and m.kv_heads, ("kv.kv_cache_dtype",),
             "applies to an MLA KV cache, and this model has KV heads, whose cache has the compute type: "
             "leave it out"),
-    Refusal(lambda c, m: c.kv.index_dtype != "auto" and not m.topk, ("kv.index_dtype",),
-            "this model has no indexer: leave it out"),
-    Refusal(lambda c, m: c.kv.sparse_metadata_dtype != "auto" and bool(m.topk or _reads_all(c, m)),
-            ("kv.sparse_metadata_dtype",), "applies to --sparse-top-k N, of models without an "
-            "indexer: leave it out"),
+    Refusal(lambda c, m: c.kv.sparse_metadata_dtype != "auto" and _reads_all(c, m), ("kv.sparse_metadata_dtype",),
+            "this model reads all of its KV in each step: also give --sparse-top-k N, or leave this out"),
     Refusal(lambda c, m: 0 < (c.device.gpu_layers or 0) < m.layers, ("device.gpu_layers",),
             "this model has {layers} layers, and all of them run on one device: as many at least, or 0 for "
             "the CPU"),
@@ -113,8 +110,8 @@ OF_MODEL: tuple[Refusal[ModelFacts], ...] = (
             "this model has {heads} query heads, a vocabulary of {vocab} and MLPs of {width} columns; each TP "
             "rank needs one or more of each"),
     Refusal(lambda c, m: c.device.expert_ranges > 1 and not m.experts,
-            ("device.ep", "device.expert_parallel"), "this model has no experts: leave it out"),
-    Refusal(lambda c, m: 0 < m.experts < c.device.expert_ranges, ("device.ep", "device.expert_parallel"),
+            ("device.ep",), "this model has no experts: leave it out"),
+    Refusal(lambda c, m: 0 < m.experts < c.device.expert_ranges, ("device.ep",),
             "this model has {experts} experts, and each group needs one or more"),
     Refusal(lambda c, m: c.kv.state_interval is not None and not m.state_bytes, ("kv.state_interval",),
             "this model has no layers that keep a state: leave it out"),

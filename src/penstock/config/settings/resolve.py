@@ -44,9 +44,9 @@ def resolve(raw: Config, machine: Machine) -> Config:
         device = replace(device, threads=max(1, min(machine.cores, 1024) // max(1, raw.num_engines)))
     if kv.kv_storage is not None and kv.kv_offloading_size is None:
         kv = replace(kv, kv_offloading_size="auto")                # stored pages go through it
-    kept: tuple[Kept, ...] = kv.kv_cache_dtype, kv.index_dtype, kv.sparse_metadata_dtype
-    latent, index, bounds = ("fp8_e4m3" if dtype == "fp8" else dtype for dtype in kept)
-    kv = replace(kv, kv_cache_dtype=latent, index_dtype=index, sparse_metadata_dtype=bounds)
+    kept: tuple[Kept, ...] = kv.kv_cache_dtype, kv.sparse_metadata_dtype
+    latent, metadata = ("fp8_e4m3" if dtype == "fp8" else dtype for dtype in kept)
+    kv = replace(kv, kv_cache_dtype=latent, sparse_metadata_dtype=metadata)
     if kv.gpu_memory_utilization is None:
         kv = replace(kv, gpu_memory_utilization=0.9 if device.device == "cuda" else 0.3)
     if model.dtype == "auto" and device.device == "cpu":

@@ -39,17 +39,18 @@ KEYS: dict[str, tuple[str, str, Callable[[object], bool]]] = {
 }
 
 
-def json_object(flag: str, text: str, known: Collection[str]) -> dict[str, object]:
-    keys = ", ".join(known) or "none"
+def json_object(flag: str, text: str, known: Collection[str] | None = None) -> dict[str, object]:
+    """Return the object, whose keys are `known` ones, or any. Raises ConfigError."""
+    keys = "" if known is None else f", its keys: {', '.join(known) or 'none'}"
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):
-        raise ConfigError(f"{flag} {text}: a JSON object is needed, its keys: {keys}")
+        raise ConfigError(f"{flag} {text}: a JSON object is needed{keys}")
     for key in values:
-        if key not in known:
-            raise ConfigError(f"{flag}: {key!r} is not a key that penstock has; it has {keys}")
+        if known is not None and key not in known:
+            raise ConfigError(f"{flag}: {key!r} is not a key that penstock has; it has {', '.join(known) or 'none'}")
     return values
 
 

@@ -44,12 +44,12 @@ LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 HostDecode = Literal["auto", "always", "off"]
 ToolCallParser = Literal["auto", "none", "deepseek_v3", "deepseek_v31", "deepseek_v32", "glm", "hermes",
                          "kimi_k2", "llama3_json", "minimax_m2", "mistral", "qwen3_coder", "seed_oss"]
-SamplingDefaults = Literal["model", "openai"]
 ReasoningParser = Literal["auto", "none", "think", "gemma4", "kimi_vl", "minimax_m2_append_think",
                           "minimax_m3", "mistral", "seed_oss"]
 GrammarBackend = Literal["auto", "llguidance", "none"]
 DECODE_INSTANCES_MAX = 8        # of one prefill instance
 PREFILL_INSTANCES_MAX = 8       # that a router names to one decode instance
+KV_TIMEOUT_S, BOOTSTRAP_TIMEOUT_S = 300.0, 30.0
 LogFormat = Literal["text", "json"]
 HttpLogLevel = Literal["debug", "info", "warning", "error", "critical"]
 PairMode = Literal["prefill", "decode"]
@@ -59,7 +59,7 @@ SpeculativeMethod = Literal["ngram", "mtp", "eagle3"]
 RouterDialect = Literal["off", "sglang", "vllm"]
 StoragePolicy = Literal["timeout", "wait_complete", "best_effort"]
 Kept = Literal["auto", "bfloat16", "fp8_e4m3", "fp8"]
-StorageWrites = Literal["write_through", "write_through_selective"]
+StorageWrites = Literal["write_through", "write_through_selective", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,15 +78,12 @@ class ModelConfig:
     revision: Annotated[str | None, "branch, tag or commit of a hub id (default: main)"] = None
     download_dir: Annotated[str | None, "folder for downloads from the hub (default: $HF_HUB_CACHE, else the "
                             "cache of Hugging Face's tools)"] = None
-    hf_overrides: Annotated[str | None, "JSON object: fields that replace those of config.json",
+    hf_overrides: Annotated[str | None, "JSON object: fields that replace those of config.json; for longer "
+                            "contexts also as --rope-scaling JSON, the rope_scaling alone",
                             Alias("--json-model-override-args")] = None
-    rope_scaling: Annotated[str | None, "JSON object that replaces config.json's, for longer contexts: "
-                            '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": '
-                            '32768} allows 131,072 tokens'] = None
-    generation_config: Annotated[str, "generation_config.json with the default sampling values: auto (the "
-                                 "model's), none, vllm (same as auto), or a folder"] = "auto"
-    sampling_defaults: Annotated[SamplingDefaults, "sampling values of requests that name none. model: those of "
-                                 "generation_config.json; openai: temperature and top_p 1"] = "model"
+    generation_config: Annotated[str, "generation_config.json with the sampling values of requests that name "
+                                 "none: auto (the model's), none or vllm (no file: temperature and top_p 1), or "
+                                 "a folder"] = "auto"
     override_generation_config: Annotated[
         str | None, "JSON object: temperature, top_k, top_p, min_p, repetition_penalty that replace the "
         "model's"] = None
@@ -142,23 +139,24 @@ class KVConfig:
                                 "fifths of the free space at start)", Bytes()] = None
     kv_storage_key: Annotated[str | None, "file with the secret of engines that share stored pages, at least 16 "
                               "characters (default: a key in the folder, or in the user's cache)"] = None
-    kv_storage_write_rate: Annotated[int | None, "maximum bytes written to storage per second", Bytes()] = None
-    kv_storage_sync: Annotated[bool, "count a page in a folder as stored only after it is on the disk "
-                               "(fsync)"] = False
-    kv_storage_readonly: Annotated[bool, "read stored pages, and write none"] = False
     kv_storage_policy: Annotated[StoragePolicy, "how long a request waits for stored pages. timeout: while "
                                  "reading is faster than computing; wait_complete: until all have come; "
                                  "best_effort: until the scheduler takes it",
                                  Alias("--hicache-storage-prefetch-policy")] = "timeout"
     kv_storage_write_policy: Annotated[StorageWrites, "pages to store. write_through: all; "
-                                       "write_through_selective: prefixes that a second request has used",
+                                       "write_through_selective: prefixes that a second request has used; none: "
+                                       "read stored pages, and write and delete none",
                                        Alias("--hicache-write-policy")] = "write_through"
     kv_cache_dtype: Annotated[Kept, "type of an MLA KV cache: auto is the compute type; fp8 is fp8_e4m3 with "
                               "a scale per 128 values"] = "auto"
-    index_dtype: Annotated[Kept, "type of the indexer key cache (DSA models); auto is that of "
-                           "--kv-cache-dtype"] = "auto"
-    sparse_metadata_dtype: Annotated[Kept, "type of the per-block key minima and maxima from which "
-                                     "--sparse-top-k selects; auto is the compute type"] = "auto"
+    sparse_metadata_dtype: Annotated[Kept, "type of what sparse attention selects by: indexer keys (DSA models; "
+                                     "auto is that of --kv-cache-dtype), or per-block key minima and maxima "
+                                     "(--sparse-top-k; auto is the compute type)"] = "auto"
+
+    @property
+    def is_readonly(self) -> bool:
+        """Whether storage is read, and neither written nor deleted from."""
+        return self.kv_storage_write_policy == "none"
 
     @property
     def host_bytes(self) -> int | None:
@@ -228,10 +226,9 @@ class DeviceConfig:
     tp: Annotated[int, "tensor parallelism: ranks of each stage, which split heads, MLP columns, experts and "
                   "vocabulary; each is a process",
                   Alias("--tensor-parallel-size", "--tp-size", "-tp")] = 1
-    ep: Annotated[int, "expert parallelism: groups of experts over the TP ranks (default: each rank has columns "
-                  "of all experts)", Alias("--expert-parallel-size", "--ep-size", "-ep")] = 1
-    expert_parallel: Annotated[bool, "expert parallelism with as many groups as TP ranks",
-                               Alias("--enable-expert-parallel", "--enable-ep-moe")] = False
+    ep: Annotated[int, "expert parallelism: groups of experts over the TP ranks. 1: each rank has columns of all "
+                  "experts; 0: as many groups as TP ranks",
+                  Alias("--expert-parallel-size", "--ep-size", "-ep")] = 1
     step_timeout_s: Annotated[float, "seconds after which a rank that still computes one step counts as hung",
                               Alias("--watchdog-timeout")] = 300.0
     backends: Annotated[tuple[str, ...], "kernel implementations by operation, e.g. linear=reference "
@@ -243,7 +240,7 @@ class DeviceConfig:
 
     @property
     def expert_ranges(self) -> int:
-        return self.tp if self.expert_parallel else self.ep
+        return self.ep or self.tp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,8 +280,6 @@ class ServerConfig:
                           Inverse("--disable-uvicorn-access-log")] = None
     log_level_http: Annotated[HttpLogLevel | None, "log level of the HTTP server itself (default: warning)",
                               Alias("--uvicorn-log-level")] = None
-    timeout_keep_alive: Annotated[int, "seconds that an idle connection stays open: longer than clients and "
-                                  "proxies keep one, which else send a request into a closed one"] = 65
     drain_s: Annotated[float, "seconds that SIGTERM gives running requests"] = 30.0
 
 
@@ -305,12 +300,21 @@ class PairConfig:
         "directly and encrypt nothing. Both instances need the same value"] = "stream"
     disaggregation_fallback: Annotated[PairFallback, "decode, without a prefill instance: compute prompts itself, "
                                        "or refuse them with 503"] = "compute"
-    disaggregation_timeout_s: Annotated[float, "decode: seconds to wait for the KV of a prompt before computing "
-                                        "it itself"] = 300.0
+    disaggregation_timeout_s: Annotated[float | None, "seconds to wait for the other instance. decode: for the KV "
+                                        "of a prompt, before computing it itself (default: 300); prefill, behind "
+                                        "a router: for the instance that takes a prompt (default: 30)"] = None
     disaggregation_allow: Annotated[tuple[str, ...], "decode: hosts that a router may name as prefill instances, "
                                     "separated by commas (default: any)"] = ()
-    disaggregation_bootstrap_timeout_s: Annotated[float, "seconds that a prompt from a router waits for the other "
-                                                  "instance"] = 30.0
+
+    @property
+    def kv_timeout_s(self) -> float:
+        """Seconds that a decode instance waits for the KV of a prompt."""
+        return KV_TIMEOUT_S if self.disaggregation_timeout_s is None else self.disaggregation_timeout_s
+
+    @property
+    def bootstrap_timeout_s(self) -> float:
+        """Seconds that a prompt from a router waits for the decode instance that takes it."""
+        return BOOTSTRAP_TIMEOUT_S if self.disaggregation_timeout_s is None else self.disaggregation_timeout_s
 
     @property
     def num_peers(self) -> int:

@@ -83,9 +83,12 @@ UNBUILT: tuple[Unbuilt, ...] = (
            instead="pages are stored with --kv-storage file:///DIR, s3://BUCKET/PREFIX or valkey://HOST:PORT"),
     _value("", "--kv-offloading-backend", neutral=("native", *_NONE),
            instead="only native is accepted: the host tier is built in"),
-    _value("", "--hicache-write-policy", neutral=("write_through", "write_through_selective"),
+    _value("", "--hicache-write-policy", neutral=("write_through", "write_through_selective", "none"),
            instead="only write_through and write_through_selective are accepted: a page is copied to the "
                    "host when it is sealed, so that giving up its device page never waits for a copy"),
+    _value("", "--kv-storage-write-rate", instead="pages are stored as fast as the storage takes them, after reads: "
+           "give the folder to a device with room, or store less with --kv-storage-write-policy"),
+    _switch("", "--kv-storage-sync", instead="leave it out: a checksum finds pages that a power loss took"),
     _value("", "--hicache-io-backend", "--hicache-mem-layout",
            instead="there is one layout and one way to copy: a page is one block in every tier"),
     _value("", "--num-reserved-decode-tokens", neutral=_NONE,
@@ -210,6 +213,8 @@ UNBUILT: tuple[Unbuilt, ...] = (
            instead="--ssl-certfile and --ssl-keyfile are there"),
     _value("more than one API process", "--api-server-count", "--tokenizer-worker-num",
            neutral=("1",)),
+    _value("", "--timeout-keep-alive", neutral=("65",),
+           instead="leave it out: an idle connection stays open for 65 s, longer than clients and proxies keep one"),
     _value("another root path", "--root-path", neutral=_NONE),
     _value("", "--allowed-methods", "--allowed-headers", neutral=('["*"]', *_NONE),
            instead="all of them are allowed: leave it out, and say which pages may ask with --cors-origins"),

@@ -56,6 +56,18 @@ RENAMED = {
     "dram_evictions": 'evicted_pages_total{tier="dram"}',
     "disk_evictions": 'forgotten_pages_total{tier="disk"}',
 }
+# Old name -> name of the metrics whose names or tiers had private words. Both are exported for one release, under
+# two names: a sum over a name counts nothing twice.
+TIERS = {"hbm": "device", "dram": "host", "disk": "storage"}
+RENEWED = {
+    **{f"{tier}_pages{of}": f"kv_pages{of}" for tier in TIERS for of in ("", "_free", "_held", "_fenced", "_in_use")},
+    "prefix_cache_hits_total": "prefix_cache_hit_tokens_total", "evicted_pages_total": "kv_pages_evicted_total",
+    "forgotten_pages_total": "kv_pages_forgotten_total", "kv_cache_usage_perc": "kv_cache_usage_ratio",
+    "pool_bytes": "kv_pool_bytes", "cache_group_pages": "kv_group_pages", "cache_group_bytes": "kv_group_bytes",
+    "moves_total": "kv_moves_total", "moves_failed_total": "kv_moves_failed_total",
+    "moved_bytes_total": "kv_moved_bytes_total", "move_seconds_total": "kv_move_seconds_total",
+    "requests_hosted": "requests_offloaded", "peer_ignored": "pd_ignored",
+}
 # What an engine has only with a feature: how its numbers show that this is on, and the names that go with it.
 FEATURES = {
     "host tier": (re.compile("dram_pages$"), re.compile(
@@ -166,7 +178,9 @@ class _Engine(Collector):
 def help_of(name: str) -> str:
     """A sentence for a metric of an engine, `prefill_` being those of prefill engines beside it."""
     own = name.removeprefix("prefill_")
-    text = HELP.get(own) or f"A number of the engine that has no description yet: {own}."
+    new = next((new for old in (own, f"{own}_total") if (new := renewed(old))), None)
+    text = (f"Old name of {parse_name(new)[0]}, for one release." if new else
+            HELP.get(own) or f"A number of the engine that has no description yet: {own}.")
     return text if own == name else f"Prefill instances: {text[0].lower()}{text[1:]}"
 
 
@@ -182,7 +196,20 @@ def published(values: Mapping[str, float]) -> dict[str, float]:
     for tier, used in USED.items():
         if values.get(f"{tier}_pages") and used in values:
             out[f'kv_cache_usage_perc{{tier="{tier}"}}'] = values[used] / values[f"{tier}_pages"]
-    return out
+    return out | {new: value for name, value in out.items() if (new := renewed(name))}
+
+
+def renewed(key: str) -> str | None:
+    """Return the name, with its labels, of a metric whose `key` is an old one; None for any other."""
+    name, labels = parse_name(key)
+    new = RENEWED.get(name) or (f"pd_{name[5:]}" if name.startswith("pair_") else None)
+    if new is None:
+        return None
+    if (tier := name.partition("_")[0]) in TIERS:
+        labels = {"tier": tier}
+    said = ",".join(f'{label}="{TIERS.get(value, value) if label in ("tier", "src", "dst") else value}"'
+                    for label, value in labels.items())
+    return f"{new}{{{said}}}" if said else new
 
 
 def _labelled(engines: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -86,8 +86,8 @@ def _selected(model: Model, selection: Selection | None, kv: KVConfig,
     if selection is None and not model.attention.latent_dim:
         return own
     if selection is None or selection.native:
-        index = kv.kv_cache_dtype if kv.index_dtype == "auto" else kv.index_dtype
-        return tuple(_kept(group, index, group.head_dim, "--index-dtype") if group.selector else
+        index = kv.kv_cache_dtype if kv.sparse_metadata_dtype == "auto" else kv.sparse_metadata_dtype
+        return tuple(_kept(group, index, group.head_dim, "--sparse-metadata-dtype") if group.selector else
                      _kept(group, kv.kv_cache_dtype, model.attention.latent_dim, "--kv-cache-dtype")
                      for group in own)
     full, *windows = own

@@ -297,7 +297,7 @@ def differences(ours: Config, theirs: Config) -> str:
     """What another node has been told otherwise, of what is the same on all; "" where nothing is."""
     own = {"model": ("model", "tokenizer", "served_model_name", "chat_template",
                      "default_chat_template_kwargs", "download_dir", "seed", "generation_config",
-                     "sampling_defaults", "override_generation_config"),
+                     "override_generation_config"),
            "device": ("threads",)}
     found = []
     for section in ("model", "kv", "schedule", "device"):

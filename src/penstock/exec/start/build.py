@@ -96,7 +96,7 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
         identity = kv_identity(config, parts.loaded, selection, caches)
     if kv.kv_storage is not None:
         parts.front.storage, root = open_storage(kv, identity, caches, parts.host, wakes.wake, log)
-        core_config = replace(core_config, store_root=root, store_writes=not kv.kv_storage_readonly,
+        core_config = replace(core_config, store_root=root, store_writes=not kv.is_readonly,
                               store_reused=kv.kv_storage_write_policy == "write_through_selective",
                               fetch_waits=kv.kv_storage_policy != "best_effort")
     seconds = time.perf_counter() - started

@@ -23,9 +23,9 @@ def check_storage(kv: KVConfig) -> None:
         return
     url = _url(kv)
     if url.folder is not None:
-        open_root(url.folder, readonly=kv.kv_storage_readonly)
+        open_root(url.folder, readonly=kv.is_readonly)
     check_installed(url)
-    secret_of(url, kv.kv_storage_key, readonly=kv.kv_storage_readonly)
+    secret_of(url, kv.kv_storage_key, readonly=kv.is_readonly)
 
 
 def storage_info(kv: KVConfig) -> dict[str, str]:
@@ -43,7 +43,7 @@ def open_storage(kv: KVConfig, identity: Mapping[str, str], caches: Caches, pool
                  wake: Callable[[], None], log: Callable[[str], object]) -> tuple[Storage, bytes]:
     """The storage, and `CoreConfig.store_root`. identity: what engines must have in common to read each
     other's KV, in words. pools: whole host pages by cache group. Raises ConfigError."""
-    url, readonly = _url(kv), kv.kv_storage_readonly
+    url, readonly = _url(kv), kv.is_readonly
     words = {**identity, "page size": str(kv.page_size), "cache groups": json.dumps(
         [{"name": group.name, **{name: str(value) for name, value in asdict(layout).items()}}
          for group, layout in zip(caches.groups, caches.layouts, strict=True)])}
@@ -66,19 +66,18 @@ def open_storage(kv: KVConfig, identity: Mapping[str, str], caches: Caches, pool
             log(f"storage: {advice}")
     except OSError as e:
         log(f"storage: {url.shown}: {e.strerror or e}: serving begins without it, and it is tried again")
-    storage = Storage(store, pools, wake, quota=kv.kv_storage_bytes, rate=kv.kv_storage_write_rate)
+    storage = Storage(store, pools, wake, quota=kv.kv_storage_bytes)
     return storage, hashlib.blake2b(fingerprint, key=secret, digest_size=16).digest()
 
 
 def _open(kv: KVConfig, url: StorageUrl, fingerprint: str, sizes: Sequence[int], words: Mapping[str, str],
           log: Callable[[str], object]) -> Store:
     store: Store
-    readonly = kv.kv_storage_readonly
+    readonly = kv.is_readonly
     match url.kind:
         case "file":
             assert url.folder is not None
-            store = files = Files(url.folder, fingerprint, sizes, readonly=readonly,
-                                  sync=kv.kv_storage_sync, words=words)
+            store = files = Files(url.folder, fingerprint, sizes, readonly=readonly, words=words)
             bound = (f"at most {show_size(kv.kv_storage_bytes)}" if kv.kv_storage_bytes is not None else
                      f"at most 80 % of the {show_size(files.free_bytes)} that are free, beside what it holds")
         case "s3":

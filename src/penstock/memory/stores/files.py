@@ -154,11 +154,10 @@ class Files(Bounded):
     readers, writers, part = 4, 2, 16
 
     def __init__(self, root: Path, fingerprint: str, page_bytes: Sequence[int], *, readonly: bool = False,
-                 sync: bool = False, words: Mapping[str, str] | None = None) -> None:
-        """page_bytes: of a page of each cache group. sync: a page is on the disk before its write has
-        ended. words: for the manifest. Raises ConfigError."""
+                 words: Mapping[str, str] | None = None) -> None:
+        """page_bytes: of a page of each cache group. words: for the manifest. Raises ConfigError."""
         open_root(root, readonly=readonly)
-        self.root, self.readonly, self._sync, self._sizes = root, readonly, sync, tuple(page_bytes)
+        self.root, self.readonly, self._sizes = root, readonly, tuple(page_bytes)
         self._home, self._words = root / FORMAT / fingerprint, dict(words or {})
         self._folders: dict[str, int] = {}       # descriptors: no name of a link is followed
         # Containers that share a folder may have the same process ids: names must differ without them.
@@ -264,8 +263,6 @@ class Files(Bounded):
         try:
             try:
                 _drain(fd, [memoryview(sealed(key, group, page)), page])
-                if self._sync:
-                    os.fdatasync(fd)
             finally:
                 os.close(fd)
             os.rename(temp, name, src_dir_fd=folder, dst_dir_fd=folder)
@@ -273,8 +270,6 @@ class Files(Bounded):
             with contextlib.suppress(OSError):
                 os.unlink(temp, dir_fd=folder)
             raise
-        if self._sync:
-            os.fsync(folder)
         return HEADER.size + len(page)
 
     def used(self, keys: Sequence[bytes]) -> None:

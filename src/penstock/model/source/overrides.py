@@ -1,4 +1,4 @@
-"""Fields of config.json that a user replaces: --hf-overrides, and --rope-scaling.
+"""Fields of config.json that a user replaces: --hf-overrides.
 
 Owns what a longer RoPE does to the context length. Knows no family: what a field means is its reader's.
 """
@@ -17,13 +17,8 @@ FACTOR_MAX = 1e6
 
 
 def overrides_of(model: ModelConfig) -> dict[str, Any]:
-    """The fields of both flags. Raises ConfigError: both say how RoPE is scaled."""
-    given = object_of(model.hf_overrides) or {}
-    if model.rope_scaling is None:
-        return given
-    if any(name in given for name in ROPE):
-        raise ConfigError("--rope-scaling, --hf-overrides: both say how RoPE is scaled: give one of them")
-    return {**given, "rope_scaling": object_of(model.rope_scaling) or {}}
+    """Return the fields of --hf-overrides."""
+    return object_of(model.hf_overrides) or {}
 
 
 def overridden(config: dict[str, Any], given: Mapping[str, Any], *, inside: bool = False) -> dict[str, Any]:
