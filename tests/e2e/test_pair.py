@@ -213,6 +213,9 @@ def test_each_position_is_sent_once_and_to_the_host_without_a_device_page(model:
         want = len(PROMPT) * kv.unit_bytes + whole_units * bounds.unit_bytes
         assert sent["pair_sent_bytes_total"] == want == pair.decode.loop.stats()["pair_received_bytes_total"]
         assert 0 < sent["pair_tail_bytes_total"] < want, "nothing left before the last chunk"
+        # Only what decoding has completed is copied down: full pages came into both tiers.
+        down = pair.decode.loop.stats()['moved_bytes_total{src="hbm",dst="dram",group="bounds"}']
+        assert down == bounds.page_bytes * ((len(PROMPT) + 11) // 16 - len(PROMPT) // 16) > 0
         pair.decode.submit(PROMPT, 12)
         pair.finish()
         pair.settle()

@@ -294,7 +294,8 @@ class Move(NamedTuple):
     Between engines it names positions: `first` and the `tokens` from there on, which each side maps
     to its own pages. To PEER it is a push, whose `dst_pages` are empty. From PEER it is a grant, whose
     `src_pages` are empty: the pages may be written by the peer under this transfer and generation,
-    and the core itself knows when that ends.
+    and the core itself knows when that ends. Of one group there may be two, of a tier each: what comes goes
+    into both, the second of which has whole pages only.
 
     Reads its source after step `after` has executed and answers with exactly one `Moved(id)`, not
     later than the `Retired` of a step that waits for it.

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from random import Random
 from typing import Self
 
@@ -127,7 +128,7 @@ class Pair(Engines):
         super().__init__(sc, make, "wire", blind=blind, record=record, ticks=ticks)
         self.net, self._rooms_rng = sc.net, Random(f"held {sc.seed}")
         self._claimed: set[RequestId] = set()         # of those that a router has sent
-        self.grants: dict[tuple[int, int, int], tuple[World, Move]] = {}
+        self.grants: dict[tuple[int, int, int], tuple[World, list[Move]]] = {}
         self.kept_once: set[tuple[bool, int, type[Message]]] = set()
         self.fail_push = 0                            # the n-th push fails, whatever the rate; 0 is off
         self.line: Connection | None = None           # the newest
@@ -328,7 +329,7 @@ class Pair(Engines):
         return Wire(partial(self._granted, world), lambda: world.line, partial(self._write, world))
 
     def _granted(self, world: World, move: Move) -> None:
-        self.grants[move.transfer, move.generation, move.group] = world, move
+        self.grants.setdefault((move.transfer, move.generation, move.group), (world, []))[1].append(move)
 
     def _write(self, writer: World, move: Move, values: dict[int, int], line: object,
               done: Callable[[bool], None]) -> None:
@@ -359,8 +360,8 @@ class Pair(Engines):
             self.stats["late write"] += world.view.of_transfer(move.transfer) is None
             assert self.blind or world.view.generation(move.transfer) == move.generation, (
                 f"transfer {move.transfer}: written after its end")
-            for device in world.executor.devices:
-                device.receive(granted, values)
+            for device, into in product(world.executor.devices, granted):
+                device.receive(into, values)
         return True
 
     def leave(self, rid: RequestId) -> None:

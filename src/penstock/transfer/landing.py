@@ -28,8 +28,10 @@ def place(group: GroupFacts, there: GroupFacts, move_first: int, pages: Sequence
 
 @dataclass(slots=True)
 class _Granted:
-    move: Move
+    """into: Moves, each with the unit behind its last."""
+
     progress: Progress
+    into: list[tuple[Move, int]]
 
 
 @dataclass(slots=True)
@@ -73,7 +75,8 @@ class Landings:
             self._open.clear()
 
     def grant(self, epoch: int, move: Move) -> None:
-        """Its positions may land in its pages. No effect in another epoch than the open one."""
+        """Its positions may land in its pages. No effect in another epoch than the open one. A second one of
+        a group is of whole pages from the first position on: what comes is written into both."""
         assert move.src is Tier.PEER and move.first % self._facts.groups[move.group].page_size == 0
         group = self._facts.groups[move.group]
         units = whole_units(move.first, move.tokens, group.unit, states=group.is_state)
@@ -81,8 +84,12 @@ class Landings:
             if not epoch or epoch != self._epoch:
                 return
             landing = self._open.setdefault((move.transfer, move.generation), _Landing())
-            assert move.group not in landing.groups, f"group {move.group} is granted twice"
-            landing.groups[move.group] = _Granted(move, Progress(units, self._stages[move.group]))
+            granted = landing.groups.setdefault(
+                move.group, _Granted(Progress(units, self._stages[move.group]), []))
+            granted.into.append((move, units.stop))
+            (whole, stop), *others = granted.into
+            assert all(m.first == whole.first and m.dst is not whole.dst and end <= stop for m, end in others), (
+                f"group {move.group} is granted twice")
 
     def revoke(self, transfer: int, generation: int) -> None:
         """Nothing of it is written any more once this has returned. Unknown ones are no error."""
@@ -103,17 +110,21 @@ class Landings:
             granted = landing.groups.get(head.group)
             if granted is None:
                 raise ProtocolError(f"group {head.group} is not granted to transfer {head.transfer}")
-            group, move = self._facts.groups[head.group], granted.move
-            if len(payload) != head.piece.units * head.piece.layers * group.cell_bytes:
-                raise ProtocolError(f"{len(payload)} bytes for {head.piece}")
-            granted.progress.take(head.piece)
+            group, piece = self._facts.groups[head.group], head.piece
+            if len(payload) != piece.units * piece.layers * group.cell_bytes:
+                raise ProtocolError(f"{len(payload)} bytes for {piece}")
+            granted.progress.take(piece)
             landing.bytes += len(payload)
             if not sound:
                 self.damaged += 1
                 landing.broken = True
                 return
-            spans = place(group, self._theirs.groups[head.group], move.first, move.dst_pages, head.piece)
-            self._pages.write(move.dst, move.group, head.piece.of_layers, spans, payload)
+            for move, end in granted.into:
+                part = piece._replace(units=min(piece.units, end - piece.unit))
+                if part.units > 0:
+                    spans = place(group, self._theirs.groups[head.group], move.first, move.dst_pages, part)
+                    self._pages.write(move.dst, move.group, part.of_layers, spans,
+                                      payload[:part.units * part.layers * group.cell_bytes])
 
     def landed(self, epoch: int, transfer: int, generation: int) -> Landed | None:
         """What has become of a generation whose end was said; None: nobody waits for it."""

@@ -4,7 +4,7 @@ A page whose tokens have all retired goes from its request into the prefix tree,
 """
 from __future__ import annotations
 
-from penstock.core.kv.page_table import PageTable, own
+from penstock.core.kv.page_table import PageTable, own, put
 from penstock.core.kv.pages import Pages
 from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree
 from penstock.core.kv.promote import load
@@ -45,7 +45,7 @@ def seal(kv: Pages, r: Request) -> None:
                 _share(tree, node, device, up)
             if down is not None:
                 _share(tree, node, host, down)
-                if r.place is not _HOST and r.phase is not _STAGING:
+                if (r.place is not _HOST or not t.hosted) and r.phase is not _STAGING:
                     kv.drop_entry(r, g, t.host, i)        # it is the tree's now, or the tree has another
                 elif up is not None and not up.ready and r.phase is _PROMOTING:
                     load(kv, r, g, [(i, node)])
@@ -85,6 +85,22 @@ def write_through(kv: Pages, g: int, nodes: list[Node], r: Request) -> None:
             break
         attach(node, host, Copy(reserve.pop() if reserve else pool.acquire(1)[0], None, False))
     kv.moves.save(nodes, kv.device[g], host)
+
+
+def receive_below(kv: Pages, r: Request, g: int, first: int) -> list[Copy]:
+    """Host copies of device pages that a peer is to write, whole ones from entry `first` on: it writes both,
+    so that none is copied down when it is sealed. As many as there is room for, evicting what is cached."""
+    t, pool = r.tables[g], kv.host[g].pool
+    end = r.num_prompt // kv.cfg.page_size * kv.cfg.page_size // t.unit
+    if t.reach or not kv.cfg.dram_pages or kv.arenas[Tier.DRAM].promises:
+        return []
+    if end - first > 1:
+        kv.make_free(Tier.DRAM, [(end - first) * k for k in kv.one_page(g)])     # evicts in one go
+    for i in range(first, end):
+        if not (pool.free or kv.make_free(Tier.DRAM, kv.one_page(g))):
+            break
+        put(t.host, i, Copy(pool.acquire(1)[0]))
+    return [copy for copy in t.host[first:end] if copy is not None]
 
 
 def _catch_up(kv: Pages) -> None:

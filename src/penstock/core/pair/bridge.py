@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import assert_never
 
 from penstock.core import retire
-from penstock.core.kv import allocate
+from penstock.core.kv import allocate, sealing
 from penstock.core.kv.moves import FlyingMove
 from penstock.core.kv.prefix_tree import Copy, TierGroup
 from penstock.core.lifecycle import Phase, Place, Role, Trigger
@@ -155,8 +155,12 @@ class Pairing(Watcher):
             copies = [c for c in column[entry:] if c is not None]
             if t.group.window and entry * t.unit < r.num_prompt - t.group.window:
                 copies[0].partial = True       # the peer sends what the window needs, no more
+            first = entry * t.unit
             self.granted[transfer].append(kv.moves.open(
-                r, space, copies, entry * t.unit, r.num_prompt - entry * t.unit, transfer, generation))
+                r, space, copies, first, r.num_prompt - first, transfer, generation))
+            if r.place is Place.HOST and not t.hosted and (below := sealing.receive_below(kv, r, g, entry)):
+                self.granted[transfer].append(kv.moves.open(
+                    r, kv.host[g], below, first, len(below) * t.unit, transfer, generation))
 
     def push(self, r: Request, end: int) -> None:
         """Send positions up to `end` that the other engine lacks; with the last of them all is said. Of a
