@@ -11,7 +11,7 @@ engine compiled meanwhile (`penstock:executor_compiled_total`).
 
 The second: first tokens of prompts of 32,768 tokens, one at a time, of one engine and then of a prefill and a
 decode instance. `push_share` is the part of the pair's first token between the end of a prompt's last step and
-the last byte of its KV on its way (`penstock:prefill_pair_tail_seconds_total`).
+the last byte of its KV on its way (`penstock:prefill_pd_tail_seconds_total`).
 """
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def compiled(url: str) -> int:
 async def first_tokens(url: str, rng: random.Random) -> dict[str, Any]:
     """Of prompts that no engine has seen; two before them compile what is not compiled yet."""
     took: list[float] = []
-    names = [f"prefill_pair_{name}" for name in ("tail_seconds", "tail_bytes", "sent_bytes", "sent_frames",
+    names = [f"prefill_pd_{name}" for name in ("tail_seconds", "tail_bytes", "sent_bytes", "sent_frames",
                                                  "send_seconds")]
     before: list[float] = []
     for turn in range(-2, DELIVERED_TURNS):
