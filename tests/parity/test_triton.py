@@ -320,6 +320,7 @@ def test_attention_in_gluon_compiles_for_hopper(pool: str, size: int, blocks: in
       for size, coded, stages in ((64, 1, 6), (16, 1, 6), (64, 0, 5))),
     *(("choose/choose_best", dict(BINS=8192, NEAR=2048, SHARE=share)) for share in (1, 2, 4, 8)),
     ("choose/choose_many", dict(BINS=8192, ROOM=2048)),
+    *(("attention/latent_attention/attend_prompt", dict(SIZE=size)) for size in (64, 3)),
     ("choose/resolve/map_units", dict(THREADS=1024, CHOSEN=2048, SLOTS=4096, PAGE_UNITS=64, TURNS=0)),
     ("choose/resolve/map_units", dict(THREADS=1024, CHOSEN=4096, SLOTS=8192, PAGE_UNITS=64, TURNS=1)),
     ("gemm/scaled_linear/scaled_rows", dict(WARPS=8, AHEAD=4, TILES=1)),

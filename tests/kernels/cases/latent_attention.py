@@ -22,6 +22,8 @@ _COUNTS: dict[str, tuple[int, ...]] = {
     "a step of many": (200, *range(1, 33)),
     "long": (2048, 300),
 }
+# More queries than a device has processors, each in one part on a device; the last heads are no whole group.
+_MANY, _WIDE = (1, 63, 64, 65, 127, 128, 129, 200) * 20, (72, 576, 512)
 _SHAPES = ((8, 112, 96), (4, 24, 16), (3, 50, 30), (128, 576, 512))     # heads, row dim, value dim
 
 
@@ -33,6 +35,10 @@ def cases(device: str) -> Iterator[Case]:
                         kept != torch.uint8 or shape[2] % 16 == 0):
                     yield Case(f"{name}-{step}-{shape}", partial(
                         _run, dtype, kept, counts, shape, (16, 3, 64)[i % 3], device), TOLERANCE[dtype])
+        if dtype == torch.bfloat16:
+            for size in (64, 3):
+                yield Case(f"{name}-{len(_MANY)} queries of {_WIDE} in pages of {size}", partial(
+                    _run, dtype, kept, _MANY, _WIDE, size, device), TOLERANCE[dtype])
         if kept == torch.uint8:
             yield Case(f"{name}-a prompt's rows together", partial(
                 _run, dtype, kept, _COUNTS["a chunk of queries"], _SHAPES[0], 16, device, together=True),

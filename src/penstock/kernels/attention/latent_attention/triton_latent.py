@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.attention.latent_attention import gluon_latent
+from penstock.kernels.attention.latent_attention import gluon_latent, prompt_latent
 from penstock.kernels.attention.sparse_attention.triton_units import join
 from penstock.kernels.triton.depend import early, follow
 from penstock.kernels.types import fp8
@@ -196,6 +196,8 @@ def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_
     out_BNR = torch.empty((queries, heads, value_dim), dtype=q_BNH.dtype, device=device)
     lse_BN = torch.empty((queries, heads), dtype=torch.float32, device=device)
     if whole and parts == 1:
+        if not coded and prompt_latent.attend(q_BNH, pool_PGH, slot_BS, out_BNR, lse_BN, scale):
+            return out_BNR, lse_BN
         gluon_latent.attend(q_BNH, pool_PGH, slot_BS, out_BNR[:, :, None], lse_BN[:, :, None], scale, rows)
         return out_BNR, lse_BN
     most = max(1, min(queries, SUMS // (heads * parts * value_dim)))
