@@ -62,7 +62,7 @@ test: $(VENV)/.installed-dev  ## every test but the long ones, under 10 minutes 
 	$(PYTEST) -m "not sweep and not soak and not gpu" --times=.cache/times.json $(ARGS)
 
 check: $(VENV)/.installed-dev  ## lint, types, tidy, unit tests, a few simulations, in a minute or two
-	$(BIN)/ruff check src tests bench examples
+	$(BIN)/ruff check src tests bench examples tools
 	$(BIN)/mypy
 	$(PYTEST) -m "not sweep and not soak and not gpu" tests/tidy tests/unit
 	$(BIN)/penstock sim --seeds 20
@@ -100,13 +100,13 @@ sim: $(VENV)/.installed-dev  ## N simulations of the planner, all modes: make si
 	$(BIN)/penstock sim --seeds $(N) $(ARGS)
 
 docs: $(VENV)/.installed  ## write again what comes from the code: flags, models, combinations
-	$(BIN)/python -m penstock.config.settings.reference > docs/reference/flags.md
-	$(BIN)/python -m penstock.config.settings.reference migration > docs/reference/migration.md
-	$(BIN)/python -m penstock.cli.models > docs/reference/models.md
+	$(BIN)/python tools/flags_reference.py > docs/reference/flags.md
+	$(BIN)/python tools/flags_reference.py migration > docs/reference/migration.md
+	$(BIN)/python tools/models_reference.py > docs/reference/models.md
 	$(BIN)/python tools/metrics_reference.py > docs/reference/metrics.md
-	$(BIN)/penstock combos > docs/reference/compatibility.md
-	$(BIN)/penstock combos --into README.md
-	$(BIN)/python -m penstock.cli.models --into README.md
+	$(BIN)/python tools/combos.py > docs/reference/compatibility.md
+	$(BIN)/python tools/combos.py --into README.md
+	$(BIN)/python tools/models_reference.py --into README.md
 	$(BIN)/python tests/words.py
 
 clean:  ## remove the environment and every cache

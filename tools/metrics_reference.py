@@ -22,8 +22,9 @@ def reference() -> str:
            for family in text_string_to_metric_families(Metrics().text([{}]).decode())}
     lines = [HEAD, "## The API process", "", "| name | type | meaning |", "|---|---|---|"]
     lines += [f"| `{name}` | {kind} | {text} |" for name, (kind, text) in sorted(api.items())]
-    lines += ["", "## The engines", "", "A counter's name ends in `_total`. With `--dp` the label `engine` has its number. "
-              "Metrics of local", "prefill instances begin with `prefill_`.", "", "| name | meaning |", "|---|---|"]
+    lines += ["", "## The engines", "", "A counter's name ends in `_total`. With `--dp` the label `engine` has "
+              "its number. Metrics of local", "prefill instances begin with `prefill_`.", "", "| name | meaning |",
+              "|---|---|"]
     lines += [f"| `{name}` | {text} |" for name, text in sorted(HELP.items())]
     return "\n".join(lines)
 

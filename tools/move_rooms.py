@@ -38,7 +38,8 @@ MODULES = {
     "namespaces": "engine.client.namespaces",
     "grammars.check": "text.grammar.check", "grammars.process": "text.grammar.process",
     "grammars.vocabulary": "text.grammar.vocabulary",
-    **{f"parsers.{name}": f"text.tools.{name}" for name in ("asked", "lark", "reasoning", "source", "table", "formats")},
+    **{f"parsers.{name}": f"text.tools.{name}" for name in (
+        "asked", "lark", "reasoning", "source", "table", "formats")},
     **{f"text.{name}": f"text.{name}" for name in (
         "chat", "chat_render", "detokenize", "encode_text", "encoder", "frames", "gguf_tokenizer", "helper",
         "model_text", "tokenizer", "turns", "prompts", "vocabulary")},

@@ -6,9 +6,9 @@ import re
 from functools import cache
 from pathlib import Path
 
+import combos
+import proofs
 import pytest
-
-from penstock.cli import combos, proofs
 
 ROOT = Path(__file__).parents[2]
 TESTS = sorted({proof.test for proof in proofs.PROOFS})

@@ -42,8 +42,7 @@ THIRD_PARTY = {
     "kernels": ("torch", "triton", "cuda", "numpy"),
 }
 FILES_BESIDE = 12
-ENTRY_POINTS = ("penstock", "penstock.__main__", "penstock.cli.main", "penstock.engine.process",
-                "penstock.config.settings.reference", "penstock.cli.models")
+ENTRY_POINTS = ("penstock", "penstock.__main__", "penstock.cli.main", "penstock.engine.process")
 
 
 def layer_of(module: str) -> str:

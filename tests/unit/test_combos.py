@@ -1,13 +1,11 @@
-"""`penstock combos`: answers follow the refusals and the proofs, and are found by their words."""
+"""Combinations: answers follow the refusals and the proofs, and are found by their words."""
 from __future__ import annotations
 
 from pathlib import Path
 
+import combos
 import pytest
-
-from penstock.cli import combos
-from penstock.cli.main import main
-from penstock.cli.proofs import Cell
+from proofs import Cell
 
 CODES_ON_A_GPU = Cell("ordinary", "resident", "plain", "both", "gpu", "packed")
 
@@ -39,17 +37,25 @@ def test_a_proof_of_what_is_refused_is_a_mistake(monkeypatch) -> None:
 
 
 def test_words_choose(capsys) -> None:
-    assert main(["combos", *CODES_ON_A_GPU, "latent"]) == 0
+    assert combos.main([*CODES_ON_A_GPU, "latent"]) == 0
     told = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
     assert told == [f"{kind} resident plain both gpu packed: refused" for kind in ("ordinary", "latent")]
-    assert main(["combos", "tpu"]) == 2
+    with pytest.raises(SystemExit):
+        combos.main(["tpu"])
     assert "'tpu' is no word" in capsys.readouterr().err
 
 
 def test_the_view_goes_between_its_marks_and_nothing_else_changes(tmp_path: Path) -> None:
     file = tmp_path / "a.md"
     file.write_text(f"before\n{combos._START}\nold\n{combos._END}\nafter\n")
-    assert main(["combos", "--into", str(file)]) == 0
+    assert combos.main(["--into", str(file)]) == 0
     text = file.read_text()
     assert text == f"before\n{combos._START}\n{combos.view()}\n{combos._END}\nafter\n"
-    assert main(["combos", "--into", str(file), "gpu"]) == 2
+    with pytest.raises(SystemExit):
+        combos.main(["--into", str(file), "gpu"])
+
+
+def test_equal_rows_are_one_row() -> None:
+    rows = [([("a",), ("x",)], ["1"]), ([("a",), ("y",)], ["1"]), ([("b",), ("x",)], ["1"]), ([("b",), ("y",)], ["2"])]
+    assert combos._folded(rows, 1) == [([("a",), ("x", "y")], ["1"]), *rows[2:]]
+    assert combos._folded(rows[:1] + rows[2:3], 0) == [([("a", "b"), ("x",)], ["1"])]

@@ -4,12 +4,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import flags_reference
 import pytest
 
 from penstock.config.base import old_flags as old
 from penstock.config.base.errors import ConfigError, RequestError
 from penstock.config.request.params import SamplingParams
-from penstock.config.settings import reference
 from penstock.config.settings.cli import Parser, add_flags, config_from, flags, from_options, prepare
 from penstock.config.settings.file import FromFile
 from penstock.config.settings.pairkey import node_key, pair_key
@@ -74,7 +74,7 @@ def test_seconds_to_wait_for_the_other_instance_follow_the_role() -> None:
 def test_old_flag_stands_in_no_help_and_in_no_table(name: str) -> None:
     parser = Parser(prog="penstock serve")
     add_flags(parser)
-    for text in (parser.format_help(), reference.reference()):
+    for text in (parser.format_help(), flags_reference.reference()):
         assert not re.search(rf"(?<![\w-]){name}(?![\w-])", text) or name.startswith("--hicache")
 
 
@@ -128,4 +128,4 @@ def test_old_variables_of_the_secret_work(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_migration_document_is_as_written() -> None:
-    assert (Path(__file__).parents[2] / "docs/reference/migration.md").read_text() == reference.migration()
+    assert (Path(__file__).parents[2] / "docs/reference/migration.md").read_text() == flags_reference.migration()

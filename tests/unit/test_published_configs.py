@@ -8,9 +8,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import models_reference
 import pytest
 
-from penstock.cli import models
 from penstock.config.base.errors import ConfigError
 from penstock.model import registry
 from penstock.model.base import GlobalLayer, Stage
@@ -106,9 +106,9 @@ def test_docs_name_the_published_models_that_are_read(tmp_path: Path) -> None:
     found: dict[str, set[str]] = {}
     for name in CONFIGS.keys() - REFUSED.keys() - OTHER_FILE:
         found.setdefault(str(read(name, tmp_path)["model_type"]), set()).add(name)
-    named = {family: set(names) & CONFIGS.keys() for family, names in models.EXAMPLES.items()}
+    named = {family: set(names) & CONFIGS.keys() for family, names in models_reference.EXAMPLES.items()}
     assert {family: names for family, names in named.items() if names} == found
 
 
 def test_the_document_of_models_is_written_from_the_code() -> None:
-    assert (ROOT / "docs/reference/models.md").read_text() == models.reference(), "make docs"
+    assert (ROOT / "docs/reference/models.md").read_text() == models_reference.reference(), "make docs"

@@ -42,8 +42,6 @@ COMMANDS = {
                     help="measure answers: recall, needles, a text's perplexity, GSM8K"),
     "sim": Command(module="penstock.sim.main", model="none",
                    help="run the planner against simulated ranks and faults"),
-    "combos": Command(module="penstock.cli.combos", model="none",
-                      help="show what works with what, and which test or refusal says so"),
     "store": Command(module="penstock.cli.store", model="none",
                      help="list, verify, sweep or purge what --kv-storage has stored"),
     "doctor": Command(module="penstock.cli.doctor", model="optional", own_flags=False, serves=True,

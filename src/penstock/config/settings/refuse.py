@@ -1,6 +1,6 @@
 """What does not work: values out of range and combinations, each with its reason.
 
-The list is the honest measure of the project: it is generated into docs/reference/flags.md, and it shrinks.
+The list is the honest measure of the project: docs/reference/flags.md has its length, and it shrinks.
 Flags of features that are not built at all are in `unbuilt.py`.
 """
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What does not work with the model that was found: combinations of flags and of what its files say.
 
-Asked before a weight is read, and by `penstock combos`. Sizes, which need the memory that is free, are
-refused where they are computed (`exec/load/sizing.py`); docs/reference/flags.md lists both.
+Asked before a weight is read, and for the table of combinations (`tools/combos.py`). Sizes, which need the memory
+that is free, are refused where they are computed (`exec/load/sizing.py`).
 """
 from __future__ import annotations
 

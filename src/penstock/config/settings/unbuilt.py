@@ -1,7 +1,7 @@
 """Spellings that users of SGLang, vLLM and llama.cpp type for what penstock does not have (yet).
 
 A value that asks for what happens anyway is accepted; everything else is refused, naming the
-feature. Nothing is accepted and ignored. The list is generated into docs/reference/flags.md, and it shrinks.
+feature. Nothing is accepted and ignored. docs/reference/flags.md has the names, and the list shrinks.
 """
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Writes docs/reference/models.md: each family that config.json may name, and what works with it.
 
-`python -m penstock.cli.models` prints it; `--into README.md` writes the small table there. Tests
+`python tools/models_reference.py` prints it; `--into README.md` writes the small table there. Tests
 compare both, and the examples with published configs.
 Every cell is asked of the code that refuses or reads: families, wrappers, refusals, readers of weights.
 """

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 DIMENSIONS: dict[str, dict[str, str]] = {
-    "kind": {"ordinary": "read all of their KV", "selecting": "select (`--sparse-top-k`)",
-             "latent": "latent rows, chosen by an indexer", "experts": "experts",
-             "states": "keep a state in most layers"},
+    "kind": {"ordinary": "full attention", "selecting": "sparse decode (`--sparse-top-k`)",
+             "latent": "MLA with an indexer (DSA)", "experts": "MoE",
+             "states": "hybrid with recurrent states"},
     "place": {"resident": "device", "hosted": "host memory"},          # where decode reads KV from
-    "feature": {"plain": "-", "tier": "host tier", "cache": "prefix cache", "paused": "pages paused",
+    "feature": {"plain": "-", "tier": "host tier", "cache": "prefix cache", "paused": "preemption by swap",
                 "stored": "storage in files"},
-    "across": {"one": "one process", "pp": "`--pp`", "tp": "`--tp`", "nodes": "`--nnodes`", "pair": "a pair",
-               "both": "a pair, `--pp` to `--tp`"},
+    "across": {"one": "one process", "pp": "`--pp`", "tp": "`--tp`", "nodes": "`--nnodes`", "pair": "prefill/decode",
+               "both": "prefill/decode, `--pp` to `--tp`"},
     "device": {"cpu": "CPU", "gpu": "GPU"},
     "weights": {"float32": "float32", "bfloat16": "bfloat16", "fp8": "fp8 in blocks", "gguf": "GGUF",
                 "packed": "GGUF, `--dtype gguf`"},

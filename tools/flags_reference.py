@@ -1,18 +1,20 @@
-"""Writes docs/reference/flags.md: every flag, every refusal, every spelling of what is not built.
+"""Writes docs/reference/flags.md, every flag and the names of what is refused, and docs/reference/migration.md.
 
-`python -m penstock.config.settings.reference` prints it; a test compares it with the file.
+    python tools/flags_reference.py [migration]
+
+It prints the page; a test compares it with the file.
 """
 from __future__ import annotations
 
-import itertools
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterable, Iterator
 
 from penstock.config.base import old_flags as old
 from penstock.config.base.sizes import show_bytes
 from penstock.config.settings.cli import SECTIONS, Flag, flags
 from penstock.config.settings.refuse import REFUSED
-from penstock.config.settings.refuse_model import OF_MODEL, WORDS
+from penstock.config.settings.refuse_model import OF_MODEL
 from penstock.config.settings.tree import SERVE_ONLY
 from penstock.config.settings.unbuilt import ALWAYS, UNBUILT
 
@@ -32,14 +34,12 @@ commas, an object becomes JSON, and null is as if the key were not there. The co
 
 def reference() -> str:
     """The whole document, ending in a newline."""
-    parts = (_flags(), _refused(), _unbuilt(), _always())
-    return "\n".join([_INTRO, *itertools.chain(*parts)]) + "\n"
+    return "\n".join([_INTRO, *_flags(), *_refused()]) + "\n"
 
 
-def _head(title: str, columns: str, about: str = "") -> Iterator[str]:
-    """Of a part: its title, what it is about, and the head of its table."""
+def _head(title: str, columns: str) -> Iterator[str]:
+    """Yield a part's title and the head of its table."""
     yield f"\n## {title}\n"
-    yield from [f"{about}\n"] if about else []
     yield f"| {columns} |"
     yield "|---" * len(columns.split("|")) + "|"
 
@@ -91,31 +91,29 @@ def flags_of(fields: tuple[str, ...]) -> str:
 
 
 def _refused() -> Iterator[str]:
-    columns = "flag | allowed, or what to do"
-    yield from _head(f"Refused values and combinations ({len(REFUSED)})", columns,
-                     "Exit code 2 before anything is loaded, with every reason. The list is meant to shrink.")
-    for r in REFUSED:
-        why = r.why.format(free="N GiB", limit="", why="no GPU that torch can use")
-        yield f"| {flags_of(r.fields)} | {why} |"
-    yield from _head(f"Refused with the model that was found ({len(OF_MODEL)})", columns,
-                     "The same, before a weight is read. What works together is docs/reference/compatibility.md.")
-    for m in OF_MODEL:
-        yield f"| {flags_of(m.fields)} | {m.why.format_map(WORDS)} |"
+    taken = {name for flag in flags() for name in flag.spellings}        # some of their values are refused
+    names = dict.fromkeys(name for entry in UNBUILT for name in entry.flags if name not in taken)
+    yield f"""
+## Refused values and combinations
+
+A value out of range, or flags that do not work together, end the start with exit code 2 before anything is loaded.
+Every reason is printed, with what to do. There are {len(REFUSED)} such rules for flags alone, and {len(OF_MODEL)} for
+flags with the model that was found. [Combinations](compatibility.md) shows what works together.
+
+## Flags of other engines
+
+Those in the column *also* work. These are accepted, because they ask for what is always so:
+"""
+    yield _names(ALWAYS)
+    yield """
+These are refused by name, because their feature is not built or needs no flag here. The error says which, and what
+to do instead. Values that ask for what happens anyway are accepted (`--schedule-policy fcfs`).
+"""
+    yield _names(names)
 
 
-def _unbuilt() -> Iterator[str]:
-    yield from _head(f"Spellings of other engines that are refused by name ({len(UNBUILT)})",
-                     "flag | feature that is not built | accepted values | instead")
-    for e in UNBUILT:
-        accepted = ", ".join(f"`{v}`" for v in e.neutral if v) or ("off" if e.switch else "")
-        names = ", ".join(f"`{f}`" for f in e.flags)
-        yield f"| {names} | {e.feature} | {accepted} | {e.instead} |"
-
-
-def _always() -> Iterator[str]:
-    yield from _head("Switches of other engines for what is always so", "accepted | because")
-    for name, why in ALWAYS.items():
-        yield f"| `{name}` | {why} |"
+def _names(names: Iterable[str]) -> str:
+    return textwrap.fill(", ".join(f"`{name}`" for name in sorted(names)) + ".", 118, break_on_hyphens=False)
 
 
 _MIGRATION = """\
@@ -134,6 +132,7 @@ A plain number of `--kv-offloading-size` is GiB, as in vLLM; one of `--dram-byte
 |---|---|
 | body field `top_k_tokens`, `SamplingParams(top_k_tokens=...)` | `sparse_top_k` |
 | `sparse_unit` of `GET /server_info` | `sparse_block_size` |
+| the command `combos` | `python tools/combos.py WORD ...`, in a clone |
 | environment `PENSTOCK_PAIR_KEY`, `PENSTOCK_NODE_KEY` | `PENSTOCK_CLUSTER_KEY` |
 
 ## Metrics

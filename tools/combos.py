@@ -1,4 +1,6 @@
-"""`penstock combos`: what works with what, asked of the refusals themselves and of the list of proofs.
+"""What works with what, asked of the refusals themselves and of the list of proofs.
+
+    python tools/combos.py [WORD ...] [--into FILE]
 
 A combination is refused if a table of refusals says so, with that entry's reason; works ("yes") if a test of
 `proofs.py` covers it; else it is accepted and no test has tried it. Writes docs/reference/compatibility.md and a small
@@ -9,17 +11,18 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from penstock.cli.proofs import DIMENSIONS, PROOFS, Cell, Proof, cells
-from penstock.config.base.errors import ConfigError
+from flags_reference import flags_of
+from proofs import DIMENSIONS, PROOFS, Cell, Proof, cells
+
 from penstock.config.base.machine import Machine
 from penstock.config.settings.cli import from_options
-from penstock.config.settings.reference import flags_of
 from penstock.config.settings.refuse import REFUSED
 from penstock.config.settings.refuse_model import OF_MODEL, WORDS, ModelFacts
 from penstock.config.settings.unbuilt import UNBUILT
@@ -163,9 +166,11 @@ def put_into(text: str) -> str:
 _INTRO = """\
 # Combinations
 
-Written by `make docs` (`penstock combos`); a test compares it. **yes** names tests that hold it, **no** the
-refusal, an exit with its reason before a weight is read; **untried** is accepted, and no test of ours says
-that it works. `penstock combos WORD ...` prints any of all {total} ({counts}): {dimensions}."""
+Written by `make docs`; a test compares it. **yes**: a test holds it. **no**: it is refused with its reason, before a
+weight is read. **untried**: it is accepted, and no test shows that it works. Rows with equal cells are one row.
+
+`python tools/combos.py WORD ...` prints any of the {total} combinations ({counts}) with its tests or reasons:
+{dimensions}."""
 
 
 @dataclass(slots=True)
@@ -184,57 +189,67 @@ class _Notes:
 def document() -> str:
     """docs/reference/compatibility.md, ending in a newline."""
     counts = Counter(answer(cell).status for cell in cells())
-    tests, reasons = _Notes("t"), _Notes("r")
+    reasons = _Notes("r")
     dimensions = " x ".join(f"{{{', '.join(words)}}}" for words in DIMENSIONS.values())
     lines = [_INTRO.format(total=counts.total(), dimensions=dimensions,
                            counts=", ".join(f"{n} {status}" for status, n in sorted(counts.items())))]
-    lines += ["", "## Requests, tiers and engines, of float32", ""]
-    lines += _table(itertools.product(*(DIMENSIONS[name] for name in ("kind", "place", "feature"))),
-                    ("kind", "place", "feature"), tests, reasons)
+    lines += ["", "## Models, tiers and engines, with float32", ""]
+    lines += _table(("kind", "place", "feature"), reasons)
     lines += ["", "## Weights, with nothing else", ""]
-    lines += _table(itertools.product(DIMENSIONS["kind"], DIMENSIONS["weights"]), ("kind", "weights"), tests,
-                    reasons)
-    for title, notes in (("Tests", tests), ("Refusals", reasons)):
-        lines += ["", f"## {title}", "", *(f"- {notes(text)}: {text if title == 'Refusals' else f'`{text}`'}"
-                                           for text in notes.texts)]
+    lines += _table(("kind", "weights"), reasons)
+    lines += ["", "## Refusals", "", *(f"- {reasons(text)}: {text}" for text in reasons.texts)]
     lines += ["", "## Not built", "", "Refused by name; [flags.md](flags.md) has the spellings.", ""]
     lines += [f"- {feature}" for feature in dict.fromkeys(entry.feature for entry in UNBUILT) if feature]
     return "\n".join(lines) + "\n"
 
 
-def _table(rows: Iterator[tuple[str, ...]], names: tuple[str, ...], tests: _Notes,
-           reasons: _Notes) -> Iterator[str]:
+def _table(names: tuple[str, ...], reasons: _Notes) -> Iterator[str]:
     columns = list(itertools.product(DIMENSIONS["across"], DIMENSIONS["device"]))
     heads = [f"{DIMENSIONS['across'][a]}, {DIMENSIONS['device'][d]}" for a, d in columns]
-    titles = {"kind": "requests", "place": "decode reads", "feature": "with", "weights": "weights"}
+    titles = {"kind": "model", "place": "decode reads", "feature": "with", "weights": "weights"}
     yield f"| {' | '.join((*(titles[name] for name in names), *heads))} |"
     yield "|---" * (len(names) + len(heads)) + "|"
-    for row in rows:
+    rows = []
+    for row in itertools.product(*(DIMENSIONS[name] for name in names)):
         plain = Cell("ordinary", "resident", "plain", "one", "cpu", "float32")._replace(
             **dict(zip(names, row, strict=True)))
         shown = []
         for across, device in columns:
             found = answer(plain._replace(across=across, device=device))
-            notes = ", ".join(map(tests if found.status == "yes" else reasons, found.why))
+            notes = ", ".join(map(reasons, found.why)) if found.status == "refused" else ""
             shown.append(f"{'no' if found.status == 'refused' else found.status} {notes}".strip())
-        words = [DIMENSIONS[name][word] for name, word in zip(names, row, strict=True)]
-        yield f"| {' | '.join([*words, *shown])} |"
+        rows.append(([(DIMENSIONS[name][word],) for name, word in zip(names, row, strict=True)], shown))
+    for at in reversed(range(len(names))):
+        rows = _folded(rows, at)
+    for words, shown in rows:
+        yield f"| {' | '.join([*map(', '.join, words), *shown])} |"
+
+
+_Row = tuple[list[tuple[str, ...]], list[str]]
+
+
+def _folded(rows: list[_Row], at: int) -> list[_Row]:
+    """Make one row of those that differ in word `at` only."""
+    found: dict[tuple[object, ...], _Row] = {}
+    for words, shown in rows:
+        others = tuple(word for i, word in enumerate(words) if i != at)
+        first = found.setdefault((others, tuple(shown)), ([*words[:at], (), *words[at + 1:]], shown))
+        first[0][at] = (*first[0][at], *words[at])
+    return list(found.values())
 
 
 # ---------------------------------------------------------------- the command
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    words = " ".join(word for dimension in DIMENSIONS.values() for word in dimension)
-    parser.add_argument("words", nargs="*", metavar="WORD", help=f"print the combinations of these: {words}")
-    parser.add_argument("--into", metavar="FILE", help="write the small view into FILE, between its marks")
-
-
-def run(config: object, args: argparse.Namespace) -> int:
-    """Exit code. Without words, the whole document."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return the exit code. Without words it prints the whole document."""
+    parser = argparse.ArgumentParser(description="What works with what, and which test or refusal says so.")
     known = {word: name for name, words in DIMENSIONS.items() for word in words}
+    parser.add_argument("words", nargs="*", metavar="WORD", help=f"print the combinations of: {' '.join(known)}")
+    parser.add_argument("--into", metavar="FILE", help="write the small view into FILE, between its marks")
+    args = parser.parse_args(argv)
     if odd := [word for word in args.words if word not in known]:
-        raise ConfigError(f"{odd[0]!r} is no word of a combination: choose from {', '.join(known)}")
+        parser.error(f"{odd[0]!r} is no word of a combination: choose from {', '.join(known)}")
     if args.into and args.words:
-        raise ConfigError("--into writes the view of README: leave the words out")
+        parser.error("--into writes the view of README: leave the words out")
     if args.into:
         path = Path(args.into)
         path.write_text(put_into(path.read_text(encoding="utf-8")), encoding="utf-8")
@@ -246,3 +261,7 @@ def run(config: object, args: argparse.Namespace) -> int:
             found = answer(cell)
             print("\n    ".join([f"{' '.join(cell)}: {found.status}", *found.why]))
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
