@@ -330,6 +330,23 @@ def test_kernel_in_cpp_compiles_for_hopper(name: str, defines: dict[str, int]) -
     assert stack_of(device.compiled(source, **defines)) == 0
 
 
+def test_kernel_in_cpp_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    made, real = [], device._compiled
+
+    def compiles(name: str, text: bytes, options: list[str]) -> bytes:
+        made.append(name)
+        return real(name, text, options)
+    monkeypatch.setattr(device, "_compiled", compiles)
+    source = tmp_path / "x.cu"
+    source.write_text('extern "C" __global__ void x(int *p) { *p = TO; }')
+    first = device.compiled(source, TO=1)
+    assert device.compiled(source, TO=1) == first and len(made) == 1
+    assert device.compiled(source, TO=2) != first and len(made) == 2
+    source.write_text('extern "C" __global__ void x(int *p) { *p = TO + 2; }')
+    assert device.compiled(source, TO=1) != first and len(made) == 3
+
+
 def test_kernel_in_cpp_that_does_not_compile_says_why(tmp_path: Path) -> None:
     (tmp_path / "x.cu").write_text("__global__ void x() { nothing(); }")
     with pytest.raises(Unusable, match="nothing"):

@@ -1,13 +1,14 @@
 """Kernels in CUDA C++, compiled by NVRTC for the GPU at hand when they run first: where Triton is slower.
 
 Owns compiling, loading and launching. What cannot be compiled is Unusable with the reason: whoever has such
-a kernel has another way, in Triton. A compile takes some tenths of a second, once a process.
+a kernel has another way, in Triton. A compile takes up to two seconds, once a machine.
 """
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import functools
+import hashlib
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -62,22 +63,34 @@ def probe(_: Platform) -> str:
 
 
 def compiled(source: Path, **defines: int) -> bytes:
-    """The code of a GPU of ARCH. Needs no GPU. Raises Unusable: no NVRTC, or it does not compile."""
-    version()
+    """The code of a GPU of ARCH, out of Triton's cache where that has it. Needs no GPU. Raises Unusable: no NVRTC,
+    or it does not compile."""
+    from triton.runtime.cache import get_cache_manager
+    folder, text = Path(__file__).parents[1], source.read_bytes()
+    options = [f"--gpu-architecture={ARCH}", "--std=c++17", "--fmad=true",
+               *(f"-D{name}={value}" for name, value in defines.items())]
+    key = hashlib.sha256(repr((version(), source.name, options)).encode() + text)
+    for header in sorted(folder.rglob("*.cuh")):
+        key.update(header.read_bytes())
+    cache, name = get_cache_manager(key.hexdigest()), f"{source.stem}.cubin"
+    if kept := cache.get_file(name):
+        return Path(kept).read_bytes()
+    code = _compiled(source.name, text, [*options, f"--include-path={folder}"])
+    cache.put(code, name, binary=True)
+    return code
+
+
+def _compiled(name: str, text: bytes, options: list[str]) -> bytes:
     from cuda.bindings import nvrtc
-    text = source.read_text().encode()
-    error, program = nvrtc.nvrtcCreateProgram(text, source.name.encode(), 0, [], [])
+    error, program = nvrtc.nvrtcCreateProgram(text, name.encode(), 0, [], [])
     if error:
-        raise Unusable(f"{source.name}: {error.name}")
-    options = [b"--gpu-architecture=" + ARCH.encode(), b"--std=c++17", b"--fmad=true",
-               f"--include-path={Path(__file__).parents[1]}".encode(),
-               *(f"-D{name}={value}".encode() for name, value in defines.items())]
-    error, = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        raise Unusable(f"{name}: {error.name}")
+    error, = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     if error:
         _, size = nvrtc.nvrtcGetProgramLogSize(program)
         log = b" " * size
         nvrtc.nvrtcGetProgramLog(program, log)
-        raise Unusable(f"{source.name}: {error.name}: {log.decode(errors='replace')[:400]}")
+        raise Unusable(f"{name}: {error.name}: {log.decode(errors='replace')[:400]}")
     _, size = nvrtc.nvrtcGetCUBINSize(program)
     code = bytes(size)
     nvrtc.nvrtcGetCUBIN(program, code)
