@@ -134,6 +134,8 @@ A plain number of `--kv-offloading-size` is GiB, as in vLLM; one of `--dram-byte
 | `sparse_unit` of `GET /server_info` | `sparse_block_size` |
 | the command `combos` | `python tools/combos.py WORD ...`, in a clone |
 | environment `PENSTOCK_PAIR_KEY`, `PENSTOCK_NODE_KEY` | `PENSTOCK_CLUSTER_KEY` |
+| `--backends OP=native` | `OP=c` |
+| `--backends OP=cuda` | what the operation runs there: `fa4`, `gluon`, `triton` or `torch`; `cuda` is CUDA C++ |
 
 ## Metrics
 

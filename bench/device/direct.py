@@ -55,7 +55,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
 
 def build_model(config: dict[str, Any], dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Any:
     """Random weights, normal with 0.02, norms 1."""
-    model = families.build(config, dtype=dtype, linear=functools.partial(linear.pack, backend="cuda"),
+    model = families.build(config, dtype=dtype, linear=functools.partial(linear.pack, backend="triton"),
                            ops=layer.OP.use("triton"), experts=experts.OP.use("triton"))
     generator = torch.Generator(device="cuda").manual_seed(seed)
     for name, shape in families.tensor_shapes(config):
@@ -123,9 +123,9 @@ class Direct:
         self.pools_s = time.perf_counter() - started
         for pool in hbm:
             pool.fill(0.0)
-        attention = (LatentOps(index_select.OP.use("cuda"), latent_attention.OP.use("cuda"))
-                     if model.attention.topk else functools.partial(paged_attention.prepare, backend="cuda"))
-        self.rank = Rank(RankParts(model, attention, groups, selector, mask="cuda"), hbm, dram, rows=rows,
+        attention = (LatentOps(index_select.OP.use("cuda"), latent_attention.OP.use("gluon"))
+                     if model.attention.topk else functools.partial(paged_attention.prepare, backend="fa4"))
+        self.rank = Rank(RankParts(model, attention, groups, selector, mask="triton"), hbm, dram, rows=rows,
                          max_len=max_len, grammars=grammars, drafter=drafter)
         started = time.perf_counter()
         self.rank.capture(buckets or buckets_of(rows), width=1 + drafts)

@@ -42,8 +42,8 @@ TOLERANCE = 2e-2
 
 def pack(weight: Any, bias: Any) -> Any:
     if isinstance(weight, Scaled):
-        return scaled_linear.pack(weight, bias, backend="triton")
-    return linear.pack(weight, bias, backend="cuda")
+        return scaled_linear.pack(weight, bias, backend="cuda")
+    return linear.pack(weight, bias, backend="triton")
 
 
 def models_of(config: dict[str, Any], twin: bool) -> list[Any]:

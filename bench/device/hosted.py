@@ -38,7 +38,7 @@ def build_model(config: dict[str, Any], noise: float) -> Any:
     """Random weights of variance one over their inputs, embeddings that share most of what they are: `noise`
     sets how much a token's own part weighs, and with it how much selections of consecutive steps differ."""
     model = families.build(config, dtype=torch.bfloat16, ops=layer.OP.use("triton"),
-                           linear=functools.partial(linear.pack, backend="cuda"))
+                           linear=functools.partial(linear.pack, backend="triton"))
     generator = torch.Generator(device="cuda").manual_seed(0)
 
     def normal(*shape: int, scale: float) -> torch.Tensor:

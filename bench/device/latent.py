@@ -87,7 +87,7 @@ def drawn(shapes: Iterable[str]) -> list[str]:
 def build_model(noise: float, index_rope: float) -> Any:
     """Weights of variance one over their inputs; embeddings of which all tokens share most."""
     model = families.build(CONFIG, dtype=torch.bfloat16, ops=layer.OP.use("triton"),
-                           linear=functools.partial(linear.pack, backend="cuda"))
+                           linear=functools.partial(linear.pack, backend="triton"))
     generator = torch.Generator(device="cuda").manual_seed(0)
 
     def normal(*shape: int, scale: float) -> torch.Tensor:

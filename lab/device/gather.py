@@ -21,7 +21,7 @@ def seconds(host: torch.Tensor, pool: torch.Tensor, rows: int, repeats: int) -> 
     places = [torch.randint(0, len(host), (rows,)) for _ in range(LISTS)]
     lists = [torch.stack((torch.zeros(rows), p, torch.arange(rows)), 1).int().cuda() for p in places]
     num = torch.tensor([rows], dtype=torch.int32, device="cuda")
-    run = gather.OP.use("cuda")
+    run = gather.OP.use("triton")
 
     def all_lists() -> None:
         for miss in lists:

@@ -108,8 +108,8 @@ def test_steps_launched_ahead_of_the_answers_of_those_in_front(lateness, family,
 
 @pytest.mark.parametrize("family, backend", [
     *(("grouped", name) for name in BACKENDS), *(("window", name) for name in BACKENDS),
-    *(("sinks", name) for name in BACKENDS), ("latent", "native"),
-    ("mla", "native")])
+    *(("sinks", name) for name in BACKENDS), ("latent", "c"),
+    ("mla", "c")])
 def test_every_attention_back_end(backend, family):
     engine = Engine(step_tokens=7, hbm_pages=SMALL[family] + 3, backend=backend, family=family)
     play(engine, lambda turn: [Paused(RequestId(1))] if turn == 9 else [])

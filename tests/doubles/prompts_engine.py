@@ -174,7 +174,7 @@ class Engine(InProcess):
     overlap: bool = True
     rows: int = 4
     lateness: object = field(default_factory=Promptly)
-    backend: str = field(default_factory=lambda: "cuda" if where.DEVICE == "cuda" else "reference")
+    backend: str | None = field(default_factory=lambda: None if where.DEVICE == "cuda" else "reference")
     groups: tuple[CacheShape, ...] = ()         # of the model; () for its own
     family: str = "grouped"
     storage: object = None                      # made of the host pools; and pages that the core remembers
@@ -190,7 +190,7 @@ class Engine(InProcess):
         self.build(functools.partial(model, self.family), groups,
                    selection=indexer_selection(4) if latent else None, max_len=64,
                    num_layers=model(self.family).spec.num_layers,
-                   backend="cuda" if rows and where.DEVICE == "cuda" else self.backend,
+                   backend=None if rows and where.DEVICE == "cuda" else self.backend,
                    lateness=self.lateness, rows=self.rows, hbm_pages=self.hbm_pages,
                    dram_pages=self.dram_pages, step_tokens=self.step_tokens, wait_pages=self.wait_pages,
                    take_pages=self.take_pages, overlap=self.overlap, storage=self.storage,

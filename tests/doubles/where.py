@@ -26,7 +26,7 @@ def model(config: dict[str, Any], dtype: Any, seed: int, scale: float, stage: An
     pack: Callable[..., Any] = lambda w, b: functools.partial(F.linear, weight=w, bias=b)  # noqa: E731
     ops, together = layer.OP.use("reference"), None
     if DEVICE == "cuda":
-        pack, ops = functools.partial(linear.pack, backend="cuda"), layer.OP.use("triton")
+        pack, ops = functools.partial(linear.pack, backend="triton"), layer.OP.use("triton")
         together = experts.OP.use("triton")
     made = registry.build(config, dtype=dtype, linear=pack, ops=ops, stage=stage, experts=together,
                           scan=scan.OP.use(choose(probe(DEVICE), ops=("scan",))["scan"].name))
@@ -51,7 +51,10 @@ def flags() -> tuple[str, ...]:
 
 def backends() -> list[str]:
     """Attention for this device, the default first."""
-    return [i.name for i in paged_attention.OP.implementations if DEVICE in i.devices]
+    if DEVICE == "cpu":                     # not probed, which compiles
+        return [i.name for i in paged_attention.OP.implementations if DEVICE in i.devices]
+    here = choose(probe(DEVICE), ops=("paged_attention",))["paged_attention"]
+    return [name for name in paged_attention.OP.names if name in (here.name, *here.usable)]
 
 
 def sequence(tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,13 +15,13 @@ platform.limit(sys.argv[1])
 here = platform.probe()
 count = 0
 for op in OPS.values():
-    if op.name == "linear" or not any(i.name == "native" for i in op.implementations):
+    if op.name == "linear" or not any(i.name == "c" for i in op.implementations):
         continue
     for implementation in op.implementations:
-        if implementation.name == "native":
+        if implementation.name == "c":
             implementation.usable_on(here)
     for case in cases_of(op)[::8]:
-        wrong = case.wrong(case.run(op.use("native")), case.run(op.use("reference")))
+        wrong = case.wrong(case.run(op.use("c")), case.run(op.use("reference")))
         assert not wrong, (op.name, case.name, wrong)
         count += 1
 print("checked", count)

@@ -20,10 +20,10 @@ NEAR = 2.0 ** -6                # a code of 7 is 7 % off if it is decoded as a n
 
 def native(op: Op):
     try:
-        op.get("native").usable_on(probe())
+        op.get("c").usable_on(probe())
     except Unusable as why:
         pytest.skip(str(why))
-    return op.get("native").run
+    return op.get("c").run
 
 
 def kept(code: Tensor, scale: Tensor) -> Tensor:

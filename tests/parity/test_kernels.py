@@ -8,6 +8,7 @@ import torch
 from cases import Case, cases_of
 from cases import step as of_steps
 
+from penstock.kernels.attention.chunk_attention import merge
 from penstock.kernels.attention.paged_attention import AttentionSpec, write_kv
 from penstock.kernels.fused import step
 from penstock.kernels.fused.step import reference as plain
@@ -117,6 +118,24 @@ def test_ends_of_a_captured_step():
     assert not any(wrong), [text for text in wrong if text][:20]
 
 
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_parts_of_a_context_merge_to_attention_over_all_of_it(dtype, tolerance):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    attend = OPS["chunk_attention"].use("reference")
+    q, k, v = torch.randn(3, 13, 4, 20, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    want, lse = attend(q[:3], k, v, causal=False, scale=3.0)        # far apart: weights differ much
+    parts = [attend(q[:3], k[part], v[part], causal=False, scale=3.0)
+             for part in (slice(0, 5), slice(5, 6), slice(6, 13))]
+    nothing = torch.full_like(want, torch.nan), torch.full_like(lse, -torch.inf)
+    for order in ((*parts, nothing), (nothing, *parts[::-1])):
+        out, total = merge(*map(torch.stack, zip(*order, strict=True)))
+        assert out.dtype == dtype and out.is_contiguous()
+        torch.testing.assert_close(out, want, rtol=0, atol=tolerance * float(want.abs().max()))
+        torch.testing.assert_close(total, lse, rtol=1e-5, atol=1e-5)
+    out, total = merge(*(torch.stack((x, x)) for x in nothing))
+    assert not out.any() and (total == -torch.inf).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_store_writes_its_slots_and_no_other(dtype):
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -133,7 +152,7 @@ def test_store_writes_its_slots_and_no_other(dtype):
     assert torch.equal(pools, want)
 
 
-@pytest.mark.parametrize("name", ["native", "sdpa"])
+@pytest.mark.parametrize("name", ["c", "sdpa"])
 def test_attention_rounds_to_nearest(name):
     """With equal scores the output is the mean of two values, which a truncation would miss."""
     op = OPS["paged_attention"]
@@ -149,7 +168,7 @@ def test_attention_rounds_to_nearest(name):
 
 def test_gate_rounds_to_nearest():
     op = OPS["layer"]
-    skip_unusable(op, "native")
+    skip_unusable(op, "c")
     up = torch.randn(3, 70).bfloat16()
     gate_up = torch.cat((torch.full_like(up, 300.0), up), -1)   # silu(300) is 300
-    assert torch.equal(op.use("native").gate(gate_up), (300.0 * up.float()).bfloat16())
+    assert torch.equal(op.use("c").gate(gate_up), (300.0 * up.float()).bfloat16())

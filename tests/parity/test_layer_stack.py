@@ -37,7 +37,7 @@ class OneByOne:
 
     def __init__(self, layout: Ragged, spec: AttentionSpec, pages: torch.Tensor) -> None:
         self.layout, self.pages = layout, pages.clone()
-        self.run = paged_attention.prepare(layout, spec, backend="native")
+        self.run = paged_attention.prepare(layout, spec, backend="c")
 
     def pools(self, i):
         return self.pages[:, i, :, 0], self.pages[:, i, :, 1]
@@ -71,7 +71,7 @@ def layout_of(contexts, counts) -> tuple[Ragged, torch.Tensor]:
 
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:
-    for op in (fastest.NATIVE, layer.OP.get("native"), paged_attention.OP.get("native")):
+    for op in (fastest.NATIVE, layer.OP.get("c"), paged_attention.OP.get("c")):
         try:
             op.probe(probe())
         except WrongResult:
@@ -93,7 +93,7 @@ def codes(weight_OI, bias_O):
 @torch.inference_mode()
 def test_a_step_is_the_same_bit_for_bit(config, dtype, linear, rows):
     torch.manual_seed(1)
-    model = registry.build(config, dtype=dtype, linear=linear, ops=layer.OP.use("native"))
+    model = registry.build(config, dtype=dtype, linear=linear, ops=layer.OP.use("c"))
     for name, tensor in registry.dummy_tensors(config, 7):
         model.load(name, tensor)
     model.finish()
@@ -114,7 +114,7 @@ def test_what_runs_elsewhere_is_not_stacked():
     one = [layer.LayerWeights(norm_in=torch.ones(2), norm_mlp=torch.ones(2), q_norm=None, k_norm=None,
                               **dict.fromkeys(("qkv", "out", "gate_up", "down"), torch.relu))]
     shape = {"heads": 1, "kv_heads": 1, "head_dim": 16, "eps": 1e-5}
-    assert layer.stack(layer.OP.use("native"), one, **shape) is None
+    assert layer.stack(layer.OP.use("c"), one, **shape) is None
     assert layer.stack(layer.OP.use("reference"), [], **shape) is None
 
 
@@ -125,7 +125,7 @@ def test_attention_that_does_not_build_is_not_asked_for(monkeypatch):
         raise Unusable("cc took more than 60 s")
 
     monkeypatch.setattr(Decodes, "kernel", staticmethod(kernel))
-    model = registry.build(LLAMA, dtype=torch.float32, linear=fastest.NATIVE, ops=layer.OP.use("native"))
+    model = registry.build(LLAMA, dtype=torch.float32, linear=fastest.NATIVE, ops=layer.OP.use("c"))
     for name, tensor in registry.dummy_tensors(LLAMA, 7):
         model.load(name, tensor)
     model.finish()

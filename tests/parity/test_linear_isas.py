@@ -121,20 +121,20 @@ def test_the_faster_one_is_kept_for_later_processes(tmp_path, monkeypatch):
     told = probed(fastest.probe, here)
     [path] = tmp_path.glob("linear-*.json")
     kept = json.loads(path.read_text())
-    assert set(kept.values()) <= {"native", "onednn", "reference"} and len(kept) == 4
+    assert set(kept.values()) <= {"c", "onednn", "reference"} and len(kept) == 4
     monkeypatch.setattr(fastest, "_measure", lambda: pytest.fail("timed again"))
     assert fastest.probe(here) == told
-    kept["small bfloat16"] = "onednn" if kept["small bfloat16"] == "native" else "native"
+    kept["small bfloat16"] = "onednn" if kept["small bfloat16"] == "c" else "c"
     path.write_text(json.dumps(kept))
     assert fastest.probe(here) != told and "small bfloat16" in fastest.probe(here)
-    monkeypatch.setattr(fastest, "_measure", lambda: dict.fromkeys(kept, "native"))
-    for damaged in ("", "[]", "{}", json.dumps({**kept, "small bfloat16": ["native"]})):
+    monkeypatch.setattr(fastest, "_measure", lambda: dict.fromkeys(kept, "c"))
+    for damaged in ("", "[]", "{}", json.dumps({**kept, "small bfloat16": ["c"]})):
         path.write_text(damaged)
         assert fastest.probe(here).startswith("native, as timed here;"), damaged
 
 
 def test_each_cpu_that_shares_the_folder_keeps_its_own_choice(tmp_path, monkeypatch):
-    here, chosen = replace(probe(), cache=tmp_path), dict.fromkeys(fastest._KEYS, "native")
+    here, chosen = replace(probe(), cache=tmp_path), dict.fromkeys(fastest._KEYS, "c")
     other = replace(here, features=("another",))
     monkeypatch.setattr(fastest, "_measure", lambda: chosen)
     told = probed(fastest.probe, here)
@@ -151,7 +151,7 @@ def test_who_comes_while_another_times_takes_its_choice(tmp_path, monkeypatch):
     def measure():
         times.append(0)
         time.sleep(0.2)
-        return dict.fromkeys(fastest._KEYS, ("native", "onednn")[len(times) - 1])
+        return dict.fromkeys(fastest._KEYS, ("c", "onednn")[len(times) - 1])
 
     def choose():
         both.wait()
@@ -159,7 +159,7 @@ def test_who_comes_while_another_times_takes_its_choice(tmp_path, monkeypatch):
     monkeypatch.setattr(fastest, "_measure", measure)
     with ThreadPoolExecutor(2) as pool:
         a, b = pool.submit(choose), pool.submit(choose)
-        assert a.result() == b.result() == dict.fromkeys(fastest._KEYS, "native")
+        assert a.result() == b.result() == dict.fromkeys(fastest._KEYS, "c")
     assert len(times) == 1
 
 
@@ -177,8 +177,8 @@ def test_the_slower_one_is_not_taken(monkeypatch):
             return lambda x_TI: [run(x_TI) for _ in range(4)][-1]
         return pack
     probed(fastest.NATIVE.probe, probe())
-    for slow, taken in (("onednn", "native"), ("native", "onednn")):
-        arms = {"native": fastest.NATIVE, "onednn": fastest.NATIVE, slow: slowed(fastest.NATIVE),
+    for slow, taken in (("onednn", "c"), ("c", "onednn")):
+        arms = {"c": fastest.NATIVE, "onednn": fastest.NATIVE, slow: slowed(fastest.NATIVE),
                 "broken": lambda weight_OI, bias_O: lambda x_TI: x_TI[:, :1] * weight_OI[:, 0]}
         monkeypatch.setattr(fastest, "_ARMS", arms)
         assert set(fastest._measure().values()) == {taken}
@@ -193,6 +193,6 @@ def test_every_arm_is_timed_on_weights_that_no_cache_holds(monkeypatch):
         kept.append(weight_OI)
         return lambda x_TI: x_TI @ weight_OI.T
     kept: list[torch.Tensor] = []
-    monkeypatch.setattr(fastest, "_ARMS", {"native": pack})
+    monkeypatch.setattr(fastest, "_ARMS", {"c": pack})
     fastest._faster(torch.float32, 576, 576)
     assert len(weights) > 10

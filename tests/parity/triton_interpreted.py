@@ -147,7 +147,7 @@ def hosted() -> None:
             if not coded and (i % (10 if name == "write_kv" else 8) != 1 or (products and (
                     case.name.startswith("bfloat16") or "-long-" in case.name))):
                 continue
-            why = case.wrong(case.run(op.use("cuda")), case.run(op.use("reference")))
+            why = case.wrong(case.run(op.use("triton")), case.run(op.use("reference")))
             assert not why, (name, why)
             count += 1
         if name == "select":
@@ -274,7 +274,7 @@ def draw() -> None:
 
     triton_draw.BLOCK = 64
     for case in list(cases.cases())[::4]:           # a device runs all of them
-        if why := case.wrong(case.run(OP.use("cuda")), case.run(OP.use("reference"))):
+        if why := case.wrong(case.run(OP.use("triton")), case.run(OP.use("reference"))):
             raise AssertionError(why)
         count += 1
 
@@ -289,7 +289,7 @@ def mask() -> None:
     triton_mask.BLOCK = 64
     for case in cases.cases():
         if not case.name.startswith(("256", "32 masks")):      # a device runs all of them
-            if why := case.wrong(case.run(OP.use("cuda")), case.run(OP.use("reference"))):
+            if why := case.wrong(case.run(OP.use("triton")), case.run(OP.use("reference"))):
                 raise AssertionError(why)
             count += 1
 

@@ -87,8 +87,8 @@ def test_a_kernel_that_could_be_built_and_is_not_is_a_problem(tmp_path: Path, mo
     monkeypatch.setattr(build, "_loaded", {})
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels").chmod(0o777)
-    problems = [f.text for f in examine(None, MACHINE) if not f.ok and f.name == "native"]
+    problems = [f.text for f in examine(None, MACHINE) if not f.ok and f.name == "c"]
     if build.compiler() is not None:
         assert len(problems) == 1 and "could have been written by someone else: chmod go-w" in problems[0]
     monkeypatch.setattr(build, "compiler", lambda: None)
-    assert not [f for f in examine(None, MACHINE) if not f.ok and f.name == "native"]
+    assert not [f for f in examine(None, MACHINE) if not f.ok and f.name == "c"]

@@ -176,9 +176,9 @@ def test_without_a_compiler_torch_runs_the_ops_and_the_line_says_so(monkeypatch)
     here = Platform(device="cpu", features=("avx2",), torch="0")
     choice = registry.choose(here)["paged_attention"]
     assert choice.name == "sdpa"
-    assert dict(choice.skipped)["native"] == "no C compiler (cc, gcc, clang)"
-    with pytest.raises(KernelError, match="paged_attention=native cannot run here: no C compiler"):
-        registry.choose(here, {"paged_attention": "native"})
+    assert dict(choice.skipped)["c"] == "no C compiler (cc, gcc, clang)"
+    with pytest.raises(KernelError, match="paged_attention=c cannot run here: no C compiler"):
+        registry.choose(here, {"paged_attention": "c"})
 
 
 def test_a_gpu_that_triton_cannot_reach_is_told_with_what_it_needs(monkeypatch):

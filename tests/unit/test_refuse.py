@@ -79,7 +79,7 @@ CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
     ({"dtype": "gguf", "device": "cuda"}, {"dtype": "gguf", "device": "cpu"}),
     ({"dtype": "gguf", "load_format": "dummy"}, {"dtype": "gguf", "load_format": "gguf"}),
     ({"dtype": "gguf", "backends": ["linear=onednn"]},
-     {"dtype": "gguf", "backends": ["linear=native", "layer=reference"]}),
+     {"dtype": "gguf", "backends": ["linear=c", "layer=reference"]}),
     ({"debug_cpu_isa": "avx2"}, {"debug_cpu_isa": "plain"}),
     ({"debug_cpu_isa": "plain", "device": "cuda"}, {"debug_cpu_isa": "plain", "device": "cpu"}),
     ({"threads": 0}, {"threads": 1}),

@@ -19,7 +19,7 @@ from penstock.kernels.registry import OPS
 from penstock.kernels.types.ragged import Ragged
 
 RULE = SelectRule(unit=4, sink=6, window=13)
-BACKENDS = ("reference", "native")
+BACKENDS = ("reference", "c")
 
 
 def usable(op: str, name: str):
@@ -139,8 +139,8 @@ def test_a_full_budget_is_dense_attention_bit_by_bit(dtype, context):
     spec = AttentionSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, dtype=dtype, scale=0.125)
     none = torch.tensor([0])                                        # what is stored, which nothing reads
     layout = Ragged((0, 1), (context,), (0,), pages_P.int()[None], none, none, size)
-    dense = usable("paged_attention", "native")(layout, spec)(q, pool[:, :, 0], pool[:, :, 1])
-    out, lse = usable("sparse_attention", "native")(
+    dense = usable("paged_attention", "c")(layout, spec)(q, pool[:, :, 0], pool[:, :, 1])
+    out, lse = usable("sparse_attention", "c")(
         q, pool, chosen, slot, torch.tensor([context - 1], dtype=torch.int32), unit=unit, scale=0.125)
     assert torch.equal(out, dense)
     assert lse.isfinite().all()

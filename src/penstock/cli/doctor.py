@@ -95,10 +95,10 @@ def _backends(config: Config | None, device: str) -> Iterator[Finding]:
         yield Finding("back-ends", op,
                       "; ".join([f"{choice.name} ({choice.reason})", *skipped, *usable]))
     broken = {why: op for op, choice in choices.items() for name, why in choice.skipped
-              if name == "native" and device == "cpu"}
+              if name == "c" and device == "cpu"}
     for why, op in broken.items():
         if compiler() is not None:              # without one that is how it is
-            yield Finding("back-ends", "native", f"{op} does without its kernel in C, which is faster: {why}",
+            yield Finding("back-ends", "c", f"{op} does without its kernel in C, which is faster: {why}",
                           ok=False)
 
 

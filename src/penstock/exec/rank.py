@@ -111,7 +111,7 @@ class RankParts:
     attention: Prepare | LatentOps
     groups: Sequence[CacheShape] | None = None
     selector: Selector | None = None
-    draw: str = "cuda"
+    draw: str = "triton"
     mask: str = "reference"
 
 

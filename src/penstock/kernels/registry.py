@@ -4,14 +4,13 @@ Owns the list of ops and the choice. Refuses to fall back silently when a name w
 """
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.kernels.attention import (
     chunk_attention,
     latent_attention,
-    merge,
     paged_attention,
     sparse_attention,
 )
@@ -27,11 +26,11 @@ from penstock.kernels.state import scan
 
 OPS: dict[str, Op[Any]] = {op.name: op for op in (
     linear.OP, paged_attention.OP, layer.OP, write_kv.OP, unit_select.OP, resolve.OP, gather.OP,
-    sparse_attention.OP, merge.OP, chunk_attention.OP, index_pair.OP, index_select.OP, latent_attention.OP,
+    sparse_attention.OP, chunk_attention.OP, index_pair.OP, index_select.OP, latent_attention.OP,
     scaled_linear.OP, experts.OP, draw.OP, mask.OP, scan.OP)}
 # Beside what every model needs: one that chooses its tokens itself, and one for which bounds of keys do.
 HOSTING = ("write_kv", "resolve", "gather", "index_pair")
-SELECTING = ("write_kv", "select", "resolve", "gather", "sparse_attention", "merge", "chunk_attention")
+SELECTING = ("write_kv", "select", "resolve", "gather", "sparse_attention", "chunk_attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +67,31 @@ def choose(platform: Platform, requested: Mapping[str, str] | None = None,
     return {name: _chosen(OPS[name], platform, requested.get(name)) for name in ops}
 
 
+# Spellings of one release: C was `native`, and `cuda` was an op's way on a GPU, whatever it is made of.
+_OLD = ("native", "cuda")
+
+
+def _renamed(op: Op[Any], name: str, usable: Collection[str]) -> str:
+    """Return the present name of an implementation. Raises KernelError: the op has none."""
+    if name not in op.names and name == "native":
+        name = "c"
+    elif name not in op.names and name == "cuda":
+        own = [i.name for i in op.implementations if i.devices == ("cuda",)]
+        name = next((one for one in own if one in usable), next(iter(own), name))
+    return op.get(name).name
+
+
 def _chosen(op: Op[Any], platform: Platform, wanted: str | None) -> Choice:
-    if wanted is not None:
-        op.get(wanted)
     reasons: dict[str, str] = {}
     skipped: dict[str, str] = {}
+    if wanted is not None and wanted not in (*op.names, *_OLD):
+        op.get(wanted)
     for implementation in op.implementations:
         try:
             reasons[implementation.name] = implementation.usable_on(platform)
         except Unusable as why:
             skipped[implementation.name] = str(why)
+    wanted = wanted and _renamed(op, wanted, reasons)
     if wanted in skipped:
         raise KernelError(f"{op.name}={wanted} cannot run here: {skipped[wanted]}; "
                           f"use one of {', '.join(reasons)}")

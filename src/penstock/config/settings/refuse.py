@@ -376,9 +376,9 @@ REFUSED: tuple[Refusal[Machine], ...] = (
     Refusal(lambda c, _: c.model.dtype == "gguf" and c.model.load_format == "dummy",
             ("model.dtype", "model.load_format"), "dummy weights are not quantised: leave one of them out"),
     Refusal(lambda c, _: c.model.dtype == "gguf" and any(
-                b.startswith("linear=") and b not in ("linear=native", "linear=fastest")
+                b.startswith("linear=") and b not in ("linear=c", "linear=native", "linear=fastest")
                 for b in c.device.backends), ("model.dtype", "device.backends"),
-            "only linear=native multiplies quantised weights: leave one of them out"),
+            "only linear=c multiplies quantised weights: leave one of them out"),
     Refusal(lambda c, m: c.device.debug_cpu_isa == "avx2" and not {"avx2", "fma"} <= set(m.features),
             ("device.debug_cpu_isa",), "this CPU has no AVX2 with FMA: leave it out, or take --debug-cpu-isa plain"),
     Refusal(lambda c, _: c.device.debug_cpu_isa != "native" and c.device.device == "cuda",

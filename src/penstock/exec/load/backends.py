@@ -79,7 +79,7 @@ def check_packable(config: Config, files: ModelFiles) -> None:
         raise ConfigError(f"--dtype gguf: {files.name} has no weights of {', '.join(sorted(PACKED))}, only "
                           f"of {', '.join(sorted(there))}: leave the flag out")
     try:
-        linear.OP.get("native").usable_on(_platform(config))
+        linear.OP.get("c").usable_on(_platform(config))
     except Unusable as why:
         raise ConfigError(f"--dtype gguf: {why}: use --dtype float32") from None
 

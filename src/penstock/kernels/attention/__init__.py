@@ -1,1 +1,1 @@
-"""Ops that attend: over pages, chunks, chosen units, latent rows; and the merge of parts."""
+"""Ops that attend: over pages, chunks, chosen units, latent rows."""

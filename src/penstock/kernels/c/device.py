@@ -22,6 +22,7 @@ from penstock.config.base.errors import install_hint
 from penstock.kernels.op import Unusable
 from penstock.kernels.platform import Platform
 from penstock.kernels.triton.compiles import noted
+from penstock.kernels.triton.lazy import is_alone
 
 ARCH = "sm_90a"
 _log = logging.getLogger(__name__)
@@ -52,14 +53,13 @@ def version() -> str:
     return f"{major}.{minor}"
 
 
-def probe(_: Platform) -> str:
-    """Triton, and whether what is better in C++ can be had; of the latter none is needed."""
+def probe(platform: Platform) -> str:
+    """Return the versions of NVRTC, and of Triton for shapes that no kernel in C++ takes. Raises Unusable."""
     from penstock.kernels.c.build import triton_version
     told = f"Triton {triton_version()}"
-    try:
-        return f"{told}, NVRTC {version()}"
-    except Unusable as reason:
-        return f"{told} alone: {reason}"
+    if "sm_90" not in platform.features:
+        raise Unusable(f"compiled for {ARCH} only")
+    return f"NVRTC {version()}, {told} for other shapes"
 
 
 def compiled(source: Path, **defines: int) -> bytes:
@@ -98,12 +98,16 @@ def _compiled(name: str, text: bytes, options: list[str]) -> bytes:
     return code
 
 
-@functools.cache
 def launcher(source: Path, name: str, *, shared: int = 0, **defines: int) -> Launch | None:
     """launch(grid, threads, *arguments) of a kernel whose parameters are pointers, for tensors, and long
     long, and which has so many bytes of shared memory beside its own; it begins as those that
-    `triton.depend.follow`. None where there is no such kernel on this GPU; why is logged, once. Capturable,
-    once it has run."""
+    `triton.depend.follow`. None where there is no such kernel on this GPU, why is logged, once; and where
+    Triton is to run alone. Capturable, once it has run."""
+    return None if is_alone() else _found(source, name, shared, **defines)
+
+
+@functools.cache
+def _found(source: Path, name: str, shared: int, **defines: int) -> Launch | None:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return None
     try:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.c.device import Launch, launcher
+from penstock.kernels.triton.lazy import is_alone
 
 SHARES = (8, 8), (16, 4), (66, 2)   # up to so many lines: blocks that choose together, on 132 processors
 MOST = 8                            # blocks of a cluster, on any Hopper
@@ -52,7 +53,7 @@ def clustered(lines: int, scores: int) -> Choose | None:
     share = next((blocks for most, blocks in SHARES if lines <= most), 1)
     while share < MOST and scores >= share << 17:
         share *= 2
-    if scores % 4 or scores >= share << 17 or (launch := _launches().get(share)) is None:
+    if is_alone() or scores % 4 or scores >= share << 17 or (launch := _launches().get(share)) is None:
         return None
 
     def choose(score: Tensor, position_B: Tensor, budget_B: Tensor | None, chosen: Tensor, *, heads: int = 1,

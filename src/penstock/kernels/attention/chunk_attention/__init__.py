@@ -9,10 +9,12 @@ from typing import Protocol
 from torch import Tensor
 
 from penstock.kernels.attention.chunk_attention import cuda, fused, matmul, reference
+from penstock.kernels.attention.chunk_attention.merge import merge
 from penstock.kernels.attention.chunk_attention.sound import sound
+from penstock.kernels.attention.paged_attention import flash
 from penstock.kernels.op import DEVICES, Implementation, Op
 
-__all__ = ["OP", "ChunkAttention"]
+__all__ = ["OP", "ChunkAttention", "merge"]
 
 
 class ChunkAttention(Protocol):
@@ -30,7 +32,8 @@ class ChunkAttention(Protocol):
 
 
 OP: Op[ChunkAttention] = Op("chunk_attention", (
-    Implementation("cuda", cuda.chunk_attention, cuda.probe, ("cuda",)),
+    Implementation("fa4", cuda.chunk_attention, flash.check, ("cuda",)),
+    Implementation("torch", cuda.chunk_attention_of_torch, "torch's flash attention", ("cuda",)),
     Implementation("fused", sound(fused.chunk_attention), fused.probe),
     Implementation("matmul", sound(matmul.chunk_attention), "torch's matrix products", DEVICES),
     Implementation("reference", reference.chunk_attention, "one query and head at a time", DEVICES),

@@ -12,15 +12,7 @@ from torch import Tensor
 from penstock.kernels.attention import hidden
 from penstock.kernels.attention.chunk_attention import matmul
 from penstock.kernels.attention.paged_attention import flash
-from penstock.kernels.op import Unusable
-from penstock.kernels.platform import Platform
-
-
-def probe(platform: Platform) -> str:
-    try:
-        return flash.check(platform)
-    except Unusable as why:
-        return f"torch's flash attention ({why})"
+from penstock.kernels.triton.lazy import alone
 
 
 def chunk_attention(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, *, causal: bool,
@@ -37,3 +29,6 @@ def chunk_attention(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, *, causal: bool
     out_1NTH, lse_1NT = aten._scaled_dot_product_flash_attention(
         *(x.transpose(0, 1)[None] for x in (q_TNH, k_SKH, v_SKH)), 0.0, causal, False, scale=scale)[:2]
     return out_1NTH[0].transpose(0, 1).contiguous(), lse_1NT[0].transpose(0, 1).contiguous()
+
+
+chunk_attention_of_torch = alone(chunk_attention)

@@ -11,8 +11,9 @@ from typing import Protocol
 from torch import Tensor
 
 from penstock.kernels.attention.latent_attention import native, reference
-from penstock.kernels.op import DEVICES, Implementation, Op
-from penstock.kernels.triton.lazy import lazy
+from penstock.kernels.op import DEVICES, Implementation, Op, Unusable
+from penstock.kernels.platform import Platform
+from penstock.kernels.triton.lazy import lazy, probe
 
 __all__ = ["OP", "LatentAttention"]
 
@@ -34,8 +35,16 @@ class LatentAttention(Protocol):
         """
 
 
+def _probe(platform: Platform) -> str:
+    told = probe(platform)
+    if "sm_90" not in platform.features:
+        raise Unusable("written for sm_90 only")
+    return f"Gluon of {told}, for 64 heads of 512 values or a multiple, and Triton for other shapes"
+
+
 OP: Op[LatentAttention] = Op("latent_attention", (
-    lazy("cuda", "penstock.kernels.attention.latent_attention.triton_latent:latent_attention"),
-    Implementation("native", native.latent_attention, native.probe),
+    lazy("gluon", "penstock.kernels.attention.latent_attention.triton_latent:latent_attention", _probe),
+    lazy("triton", "penstock.kernels.attention.latent_attention.triton_latent:latent_attention_in_triton"),
+    Implementation("c", native.latent_attention, native.probe),
     Implementation("reference", reference.latent_attention, "one query at a time", DEVICES),
 ))

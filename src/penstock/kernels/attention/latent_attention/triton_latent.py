@@ -22,6 +22,7 @@ from torch import Tensor
 from penstock.kernels.attention.latent_attention import gluon_latent, prompt_latent
 from penstock.kernels.attention.sparse_attention.triton_units import join
 from penstock.kernels.triton.depend import early, follow
+from penstock.kernels.triton.lazy import alone, is_alone
 from penstock.kernels.types import fp8
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -175,7 +176,8 @@ def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_
     assert pad <= 2 * WIDE, f"values of {value_dim}"
     group = min(16 if exact else GROUP, max(16, triton.next_power_of_2(heads)))
     groups = triton.cdiv(heads, group)
-    whole = (group, value_dim, dim) == (GROUP, 2 * WIDE, 2 * WIDE + 64) and _in_gluon()
+    whole = (group, value_dim, dim) == (GROUP, 2 * WIDE, 2 * WIDE + 64) and not is_alone() and (
+        _in_gluon())
     if coded:
         most = DECODED // (dim * q_BNH.dtype.itemsize)
         # A pool that lies together, as a prompt's does, is decoded once where queries name more than it has.
@@ -217,3 +219,6 @@ def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_
             BLOCKS=rows // BLOCK, EXACT=exact, num_warps=WARPS, num_stages=1 if exact else 2, **early())
         join(part, peak, out_BNR[turn], lse_BN[turn])
     return out_BNR, lse_BN
+
+
+latent_attention_in_triton = alone(latent_attention)

@@ -25,8 +25,9 @@ __all__ = ["OP", "AttentionSpec", "Prepare", "Prepared", "prepare", "write_kv"]
 Prepare: TypeAlias = Callable[[Ragged, AttentionSpec], Prepared]
 
 OP: Op[Prepare] = Op("paged_attention", (
-    Implementation("cuda", cuda.prepare, cuda.probe, ("cuda",)),
-    Implementation("native", native.prepare, native.probe),
+    Implementation("fa4", cuda.prepare, cuda.probe_flash, ("cuda",)),
+    Implementation("triton", cuda.prepare_in_triton, cuda.probe_triton, ("cuda",)),
+    Implementation("c", native.prepare, native.probe),
     Implementation("sdpa", sdpa.prepare, sdpa.probe),
     Implementation("reference", reference.prepare, "one query at a time in float32", DEVICES),
 ))

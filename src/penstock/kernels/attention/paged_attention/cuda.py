@@ -28,19 +28,17 @@ from penstock.kernels.attention.paged_attention.spec import (
     rows_of,
 )
 from penstock.kernels.c.build import triton_version
-from penstock.kernels.op import Unusable
 from penstock.kernels.platform import Platform
+from penstock.kernels.triton.lazy import alone
 from penstock.kernels.types.ragged import Ragged, on_device
 
 
-def probe(platform: Platform) -> str:
-    try:
-        prompts = flash.check(platform)
-    except Unusable as why:
-        prompts = f"torch's flash attention for prompts ({why})"
-    else:
-        prompts += " for prompts in bf16 and f16"
-    return f"{prompts}, Triton {triton_version()} for decodes"
+def probe_flash(platform: Platform) -> str:
+    return f"{flash.check(platform)} for prompts in bf16 and f16, Triton {triton_version()} for decodes"
+
+
+def probe_triton(_: Platform) -> str:
+    return f"Triton {triton_version()} for decodes, torch's flash attention for prompts"
 
 
 def prepare(layout: Ragged, spec: AttentionSpec) -> Prepared:
@@ -48,6 +46,9 @@ def prepare(layout: Ragged, spec: AttentionSpec) -> Prepared:
     several, single = [r for r in rows if r.count > 1], [r for r in rows if r.count == 1]
     return compose([(found, make(found, layout, spec))
                     for found, make in ((several, prompts), (single, _Decodes)) if found], layout)
+
+
+prepare_in_triton = alone(prepare)
 
 
 def prompts(rows: Sequence[Row], layout: Ragged, spec: AttentionSpec) -> Prepared:

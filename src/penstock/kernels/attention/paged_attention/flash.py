@@ -20,6 +20,7 @@ from torch import Tensor
 from penstock.config.base.errors import install_hint
 from penstock.kernels.op import Unusable, WrongResult
 from penstock.kernels.platform import Platform
+from penstock.kernels.triton.lazy import is_alone
 
 NAME, VERSION = "flash-attn-4", "4.0.0b36"
 TRY_S = 60.0
@@ -42,6 +43,7 @@ def check(platform: Platform) -> str:
         raise Unusable(f"{NAME} is not installed: {install_hint('cuda')}") from None
     if found != VERSION:
         raise Unusable(f"{NAME} {found} is installed and {VERSION} was tried: {install_hint('cuda')}")
+    _flash.usable = True
     _flash.begin()
     return f"{NAME} {VERSION}"
 
@@ -50,7 +52,7 @@ def ready(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, page_size: in
           rows: int = 1) -> bool:
     """Whether `attend` of up to so many rows, or without a page size `attend_run`, works for such a model on
     the current device. The first call for a kind compiles."""
-    if dtype not in TYPES or dim % 8 or dim > DIM_MAX:
+    if dtype not in TYPES or dim % 8 or dim > DIM_MAX or (is_alone() and _flash.usable):
         return False
     return _flash.tried((heads, kv_heads, dim, dtype, page_size, rows > MANY))
 
@@ -114,6 +116,7 @@ class _Flash:
         self._lock, self._trying = threading.Lock(), threading.Lock()      # of the import, of trials
         self._import: Future[Callable[..., Any]] | None = None
         self._kinds: dict[tuple[object, ...], bool] = {}
+        self.usable = False             # `check` has found it: who does without it has said so
 
     def begin(self) -> Future[Callable[..., Any]]:
         with self._lock:

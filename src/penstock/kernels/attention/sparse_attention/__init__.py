@@ -32,12 +32,12 @@ class SparseAttention(Protocol):
         Reads        only slots of tokens up to the position. Writes nothing.
         Exact        does not depend on `slot_BKC` beyond what lies there, nor on the batch: tokens
                      are added in the order of their positions. With every unit chosen it is
-                     `paged_attention` of the same query (bitwise between the native ones).
+                     `paged_attention` of the same query (bitwise between those in C).
         """
 
 
 OP: Op[SparseAttention] = Op("sparse_attention", (
-    lazy("cuda", "penstock.kernels.attention.sparse_attention.triton_units:sparse_attention"),
-    Implementation("native", native.sparse_attention, native.probe),
+    lazy("triton", "penstock.kernels.attention.sparse_attention.triton_units:sparse_attention"),
+    Implementation("c", native.sparse_attention, native.probe),
     Implementation("reference", reference.sparse_attention, "one query at a time in float32", DEVICES),
 ))

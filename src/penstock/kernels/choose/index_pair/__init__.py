@@ -29,6 +29,6 @@ class IndexPair(Protocol):
 
 
 OP: Op[IndexPair] = Op("index_pair", (
-    lazy("cuda", "penstock.kernels.choose.index_pair.triton_pair:index_pair"),
+    lazy("triton", "penstock.kernels.choose.index_pair.triton_pair:index_pair"),
     Implementation("reference", reference.index_pair, "torch's own operations", DEVICES),
 ))

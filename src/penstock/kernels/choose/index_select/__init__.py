@@ -42,6 +42,7 @@ class IndexSelect(Protocol):
 
 OP: Op[IndexSelect] = Op("index_select", (
     lazy("cuda", "penstock.kernels.choose.index_select.triton_keys:index_select", device.probe),
-    Implementation("native", native.index_select, native.probe),
+    lazy("triton", "penstock.kernels.choose.index_select.triton_keys:index_select_in_triton"),
+    Implementation("c", native.index_select, native.probe),
     Implementation("reference", reference.index_select, "one query at a time", DEVICES),
 ))

@@ -22,6 +22,7 @@ from torch import Tensor
 from penstock.kernels.c.device import Launch, launcher
 from penstock.kernels.choose.clusters import BINS, NEAR, clustered
 from penstock.kernels.triton.depend import early, fetch, follow
+from penstock.kernels.triton.lazy import alone
 from penstock.kernels.triton.topn import bin_of, cut_of, key_of
 from penstock.kernels.types import fp8
 
@@ -341,3 +342,6 @@ def index_select(q_BIJ: Tensor, weight_BI: Tensor, key_PGJ: Tensor, table_RP: Te
         else:
             choose(score_bU, position_b, None, chosen_BS[turn])
     return chosen_BS
+
+
+index_select_in_triton = alone(index_select)

@@ -47,6 +47,7 @@ class Resolve(Protocol):
 
 OP: Op[Resolve] = Op("resolve", (
     lazy("cuda", "penstock.kernels.choose.resolve.triton_map:resolve", device.probe),
-    Implementation("native", native.resolve, native.probe),
+    lazy("triton", "penstock.kernels.choose.resolve.triton_map:resolve_in_triton"),
+    Implementation("c", native.resolve, native.probe),
     Implementation("reference", reference.resolve, "one unit at a time", DEVICES),
 ))

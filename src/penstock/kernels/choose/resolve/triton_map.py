@@ -18,6 +18,7 @@ from torch import Tensor
 
 from penstock.kernels.c.device import Launch, launcher
 from penstock.kernels.triton.depend import early, follow
+from penstock.kernels.triton.lazy import alone
 from penstock.kernels.triton.topn import cut_of, taken_of
 from penstock.kernels.types.hot import HotLayer
 
@@ -169,3 +170,6 @@ def resolve(chosen_BKC: Tensor, row_B: Tensor, device_RP: Tensor, host_RP: Tenso
         TURNS=turns,
         num_warps=max(1, min(WARPS, triton.next_power_of_2(max(chosen, slots)) // 128)), **early())
     return slot_BKC, miss_E3, num_1
+
+
+resolve_in_triton = alone(resolve)

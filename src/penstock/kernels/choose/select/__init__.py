@@ -48,6 +48,7 @@ class Select(Protocol):
 
 OP: Op[Select] = Op("select", (
     lazy("cuda", "penstock.kernels.choose.select.triton_bounds:select", device.probe),
-    Implementation("native", native.select, native.probe),
+    lazy("triton", "penstock.kernels.choose.select.triton_bounds:select_in_triton"),
+    Implementation("c", native.select, native.probe),
     Implementation("reference", reference.select, "one query and head at a time", DEVICES),
 ))

@@ -17,6 +17,7 @@ from torch import Tensor
 from penstock.kernels.choose.clusters import clustered
 from penstock.kernels.choose.select.spec import LEAST, MOST, SelectRule
 from penstock.kernels.triton.depend import early, follow
+from penstock.kernels.triton.lazy import alone
 from penstock.kernels.triton.topn import cut_of, key_of, taken_of
 from penstock.kernels.types import fp8
 
@@ -198,3 +199,6 @@ def select(q_BNH: Tensor, bounds_PK2SH: Tensor, table_RP: Tensor, row_B: Tensor,
             UNIT=rule.unit, CHOSEN_PAD=triton.next_power_of_2(chosen), BLOCK=block, WHOLE=units <= block,
             num_warps=max(1, min(32, block // 512)), **early())
     return chosen_BKC
+
+
+select_in_triton = alone(select)

@@ -77,7 +77,7 @@ class LayerOps(Protocol):
 
 
 OP: Op[LayerOps] = Op("layer", (
-    Implementation("native", native.Native(), native.probe),
+    Implementation("c", native.Native(), native.probe),
     lazy("triton", "penstock.kernels.fused.layer.triton_ops:OPS"),
     Implementation("reference", reference.Reference(), "torch", DEVICES),
 ))

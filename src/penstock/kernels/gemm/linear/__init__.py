@@ -22,9 +22,9 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 OP: Op[Pack] = Op("linear", (
     Implementation("fastest", fastest.pack, fastest.probe),
-    Implementation("native", fastest.NATIVE, fastest.NATIVE.probe),
+    Implementation("c", fastest.NATIVE, fastest.NATIVE.probe),
     Implementation("onednn", onednn.pack, onednn.probe),
-    lazy("cuda", "penstock.kernels.gemm.linear.triton_rows:pack"),
+    lazy("triton", "penstock.kernels.gemm.linear.triton_rows:pack"),
     Implementation("reference", reference.pack, "F.linear", DEVICES),
 ))
 
@@ -35,7 +35,7 @@ def pack_codes(code_OI: Tensor, scale_OGB: Tensor, bias_O: Tensor | None = None)
     code_OI     u8, kept in four bits if all are below 16, else in eight
     scale_OGB   f32 [O, G, 2], kept as f16, so that weights are off by up to 1e-3 of the largest of their
                 group; G divides I, and I / G is even
-    Needs       what `native` needs; there is no other implementation
+    Needs       what `c` needs; there is no other implementation
     """
     return fastest.NATIVE.codes(code_OI, scale_OGB, bias_O)
 

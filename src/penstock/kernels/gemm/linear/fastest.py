@@ -1,9 +1,9 @@
-"""The fastest of `native`, `onednn` and torch's own linear, per dtype and size of the weight, as timed here.
+"""The fastest of `c`, `onednn` and torch's own linear, per dtype and size of the weight, as timed here.
 
 Timed once, with one thread, and kept beside the compiled kernels: other processes, such as the stages of
 one engine and the two engines of a pair, choose alike. A weight is kept once, so one arm serves any number
 of rows: the one with the least sum over one row, eight and a chunk of a prompt. Where none wins by a tenth it
-is `native`, the only one whose rows do not depend on their batch.
+is `c`, the only one whose rows do not depend on their batch.
 """
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from penstock.kernels.platform import Platform
 
 NATIVE = Panels("native")
 _ARMS: Mapping[str, Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]] = {
-    "native": NATIVE, "onednn": onednn.pack, "reference": reference.pack}
+    "c": NATIVE, "onednn": onednn.pack, "reference": reference.pack}
 _SIZES = {"small": (576, 576), "large": (2048, 1024)}       # outputs, inputs: in a core's cache, and not
 _SMALL = 1 << 20                                             # elements of a weight that counts as small
 _ROWS = (1, 8, 128)                                         # one stream, eight, a chunk of a prompt
@@ -45,10 +45,10 @@ _chosen: dict[str, str] = {}
 
 
 def probe(platform: Platform) -> str:
-    """Times them, or reads what was found before. Raises Unusable without `native`."""
+    """Times them, or reads what was found before. Raises Unusable without `c`."""
     told = NATIVE.probe(platform)
     chosen = _choice(platform, told)
-    _chosen.update(chosen or dict.fromkeys(_KEYS, "native"))
+    _chosen.update(chosen or dict.fromkeys(_KEYS, "c"))
     won = sorted({name for name in _ARMS if name in _chosen.values()})
     how = "untimed without a cache folder" if chosen is None else "as timed here"
     detail = "" if len(won) == 1 else " " + ", ".join(f"{k}: {v}" for k, v in sorted(_chosen.items()))
@@ -91,7 +91,7 @@ def _faster(dtype: torch.dtype, outputs: int, inputs: int) -> str:
         for name, seconds in best.items():
             total[name] += seconds / min(best.values())
     least = min(total, key=lambda name: total[name])
-    return least if total[least] * _MARGIN < total["native"] else "native"
+    return least if total[least] * _MARGIN < total["c"] else "c"
 
 
 def _right(arm: Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]], dtype: torch.dtype) -> bool:

@@ -14,6 +14,7 @@ from penstock.kernels.gemm.scaled_linear import reference
 from penstock.kernels.op import DEVICES, Implementation, Op, Unusable
 from penstock.kernels.platform import KernelError, Platform
 from penstock.kernels.triton.lazy import lazy
+from penstock.kernels.triton.lazy import probe as lazy_probe
 from penstock.kernels.types.scaled import Scaled
 
 Linear: TypeAlias = Callable[[Tensor], Tensor]
@@ -23,14 +24,15 @@ _LEAST = 89                     # the first architecture that converts e4m3
 
 
 def _probe(platform: Platform) -> str:
-    told = device.probe(platform)
+    told = lazy_probe(platform)
     if not any(f.startswith("sm_") and int(f[3:]) >= _LEAST for f in platform.features):
         raise Unusable(f"{platform.gpu} has no fp8 (sm_{_LEAST})")
     return told
 
 
 OP: Op[Pack] = Op("scaled_linear", (
-    lazy("triton", "penstock.kernels.gemm.scaled_linear.triton_scaled:pack", _probe),
+    lazy("cuda", "penstock.kernels.gemm.scaled_linear.triton_scaled:pack", device.probe),
+    lazy("triton", "penstock.kernels.gemm.scaled_linear.triton_scaled:pack_in_triton", _probe),
     Implementation("reference", reference.pack, reference.probe, DEVICES),
 ))
 

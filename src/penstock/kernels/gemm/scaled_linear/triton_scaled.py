@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.c import device
+from penstock.kernels.triton.lazy import alone
 from penstock.kernels.triton.tiles import add_product, parts_of, tile_cols
 from penstock.kernels.types.scaled import Scaled
 
@@ -117,3 +118,8 @@ def pack(weight: Scaled, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
             return run(x_TI, weight, bias_O)
         return F.linear(x_TI, floats(weight, x_TI.dtype), bias_O)
     return linear
+
+
+def pack_in_triton(weight: Scaled, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """As `pack`, and of a few rows Triton's kernel, not that in C++."""
+    return alone(pack(weight, bias_O))

@@ -34,7 +34,7 @@ class Gather(Protocol):
 
 
 OP: Op[Gather] = Op("gather", (
-    lazy("cuda", "penstock.kernels.kv.gather.triton_copy:gather"),
-    Implementation("native", native.gather, native.probe),
+    lazy("triton", "penstock.kernels.kv.gather.triton_copy:gather"),
+    Implementation("c", native.gather, native.probe),
     Implementation("reference", reference.gather, "one unit at a time", DEVICES),
 ))

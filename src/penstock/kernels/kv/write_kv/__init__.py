@@ -42,7 +42,7 @@ class WriteKV(Protocol):
 
 
 OP: Op[WriteKV] = Op("write_kv", (
-    lazy("cuda", "penstock.kernels.kv.write_kv.triton_places:write_kv"),
-    Implementation("native", native.write_kv, native.probe),
+    lazy("triton", "penstock.kernels.kv.write_kv.triton_places:write_kv"),
+    Implementation("c", native.write_kv, native.probe),
     Implementation("reference", reference.write_kv, "one token at a time", DEVICES),
 ))

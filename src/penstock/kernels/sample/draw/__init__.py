@@ -32,6 +32,6 @@ class Draw(Protocol):
 
 
 OP: Op[Draw] = Op("draw", (
-    lazy("cuda", "penstock.kernels.sample.draw.triton_draw:draw"),
+    lazy("triton", "penstock.kernels.sample.draw.triton_draw:draw"),
     Implementation("reference", reference.draw, "one row at a time", DEVICES),
 ))

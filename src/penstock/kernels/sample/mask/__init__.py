@@ -29,7 +29,7 @@ class Mask(Protocol):
 
 
 OP: Op[Mask] = Op("mask", (
-    lazy("cuda", "penstock.kernels.sample.mask.triton_mask:mask"),
-    Implementation("native", native.mask, native.probe),
+    lazy("triton", "penstock.kernels.sample.mask.triton_mask:mask"),
+    Implementation("c", native.mask, native.probe),
     Implementation("reference", reference.mask, "bits become booleans", DEVICES),
 ))

@@ -37,7 +37,7 @@ class Scan(Protocol):
 
 
 OP: Op[Scan] = Op("scan", (
-    lazy("cuda", "penstock.kernels.state.scan.triton_scan:scan"),
-    Implementation("native", native.scan, native.probe),
+    lazy("triton", "penstock.kernels.state.scan.triton_scan:scan"),
+    Implementation("c", native.scan, native.probe),
     Implementation("reference", reference.scan, "one token at a time", DEVICES),
 ))
