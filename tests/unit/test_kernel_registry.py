@@ -67,6 +67,17 @@ def test_every_op_has_a_choice_on_this_machine():
         assert choice.name in registry.OPS[name].names and choice.reason
 
 
+@pytest.mark.parametrize("op", [name for name, op in registry.OPS.items() if "c" in op.names])
+def test_kernels_in_c_have_their_old_name_for_one_release(op):
+    here = probe()
+    try:
+        registry.OPS[op].get("c").usable_on(here)
+    except Unusable as why:
+        pytest.skip(str(why))
+    new, old = (registry.choose(here, {op: name}, (op,))[op] for name in ("c", "native"))
+    assert new == old and old.name == "c"
+
+
 def test_reference_alone_when_nothing_else_is_asked():
     requested = dict.fromkeys(registry.OPS, "reference")
     assert {c.name for c in registry.choose(probe(), requested).values()} == {"reference"}
