@@ -130,7 +130,7 @@ def test_the_faster_one_is_kept_for_later_processes(tmp_path, monkeypatch):
     monkeypatch.setattr(fastest, "_measure", lambda: dict.fromkeys(kept, "c"))
     for damaged in ("", "[]", "{}", json.dumps({**kept, "small bfloat16": ["c"]})):
         path.write_text(damaged)
-        assert fastest.probe(here).startswith("native, as timed here;"), damaged
+        assert fastest.probe(here).startswith("c, as timed here;"), damaged
 
 
 def test_each_cpu_that_shares_the_folder_keeps_its_own_choice(tmp_path, monkeypatch):
@@ -167,7 +167,7 @@ def test_what_cannot_be_kept_is_not_timed(tmp_path, monkeypatch):
     monkeypatch.setattr(fastest, "_measure", lambda: pytest.fail("each process would choose for itself"))
     (tmp_path / "file").write_text("")
     for cache in (None, tmp_path / "file" / "cache"):
-        assert probed(fastest.probe, replace(probe(), cache=cache)).startswith("native, untimed without")
+        assert probed(fastest.probe, replace(probe(), cache=cache)).startswith("c, untimed without")
 
 
 def test_the_slower_one_is_not_taken(monkeypatch):
