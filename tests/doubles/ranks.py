@@ -77,7 +77,7 @@ def front(model: Callable[[Stage | None], Model], attention: Prepare, shapes: Se
         for kept, made in zip((device_pools, host_pools), pools, strict=True):
             kept += made
         parts = RankParts(model(None if one else stage), attention, stage_shapes(shapes, stage), selector,
-                          mask="cuda" if where.DEVICE == "cuda" else "reference")
+                          mask="triton" if where.DEVICE == "cuda" else "reference")
         made_rank = Rank(parts, *pools, rows=cfg.rows, row_base=cfg.row_base, links=ends,
                          draft_tokens=cfg.draft_tokens, **rank)
         ranks.append(where.captured(made_rank, cfg.draft_tokens))
