@@ -1,6 +1,7 @@
 """What nodes of one engine say to each other, who is none of them, and who is gone."""
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
@@ -8,7 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from pipeline_engine import checkpoint
 
 from penstock.config.base.errors import ConfigError
@@ -303,9 +306,10 @@ def test_layers_of_a_page_are_counted_from_the_first_one_that_a_node_has():
     def node(number: int) -> SimpleNamespace:
         def ask(make):
             message = make(1)
+            assert message.spans == [(5, 0, 1)]
             if isinstance(message, nodes.Write):
-                kept[number, message.piece] = message.body
-            return kept[number, message.piece]
+                kept[number, message.layers] = message.body
+            return kept[number, message.layers]
         return SimpleNamespace(ask=ask)
 
     caches = [SimpleNamespace(**vars(half), origins=[(first, 0)]) for first in (0, 2)]
@@ -316,7 +320,44 @@ def test_layers_of_a_page_are_counted_from_the_first_one_that_a_node_has():
         out = memoryview(bytearray(len(data)))
         pages.read(Tier.DRAM, Group(0), range(layer, layer + 1), [Span(5, 0, 1)], out)
         assert out == data
-    assert list(kept) == [(1, (0, 1, 0, 1)), (1, (1, 1, 0, 1)), (2, (0, 1, 0, 1)), (2, (1, 1, 0, 1))]
+    assert list(kept) == [(1, (0, 1)), (1, (1, 1)), (2, (0, 1)), (2, (1, 1))]
+
+
+@pytest.mark.parametrize("chunk, messages", [(1 << 19, [4]), (600, [2, 2]), (100, [1, 1, 1, 1])])
+def test_pages_of_another_machine_go_several_in_a_message(chunk: int, messages: list[int], monkeypatch) -> None:
+    """Two heads there, which are the last two of three; a part of a page is 144 bytes to 288."""
+    monkeypatch.setattr(nodes, "CHUNK", chunk)
+    whole = PageLayout(num_layers=3, num_kv_heads=3, page_size=8, head_dim=4, planes=1, dtype=torch.int16)
+    there = SimpleNamespace(parts=[SimpleNamespace(whole=replace(whole, num_kv_heads=2))], origins=[(0, 1)])
+    kept: list[nodes.Write] = []
+
+    def ask(make):
+        message = make(1)
+        assert message.layers == (1, 2)
+        if isinstance(message, nodes.Write):
+            kept.append(message)
+            return b""
+        return next(write.body for write in kept if write.spans == message.spans)
+
+    pages = NodePages(SimpleNamespace(layouts=[whole]), [(SimpleNamespace(ask=ask), there)], None)
+    spans = [Span(9, 2, 6), Span(4, 0, 6), Span(5, 0, 6), Span(7, 0, 3)]
+    data = bytearray(i % 251 for i in range(21 * 2 * 3 * 8))
+    pages.write(Tier.DRAM, Group(0), range(1, 3), spans, memoryview(data))
+    assert [len(write.spans) for write in kept] == messages
+    assert [len(write.body) for write in kept] == [
+        sum(units for _, _, units in write.spans) * 2 * 2 * 8 for write in kept]
+    out = memoryview(bytearray(len(data)))
+    monkeypatch.setattr(NodePages, "_having", lambda *_: [
+        (None, range(1, 3), slice(0, 1)), (SimpleNamespace(ask=ask), range(1, 3), slice(1, 3))])
+    pages._local = SimpleNamespace(read=lambda tier, group, own, some, found: None)     # leaves zeros
+    pages.read(Tier.DRAM, Group(0), range(1, 3), spans, out)
+    at = 0
+    for span in spans:
+        shape = 2, 3, 1, span.units, 8
+        size = math.prod(shape)
+        was, has = (np.frombuffer(of, np.uint8, size, at).reshape(shape) for of in (data, out))
+        assert (has[:, 1:] == was[:, 1:]).all() and not has[:, 0].any()
+        at += size
 
 
 def test_every_tensor_parallel_rank_of_the_last_stage_gets_the_vocabulary():

@@ -33,7 +33,6 @@ from penstock.model.weights.codes import Codes
 from penstock.model.weights.fp8 import quantises, read_blocks
 from penstock.model.weights.locate import locate
 from penstock.model.weights.slots import Slots
-from penstock.transfer.layout import Piece
 from penstock.transfer.pages import PoolPages, Span
 
 LLAMA: dict[str, Any] = {
@@ -188,13 +187,14 @@ class Here:
 
     def ask(self, message: Any) -> bytes:
         asked = message(1)
-        piece = Piece(*asked.piece)
-        at = Tier(asked.tier), Group(asked.group), piece.of_layers, [Span(asked.page, asked.offset, piece.units)]
+        first, num = asked.layers
+        at = (Tier(asked.tier), Group(asked.group), range(first, first + num),
+              [Span(*span) for span in asked.spans])
         if isinstance(asked, Write):
             self._pages.write(*at, memoryview(asked.body))
             return b""
         whole = self._pages._pools[at[:2]][0][0].part.whole
-        found = bytearray(piece.layers * piece.units * whole.unit_bytes // whole.num_layers)
+        found = bytearray(num * sum(span.units for span in at[3]) * whole.unit_bytes // whole.num_layers)
         self._pages.read(*at, memoryview(found))
         return bytes(found)
 

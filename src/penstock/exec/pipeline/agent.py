@@ -30,7 +30,6 @@ from penstock.exec.pipeline import nodes
 from penstock.exec.pipeline.local import LocalRanks, gpus_here
 from penstock.exec.pipeline.nodes import FRONT, NodeLink, Stranger
 from penstock.exec.step.links import nodes_of, of_config
-from penstock.transfer.layout import Piece
 from penstock.transfer.pages import PoolPages, Span
 from penstock.transfer.streams import dial
 
@@ -155,24 +154,24 @@ class Agent:
                 self._pages = PoolPages(ranks.seen(core, self._own, handles))
             case nodes.Stack(rank):
                 ranks.processes[rank - ranks.mine.start].send_signal(signal.SIGUSR2)
-            case nodes.Read(number, tier, group, page, piece, offset):
-                found = bytearray(self._size(group, Piece(*piece)))
-                self._pages.read(Tier(tier), Group(group), Piece(*piece).of_layers,
-                                 [Span(page, offset, piece[3])], memoryview(found))
+            case nodes.Read(number, tier, group, layers, spans):
+                found = bytearray(self._size(group, layers[1] * sum(units for _, _, units in spans)))
+                self._pages.read(Tier(tier), Group(group), range(layers[0], sum(layers)),
+                                 [Span(*span) for span in spans], memoryview(found))
                 link.say(nodes.Bytes(number, bytes(found)))
-            case nodes.Write(number, tier, group, page, piece, offset, body):
-                self._pages.write(Tier(tier), Group(group), Piece(*piece).of_layers,
-                                  [Span(page, offset, piece[3])], memoryview(body))
+            case nodes.Write(number, tier, group, layers, spans, body):
+                self._pages.write(Tier(tier), Group(group), range(layers[0], sum(layers)),
+                                  [Span(*span) for span in spans], memoryview(body))
                 link.say(nodes.Bytes(number))
             case nodes.Bye():
                 self._asked = True
             case _:
                 raise AssertionError(f"{type(message).__name__} to an agent that runs")
 
-    def _size(self, group: int, piece: Piece) -> int:
-        """Bytes of all heads that this node has."""
+    def _size(self, group: int, cells: int) -> int:
+        """Bytes of so many units of a layer, of all heads that this node has."""
         whole = self._own[0].parts[group].whole
-        return (piece.layers * piece.units * whole.unit_bytes // max(1, whole.num_layers))
+        return cells * whole.unit_bytes // max(1, whole.num_layers)
 
 
 def _give(sock: socket.socket, body: bytes) -> None:

@@ -321,54 +321,63 @@ class NodePages:
         self._whole, self._parts, self._local = whole, parts, local
 
     def read(self, tier: Tier, group: Group, layers: range, spans: Sequence[Span], out: memoryview) -> None:
-        for span, dense in self._dense(group, layers, spans, out):
+        for some, dense in self._messages(group, layers, spans, out):
             done = 0
-            for node, own, heads, size in self._having(group, layers, span.units):
+            for node, own, heads in self._having(group, layers):
                 if heads.stop <= done:
                     continue
+                parts = [whole[:, heads] for whole in dense]
                 if node is None:
-                    found: bytes | bytearray = bytearray(size)
-                    self._local.read(tier, group, own, [span], memoryview(found))
+                    found: bytes | bytearray = bytearray(sum(part.size for part in parts))
+                    self._local.read(tier, group, own, some, memoryview(found))
                 else:
-                    found = node.ask(lambda number, own=own, span=span: nodes.Read(  # type: ignore[misc]
-                        number, tier.value, group, span.page, (own.start, len(own), 0, span.units), span.offset))
-                part = np.frombuffer(found, dtype=np.uint8)
-                dense[:, heads] = part.reshape(len(dense), heads.stop - heads.start, *dense.shape[2:])
+                    found = node.ask(lambda number, own=own, some=some: nodes.Read(  # type: ignore[misc]
+                        number, tier.value, group, (own.start, len(own)), list(map(tuple, some))))
+                at = 0
+                for part in parts:
+                    part[...] = np.frombuffer(found, np.uint8, part.size, at).reshape(part.shape)
+                    at += part.size
                 done = heads.stop
 
     def write(self, tier: Tier, group: Group, layers: range, spans: Sequence[Span], data: memoryview) -> None:
-        for span, dense in self._dense(group, layers, spans, data):
-            for node, own, heads, _ in self._having(group, layers, span.units):
-                part = dense[:, heads].tobytes()
+        for some, dense in self._messages(group, layers, spans, data):
+            for node, own, heads in self._having(group, layers):
+                body = b"".join(whole[:, heads].tobytes() for whole in dense)
                 if node is None:
-                    self._local.write(tier, group, own, [span], memoryview(part))
+                    self._local.write(tier, group, own, some, memoryview(body))
                 else:
-                    node.ask(lambda number, own=own, span=span, part=part: nodes.Write(  # type: ignore[misc]
-                        number, tier.value, group, span.page, (own.start, len(own), 0, span.units), span.offset,
-                        part))
+                    node.ask(lambda number, own=own, some=some, body=body: nodes.Write(  # type: ignore[misc]
+                        number, tier.value, group, (own.start, len(own)), list(map(tuple, some)), body))
 
     def pin(self, memory: Tensor) -> object:
         return self._local.pin(memory)
 
-    def _dense(self, group: Group, layers: range, spans: Sequence[Span], data: memoryview) \
-            -> Iterator[tuple[Span, np.ndarray[Any, Any]]]:
-        """Each span, and where `data` has it."""
+    def _messages(self, group: Group, layers: range, spans: Sequence[Span], data: memoryview) \
+            -> Iterator[tuple[list[Span], list[np.ndarray[Any, Any]]]]:
+        """Spans that go in one message, at least one, and where `data` has each: uint8 [layers, K, C, units, B]."""
         layout, at, whole = self._whole.layouts[group], 0, np.frombuffer(data, dtype=np.uint8)
+        some: list[Span] = []
+        dense: list[np.ndarray[Any, Any]] = []
         for span in spans:
             shape = (len(layers), layout.num_kv_heads, layout.planes, span.units,
                      layout.head_dim * layout.dtype.itemsize)
-            yield span, whole[at:at + math.prod(shape)].reshape(shape)
-            at += math.prod(shape)
+            size = math.prod(shape)
+            if some and sum(part.size for part in dense) + size > nodes.CHUNK:
+                yield some, dense
+                some, dense = [], []
+            some.append(span)
+            dense.append(whole[at:at + size].reshape(shape))
+            at += size
+        if some:
+            yield some, dense
 
-    def _having(self, group: Group, layers: range, units: int) \
-            -> Iterator[tuple[Node | None, range, slice, int]]:
-        """Each machine that has these layers: as it counts them, its heads, and bytes of so many units."""
+    def _having(self, group: Group, layers: range) -> Iterator[tuple[Node | None, range, slice]]:
+        """Each machine that has these layers: as it counts them, and its heads."""
         for node, caches in self._parts:
             own, (layer, head) = caches.parts[group].whole, caches.origins[group]
             if layer <= layers.start and layers.stop <= layer + own.num_layers:
-                size = len(layers) * units * own.unit_bytes // own.num_layers
-                heads = slice(head, head + own.num_kv_heads)
-                yield node, range(layers.start - layer, layers.stop - layer), heads, size
+                yield (node, range(layers.start - layer, layers.stop - layer),
+                       slice(head, head + own.num_kv_heads))
 
 
 class NodeHost:

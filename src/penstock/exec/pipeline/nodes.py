@@ -28,8 +28,8 @@ from penstock.model.weights.locate import files_of
 from penstock.transfer.codec import FrameReader, Kinds, Sealer, connection_keys
 from penstock.transfer.streams import LinkSettings, Stream, read_certificate, secure
 
-VERSION = 2
-CHUNK = 1 << 19                 # bytes of a channel in one message
+VERSION = 3
+CHUNK = 1 << 19                 # bytes of a channel, or of pages that are whole, in one message
 BEATS = 4                       # in the time after which silence is an end
 FRONT, BEFORE, AFTER, TOKENS = range(4)         # ends that a rank has
 _OPENING = struct.Struct("<12sH32s")
@@ -114,15 +114,17 @@ class Stack(_Message, frozen=True):
 
 
 class Read(_Message, frozen=True):
-    """Send these units of a page, of these layers of it as the node has it: answered by Bytes, of all its
-    heads."""
+    """Send these layers of parts of pages: answered by Bytes, part after part, of all heads of the node.
+
+    layers   the first, as the node counts them, and their number
+    spans    of each part its page, the first of its units, and their number
+    """
 
     number: Number
     tier: str
     group: Number
-    page: Number
-    piece: tuple[Number, Number, Number, Number]
-    offset: Number
+    layers: tuple[Number, Number]
+    spans: list[tuple[Number, Number, Number]]
 
 
 class Write(_Message, frozen=True):
@@ -131,9 +133,8 @@ class Write(_Message, frozen=True):
     number: Number
     tier: str
     group: Number
-    page: Number
-    piece: tuple[Number, Number, Number, Number]
-    offset: Number
+    layers: tuple[Number, Number]
+    spans: list[tuple[Number, Number, Number]]
     body: bytes
 
 
