@@ -10,12 +10,14 @@ import os
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from penstock.kernels.c import device
 from penstock.kernels.op import Unusable
+from penstock.kernels.platform import probe
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 KERNELS = Path(__file__).parents[2] / "src" / "penstock" / "kernels"
@@ -328,6 +330,18 @@ def test_attention_in_gluon_compiles_for_hopper(pool: str, size: int, blocks: in
 def test_kernel_in_cpp_compiles_for_hopper(name: str, defines: dict[str, int]) -> None:
     source = KERNELS / f"{name}.cu"
     assert stack_of(device.compiled(source, **defines)) == 0
+
+
+def test_prompts_attend_in_gluon_where_nvrtc_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.kernels.attention import latent_attention
+    hopper = replace(probe(), device="cuda", features=("sm_90",))
+    monkeypatch.setattr(device, "version", lambda: "13.0")
+    assert ", for prompts NVRTC 13.0," in latent_attention.OP.get("gluon").usable_on(hopper)
+
+    def missing() -> str:
+        raise Unusable("NVRTC is not installed")
+    monkeypatch.setattr(device, "version", missing)
+    assert "NVRTC" not in latent_attention.OP.get("gluon").usable_on(hopper)
 
 
 def test_kernel_in_cpp_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,13 @@ A row is one token's key for all heads, and its first dims are its value (MLA, a
 """
 from __future__ import annotations
 
+import contextlib
 from typing import Protocol
 
 from torch import Tensor
 
 from penstock.kernels.attention.latent_attention import native, reference
+from penstock.kernels.c import device
 from penstock.kernels.op import DEVICES, Implementation, Op, Unusable
 from penstock.kernels.platform import Platform
 from penstock.kernels.triton.lazy import lazy, probe
@@ -36,10 +38,12 @@ class LatentAttention(Protocol):
 
 
 def _probe(platform: Platform) -> str:
-    told = probe(platform)
+    told = f"Gluon of {probe(platform)}"
     if "sm_90" not in platform.features:
         raise Unusable("written for sm_90 only")
-    return f"Gluon of {told}, for 64 heads of 512 values or a multiple, and Triton for other shapes"
+    with contextlib.suppress(Unusable):
+        told += f", for prompts NVRTC {device.version()}"
+    return f"{told}, for 64 heads of 512 values or a multiple, and Triton for other shapes"
 
 
 OP: Op[LatentAttention] = Op("latent_attention", (
