@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Raw
 
 from penstock.api.completions import as_api_error
 from penstock.api.protocol.openai import ChatRequest, CompletionRequest, parse
-from penstock.config.base.errors import RequestError
+from penstock.config.base.errors import ConfigError, RequestError
 from penstock.config.request.grammar import ANY_OBJECT, Grammar
 from penstock.config.settings.pairkey import helper_environment
 from penstock.text import helper
@@ -101,6 +101,20 @@ def test_what_can_be_compiled_passes_once_and_what_cannot_says_where(check):
                     await check.check(bad)
                 assert word in str(e.value) and e.value.param == "grammar"
     asyncio.run(go())
+
+
+def test_a_process_that_was_begun_is_the_one_that_checks(check):
+    check.begin()
+    begun = check._aside._process.pid
+    asyncio.run(check.check(Grammar("regex", "a")))
+    assert check._aside._process.pid == begun
+
+
+def test_a_process_that_cannot_begin_is_reported_by_the_first_check(check):
+    check._aside._module = "penstock.no_such_module"
+    check.begin()
+    with pytest.raises(ConfigError, match="no structured output"):
+        asyncio.run(check.check(Grammar("regex", "a")))
 
 
 def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_is_not(check, monkeypatch):

@@ -234,6 +234,8 @@ class _Server:
         try:
             if text.template is not None:
                 text.template.check()        # starts its process: not at the first chat's cost
+            if text.grammars is not None and self._config.device.device == "cuda":
+                text.grammars.begin()        # not on a CPU: memory is short, a step as long
         except HelperDied:
             raise
         except ConfigError as e:
