@@ -13,9 +13,9 @@ from tokenizers import Tokenizer as Raw
 
 from penstock.api.completions import as_api_error
 from penstock.api.protocol.openai import ChatRequest, CompletionRequest, parse
+from penstock.config.base.child import helper_environment
 from penstock.config.base.errors import ConfigError, RequestError
 from penstock.config.request.grammar import ANY_OBJECT, Grammar
-from penstock.config.settings.pairkey import helper_environment
 from penstock.text import helper
 from penstock.text.chat import ChatTemplate
 from penstock.text.grammar import check as grammars

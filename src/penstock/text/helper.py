@@ -9,12 +9,11 @@ import contextlib
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from typing import Any
 
+from penstock.config.base import child
 from penstock.config.base.errors import ConfigError
-from penstock.config.settings.pairkey import helper_environment
 from penstock.text.frames import receive, send
 
 START_S_MAX = 60.0
@@ -86,10 +85,7 @@ class Aside:
             return self._link
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", self._module, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=helper_environment(),
-                start_new_session=True)      # Ctrl-C is for the server, which drains first
+            self._process = child.start(child.module(self._module, theirs.fileno()), [theirs.fileno()], helper=True)
         ours.settimeout(START_S_MAX)
         self._link = ours
         try:
@@ -119,7 +115,5 @@ class Aside:
             self._link.close()
             self._link = None
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            self._process.wait()
+            child.end(self._process)
             self._process = None

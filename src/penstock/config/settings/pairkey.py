@@ -3,23 +3,13 @@ from __future__ import annotations
 
 import os
 import stat
-from pathlib import Path
 
+from penstock.config.base.child import SECRET_VARIABLES
 from penstock.config.base.errors import ConfigError
 from penstock.config.settings.tree import ClusterConfig
 
-VARIABLE = "PENSTOCK_CLUSTER_KEY"
-OLD_VARIABLES = PAIR, NODES = "PENSTOCK_PAIR_KEY", "PENSTOCK_NODE_KEY"      # for one release more
+VARIABLE, PAIR, NODES = SECRET_VARIABLES[:3]        # the last two for one release more
 BYTES_MIN = 16
-SECRET_VARIABLES = (VARIABLE, *OLD_VARIABLES, "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-
-
-def helper_environment() -> dict[str, str]:
-    """Return our environment for a process that needs no secret: without them, and with the folder that this
-    package was imported from first in PYTHONPATH, as `-P` keeps the current folder out."""
-    paths = [str(Path(__file__).parents[3]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    ours = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
-    return {name: value for name, value in ours.items() if name not in SECRET_VARIABLES}
 
 
 def read_secret(flag: str, path: str) -> bytes:

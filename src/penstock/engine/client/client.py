@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import socket
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from penstock.config.base import child
 from penstock.config.base.errors import CONTEXT_EXCEEDED, ConfigError, RequestError, context_exceeded
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.scores import ENTRIES_MAX, scores_fit
@@ -119,7 +119,7 @@ class EngineClient:
         self.num_waiting = 0                  # choices that the core has not admitted yet
         self._log = log
         self._fds, self._env = fds, env
-        self._argv = argv or [sys.executable, "-P", "-m", "penstock.engine.process"]
+        self._argv = argv or child.module("penstock.engine.process")
         self._gate = Gate()             # of answers that begin or end, which cost more than their text
         self._rids, self._asks = rids or itertools.count(1), itertools.count(1)
         self._inboxes: dict[int, Inbox] = {}
@@ -142,10 +142,8 @@ class EngineClient:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                self._process = subprocess.Popen(
-                    [*self._argv, str(theirs.fileno())], pass_fds=[theirs.fileno(), *self._fds],
-                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=self._env,
-                    encoding="utf-8", errors="replace")
+                self._process = child.start_logged([*self._argv, str(theirs.fileno())],
+                                                   [theirs.fileno(), *self._fds], env=self._env)
             # No executor: at the end of a script it takes no work any more, and `close` may come then.
             self._exited, self._logged = asyncio.Event(), asyncio.Event()
             self._on_a_thread(self._process.wait, self._exited, "penstock-exit")

@@ -8,13 +8,12 @@ import contextlib
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from penstock.config.base import machine
+from penstock.config.base import child, machine
 from penstock.config.settings.tree import Config
 from penstock.core.settings import CoreConfig
 from penstock.exec.load.layout import Caches
@@ -67,9 +66,8 @@ class LocalRanks:
                 fds = [theirs.fileno(), self._host_fd, device,
                        *(ends.get((i, slot), -1) for slot in (BEFORE, AFTER, TOKENS))]
                 with theirs:
-                    self.processes.append(subprocess.Popen(
-                        [sys.executable, "-P", "-m", "penstock.exec.pipeline.process", *map(str, fds)],
-                        pass_fds=[fd for fd in fds if fd >= 0], stdin=subprocess.DEVNULL,
+                    self.processes.append(child.start(
+                        child.module("penstock.exec.pipeline.process", *fds), fds,
                         env=machine.of_gpus([self.gpus[at]]) if self.gpus else None))
                 self.fronts.append(ours)
 
@@ -117,8 +115,7 @@ class LocalRanks:
     def close(self) -> None:
         """End every rank, and wait for it. Idempotent."""
         for process in self.processes:
-            process.kill()
-            process.wait()
+            child.end(process)
         for fd in (*self._device_fds, *([self._host_fd] if self._host_fd >= 0 else [])):
             os.close(fd)
         self._host_fd, self._device_fds = -1, []

@@ -18,14 +18,12 @@ import json
 import os
 import shutil
 import stat
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from penstock.config.base import child
 from penstock.config.base.errors import ConfigError
-from penstock.config.settings.pairkey import helper_environment
 from penstock.memory.stores.objects import (
     FORMAT,
     HEADER,
@@ -294,10 +292,7 @@ class Files(Bounded):
         """See `Folder.sweep`. It runs in a process of its own, at low priority: a listing of 100,000 objects
         takes a second of Python, which would delay every turn of this process."""
         words = str(self.root), "" if quota is None else str(quota), str(room)
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", _SWEEP, *words], stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            start_new_session=True,          # Ctrl-C is for the server, which drains first
-            env=helper_environment())
+        done = child.run(_SWEEP, *words)
         if done.returncode:
             last = done.stderr.strip().rpartition("\n")[2]
             raise OSError(errno.EIO, f"the sweep of {self.root} failed: {last}")

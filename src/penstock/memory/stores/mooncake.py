@@ -12,7 +12,6 @@ import ctypes
 import errno
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.config.base import child
 from penstock.config.base.storage_url import StorageUrl, bound_mooncake
 from penstock.memory.stores.objects import FORMAT, HEADER, Store, Verdict, sealed, unpack
 
@@ -67,8 +67,7 @@ class Mooncake(Store):
                 host, port = self._master
                 args = own, f"{host}:{port}"
                 try:
-                    subprocess.run([sys.executable, "-c", _TRY, *args], timeout=TRY_S, check=True,
-                                   stdin=subprocess.DEVNULL, capture_output=True)
+                    child.run(_TRY, *args, seconds_max=TRY_S).check_returncode()
                 except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
                     raise OSError(errno.ETIMEDOUT, "Mooncake's master does not answer") from None
                 client = self._made()
