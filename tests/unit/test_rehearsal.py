@@ -63,6 +63,8 @@ def test_a_start_compiles_nothing_behind_its_rehearsal_and_keeps_nothing_of_it(
     (tmp_path / "config.json").write_text(json.dumps(config))
     said: list[str] = []
     given = {"load_format": "dummy", "device": "cuda", "max_num_seqs": 8, "kv_cache_memory_bytes": "64M", **more}
-    build_engine(resolve(from_options(str(tmp_path), given), probe()), said.append)
+    info = build_engine(resolve(from_options(str(tmp_path), given), probe()), said.append).info
     assert compiled[False] and not compiled[True], (compiled, said)
     assert not left, "memory of the rehearsal is kept"
+    assert 0 < info["gpu_weights_bytes"] < 64 << 20 <= info["gpu_kv_bytes"] < 128 << 20
+    assert info["gpu_graphs_bytes"] > 0 and any("GPU memory in use" in line for line in said)

@@ -41,6 +41,7 @@ from penstock.exec.pipeline.lanes import GlooLanes, Meeting, NcclLanes
 from penstock.exec.pipeline.sockets import PutBoundary, PutSampled, Taker, boundaries, sampled
 from penstock.exec.rank import Rank, Report, Stepped
 from penstock.exec.sampling.grammar import BadGrammar, Grammars, Vocabulary
+from penstock.exec.start.memory_use import MemoryUse
 from penstock.exec.start.workspace import Gauge
 from penstock.exec.step.links import Links, nodes_of, of_config
 from penstock.kernels.triton import compiles
@@ -130,7 +131,9 @@ class Process:
         lanes = (None if stage.lane.size == 1 else
                  NcclLanes(self._meeting, stage.lane, timeout_s, begin.host, self._log) if begin.alone else
                  GlooLanes(self._meeting, stage.lane, timeout_s, begin.host, self._waits))
+        self._use = MemoryUse(cuda=config.device.device == "cuda")
         self._loaded = load(config, stage, self._log, lanes)
+        self._use.took("weights")
         torch.set_num_threads(begin.threads)
         dtype = self._loaded.dtype
         self._selection = selection_for(config, self._loaded.whole)
@@ -173,26 +176,35 @@ class Process:
         print(f"rank {self._index}: {line}", file=sys.stderr, flush=True)
         self.send(wire.Loading())
 
-    def _pools(self, core: CoreConfig, capture: bool) -> None:
+    def _pools(self, core: CoreConfig, *, capture: bool, serves: bool) -> None:
         self._drop()
+        self._use.took("kernels")
         host = mapped(self._fds[1], self._own.host_bytes(core)) if core.dram_pages else None
         nbytes, handle = self._own.nbytes(core.hbm_pages), b""
         device = mapped(self._fds[2], nbytes) if self._fds[2] >= 0 else None
         if self._device == "cuda" and self._config.pair.disaggregation_mode:
             device, handle = allocated(nbytes)
         seed = self._config.model.seed or 0
+        pools = self._own.pools(core, self._device, host_memory=host, device_memory=device)
+        if serves:
+            self._use.took("kv", nbytes if handle else 0)
         self._rank = Rank(
             parts_of(self._loaded.model, self._loaded.backends, self._selection, core.largest_hot,
                      self._groups),
-            *self._own.pools(core, self._device, host_memory=host, device_memory=device),
-            rows=core.rows, max_len=core.max_len, seed=seed, links=self._links,
+            *pools, rows=core.rows, max_len=core.max_len, seed=seed, links=self._links,
             wake=lambda: self._inbox.put(None), grammars=self._grammars,
             drafter=drafter_of(self._config), draft_tokens=core.draft_tokens)
+        if serves:
+            self._use.took("tables")
         if capture:
             # As many on each lane, however long they take.
             self._rank.capture(buckets_of(core.rows), 0.0, width=1 + core.draft_tokens)
+        if serves:
+            self._use.took("graphs")
+            if line := self._use.ended():
+                self._log(line)
         self._count()
-        self.send(wire.Ready(handle))
+        self.send(wire.Ready(handle, self._use.parts))
 
     def _drop(self) -> None:
         """Before another rank takes its place: the device's memory has no room for both."""
@@ -251,7 +263,7 @@ class Process:
             self._grammars.begin()
             return
         if isinstance(message, wire.Pools):
-            self._pools(message.core, message.capture)
+            self._pools(message.core, capture=message.capture, serves=message.serves)
             if message.serves:
                 compiles.serve()
             return

@@ -132,9 +132,11 @@ class Refused(_Message, frozen=True):
 
 
 class Ready(_Message, frozen=True):
-    """Answers Pools. `memory`: of an engine of a pair, the handle of its pools on a GPU (`memory.across`)."""
+    """Answers Pools. `memory`: of an engine of a pair, the handle of its pools on a GPU (`memory.across`).
+    `use`: bytes of a GPU by what they are for (`exec.start.memory_use`)."""
 
     memory: bytes = b""
+    use: dict[str, int] = {}
 
 
 class Memory(_Message, frozen=True):

@@ -30,6 +30,7 @@ from penstock.exec.pipeline.crew import Crew
 from penstock.exec.rank import Rank, RankParts
 from penstock.exec.sampling.grammar import Grammars, Vocabulary, switched_off, whose
 from penstock.exec.start.kinds import largest_chunk, masks_rows, one_page, take_each_kind
+from penstock.exec.start.memory_use import MemoryUse
 from penstock.exec.start.prove import prove, prove_front, scratch
 from penstock.exec.start.rehearsal import Rehearsal
 from penstock.exec.start.store import open_storage, storage_info
@@ -211,9 +212,11 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
     # One thread: loading is many small operations, which two threads on busy cores slow down 4x. A GPU's
     # host has cores to spare, and what is loaded there is large.
     torch.set_num_threads(1 if device == "cpu" else min(threads, 8))
+    use = MemoryUse(cuda=device == "cuda")
     rehearsal = Rehearsal(config, functools.partial(_longest, config), STEP_TOKENS, log)
     loaded = load(config, None, log, beside=rehearsal.begin)
     rehearsal.join()
+    use.took("weights")
     config = _with_step(config, loaded)
     torch.set_num_threads(threads)
     model, selection = loaded.model, selection_for(config, loaded.whole)
@@ -230,14 +233,18 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
         prove(parts, caches, device)
         if device == "cuda":
             info["warm_seconds"] = _take_kinds(parts, caches, core, drafter_of(config))
+        use.took("kernels")
         hbm, dram = caches.pools(core, device)
+        use.took("kv")
         rank = Rank(parts, hbm, dram, rows=core.rows, max_len=core.max_len, seed=seed, lateness=lateness,
                     wake=wakes.wake, grammars=grammars, drafter=drafter_of(config))
+        use.took("tables")
         if captures:
             started = time.perf_counter()
             rank.capture(buckets_of(core.rows), width=1 + core.draft_tokens)
             info["capture_seconds"] = round(time.perf_counter() - started, 3)
             log(f"decode steps of up to {counted(core.rows, 'row')} captured in {info['capture_seconds']} s")
+        use.took("graphs")
     except torch.OutOfMemoryError:
         raise ConfigError(
             f"{show_size(caches.nbytes(core.hbm_pages))} for KV and decode steps of --max-num-seqs "
@@ -247,6 +254,9 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
     except NotPinned as why:
         raise ConfigError(f"{why}: give less with --kv-offloading-size, or 0 for no host tier") from None
     compiles.serve()
+    if gpu is not None:
+        log(use.ended(gpu.workspace))
+        info |= use.info()
     return _Parts(front=Front([rank], page_size=core.page_size), loaded=loaded, caches=caches, sizes=sizes,
                   selection=selection, threads=threads, info=info, pages=PoolPages([[*hbm, *dram]]),
                   stages=[[layout.num_layers] for layout in caches.layouts], host=dram,
@@ -390,6 +400,8 @@ def _several(config: Config, log: Callable[[str], object], wakes: Waker,
     except BaseException:
         crew.close()
         raise
+    for i, rank in enumerate(crew.ranks):
+        info |= {f"rank_{i}_gpu_{part}_bytes": n for part, n in rank.use.items()}
     info |= {"pp": config.device.pp, "pp_layers": ",".join(map(str, layers[::lanes])), "tp": lanes,
              **({"ep": config.device.expert_ranges} if config.device.expert_ranges > 1 else {})}
     for i, (n, mine, one) in enumerate(zip(layers, own, told, strict=True)):
