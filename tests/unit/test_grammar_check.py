@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Raw
 from penstock.api.completions import as_api_error
 from penstock.api.protocol.openai import ChatRequest, CompletionRequest, parse
 from penstock.config.base.child import helper_environment
-from penstock.config.base.errors import ConfigError, RequestError
+from penstock.config.base.errors import RequestError
 from penstock.config.request.grammar import ANY_OBJECT, Grammar
 from penstock.text import helper
 from penstock.text.chat import ChatTemplate
@@ -113,7 +113,7 @@ def test_a_process_that_was_begun_is_the_one_that_checks(check):
 def test_a_process_that_cannot_begin_is_reported_by_the_first_check(check):
     check._aside._module = "penstock.no_such_module"
     check.begin()
-    with pytest.raises(ConfigError, match="no structured output"):
+    with pytest.raises(RequestError, match="no structured output"):
         asyncio.run(check.check(Grammar("regex", "a")))
 
 
