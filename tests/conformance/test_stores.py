@@ -75,8 +75,8 @@ class Place:
         if self.kind == "valkey":
             return Valkey(StorageUrl("valkey", "127.0.0.1", "", port), fp, sizes, readonly=readonly)
         if self.kind == "mooncake":
-            from penstock.memory.stores.mooncake import Mooncake
-            return Mooncake(StorageUrl("mooncake", "127.0.0.1", "", port), fp, sizes, readonly=readonly)
+            from penstock.memory.stores.mooncake import MooncakeStore
+            return MooncakeStore(StorageUrl("mooncake", "127.0.0.1", "", port), fp, sizes, readonly=readonly)
         return self._bucket(port, fp, readonly, sizes)
 
     def _bucket(self, port: int, fp: str, readonly: bool, sizes) -> Bucket:

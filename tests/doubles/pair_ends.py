@@ -13,8 +13,8 @@ from penstock.core.pair.messages import Grant
 from penstock.core.plan import DramPage, Group, HbmPage, Move, MoveId, StepId, Tier
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
-from penstock.memory.pool import PageLayout, Part
-from penstock.transfer.events import Down, Heard, LinkEvent, Pushed, Up
+from penstock.memory.pool import PageLayout, PoolPart
+from penstock.transfer.events import Down, LinkEvent, PeerMessage, Pushed, Up
 from penstock.transfer.facts import Facts, group_facts
 from penstock.transfer.link import PairLink
 from penstock.transfer.pages import PoolPages
@@ -52,7 +52,7 @@ class Pools:
         """stages[g][s]: layers of group g on stage s."""
         self.page_size, self.layouts = page_size, layouts(page_size)
         self.stages = [[cls(replace(layout, num_layers=split[s]), PAGES, base=base + g * 100, group=Group(g),
-                            part=Part(layout, sum(split[:s])))
+                            part=PoolPart(layout, sum(split[:s])))
                         for g, (layout, split) in enumerate(zip(self.layouts, stages, strict=True))
                         if split[s]
                         for cls, base in ((HbmPool, 1000), (DramPool, 5000))]
@@ -192,12 +192,12 @@ def check(decode: LinkEnd, given: dict[Group, list[int]], tokens: int, *, start:
 
 def transfer_all(prefill: LinkEnd, decode: LinkEnd, epoch: int, tokens: int, *, start: int = 0,
                  tier: Tier = Tier.DRAM, transfer: int = 1, generation: int = 1, chunk: int = 0,
-                 skip: int = 0) -> tuple[dict[Group, list[int]], Heard]:
+                 skip: int = 0) -> tuple[dict[Group, list[int]], PeerMessage]:
     """A whole transfer, in pushes of `chunk` tokens; returns the granted pages and what ended it."""
     given = grant(decode, epoch, tokens, start=start, tier=tier, transfer=transfer, generation=generation,
                   skip=skip)
     decode.link.say(epoch, Grant(transfer, generation, tokens, start=start))
-    prefill.wait(lambda e: isinstance(e, Heard) and isinstance(e.message, Grant))
+    prefill.wait(lambda e: isinstance(e, PeerMessage) and isinstance(e.message, Grant))
     for at in range(start, tokens, chunk or tokens):
         for group in (KV, BOUNDS):
             push(prefill, epoch, group, at, min(chunk or tokens, tokens - at), transfer=transfer,
@@ -208,5 +208,5 @@ def transfer_all(prefill: LinkEnd, decode: LinkEnd, epoch: int, tokens: int, *, 
                 prefill.wait(Down)
                 break
     prefill.link.say(epoch, Over(transfer, generation, tokens, (7,)))
-    heard = decode.wait(lambda e: isinstance(e, Heard | Down))
+    heard = decode.wait(lambda e: isinstance(e, PeerMessage | Down))
     return given, heard  # type: ignore[return-value]

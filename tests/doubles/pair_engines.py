@@ -21,7 +21,7 @@ from penstock.engine.loop import EngineLoop
 from penstock.engine.pd.open import open_peers
 from penstock.engine.pd.router import Peers
 from penstock.engine.storing import Storing
-from penstock.engine.wire import Abort, Chunk, Logprob, Room, Submit
+from penstock.engine.wire import Abort, BootstrapRoom, OutputChunk, Submit, TokenLogprob
 from penstock.exec.start.build import Built, build_engine
 
 SIZES = {"dtype": "float32", "threads": 1, "page_size": 16, "max_num_seqs": 4, "seed": 1, "step_tokens": 48}
@@ -49,14 +49,14 @@ class End:
             selection=built.selection, check=True, peers=peers, storing=storing,
             deadlines_s={"receiving": timeout_s})
         self.got: dict[int, list[int]] = {}
-        self.logprobs: dict[int, list[Logprob]] = {}
+        self.logprobs: dict[int, list[TokenLogprob]] = {}
         self.prompts: dict[int, Scores] = {}
-        self.ended: dict[int, Chunk] = {}
-        self.cached: dict[int, Chunk] = {}
+        self.ended: dict[int, OutputChunk] = {}
+        self.cached: dict[int, OutputChunk] = {}
         self._rid = 0
 
     def submit(self, prompt: Sequence[int], max_new: int = 12, *, namespace: int = 0,
-               stop_ids: Sequence[int] = (), room: Room | None = None, **params: object) -> int:
+               stop_ids: Sequence[int] = (), room: BootstrapRoom | None = None, **params: object) -> int:
         """Greedy unless `params` say otherwise, and selecting as a client's would be. Returns its number."""
         self._rid += 1
         sampling, more = asked(self.built.selection, SamplingParams(**{"temperature": 0.0, **params}),

@@ -16,10 +16,10 @@ from penstock.api.limits import Keys
 from penstock.config.settings.tree import ServerConfig
 from penstock.engine.client.client import checked_limits
 from penstock.engine.client.metrics import Metrics
-from penstock.engine.wire import Chunk, Logprob, Ready
+from penstock.engine.wire import EngineReady, OutputChunk, TokenLogprob
 from penstock.text.chat import ChatTemplate
 from penstock.text.encoder import Encoder
-from penstock.text.model_text import Text
+from penstock.text.model_text import ModelText
 from penstock.text.prompts import program_of
 from penstock.text.tokenizer import Tokenizer
 from penstock.text.tools.reasoning import THINK, marks_of
@@ -71,15 +71,15 @@ def template(name: str) -> str:
 class _Stream:
     rid = 1
 
-    def __init__(self, chunks: list[Chunk]) -> None:
+    def __init__(self, chunks: list[OutputChunk]) -> None:
         self._chunks = chunks
 
-    async def __aiter__(self) -> AsyncIterator[Chunk]:
+    async def __aiter__(self) -> AsyncIterator[OutputChunk]:
         for chunk in self._chunks:
             await asyncio.sleep(0)
             yield chunk
 
-    def here(self) -> Chunk | None:
+    def here(self) -> OutputChunk | None:
         return None
 
     def stop_at(self, count: int) -> None:
@@ -108,11 +108,11 @@ class Scripted:
                             for m in special])
         self.eos = raw.token_to_id(fake.EOS)
         self.tokenizer = Tokenizer(raw, eos_ids=(self.eos,), chat_template=source, template_vars={})
-        self.ready = Ready(pid=1, vocab_size=raw.get_vocab_size(), max_model_len=context,
+        self.ready = EngineReady(pid=1, vocab_size=raw.get_vocab_size(), max_model_len=context,
                            info={"grammar_backend": "llguidance"})
         self.says, self.finish, self.size = "", "stop", size
         made = ChatTemplate(source, {"bos_token": "", "eos_token": fake.EOS})
-        self.text = Text(self.tokenizer, made, (self.eos,), calls=form, reasons=reasons,
+        self.text = ModelText(self.tokenizer, made, (self.eos,), calls=form, reasons=reasons,
                          sampling=sampling)
         made_api = OpenAI(self, self.text, Metrics(), model="m", choices_max=8,
                           encoder=Encoder(self.tokenizer), **api)
@@ -133,12 +133,12 @@ class Scripted:
         ids += [self.eos] if self.finish == "stop" else []
         return [_Stream(self._chunks(n, ids)) for n in range(params.n)]
 
-    def _chunks(self, rid: int, ids: list[int]) -> list[Chunk]:
+    def _chunks(self, rid: int, ids: list[int]) -> list[OutputChunk]:
         found = []
         for at in range(0, len(ids), self.size):
             tokens = ids[at:at + self.size]
             last = at + self.size >= len(ids)
-            found.append(Chunk(rid, tokens, at, [Logprob(-1.0, 1, []) for _ in tokens],
+            found.append(OutputChunk(rid, tokens, at, [TokenLogprob(-1.0, 1, []) for _ in tokens],
                                finish=self.finish if last else None, cached_tokens=None if at else 2))
         return found
 

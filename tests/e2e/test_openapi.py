@@ -14,7 +14,7 @@ from penstock.api.limits import Keys
 from penstock.api.openapi import document
 from penstock.config.settings.tree import ServerConfig
 from penstock.engine.client.metrics import Metrics
-from penstock.text.model_text import Text
+from penstock.text.model_text import ModelText
 
 # Not expressed by the document, hence not checked here: the events of a stream, and aborts, which are
 # connections that end. A value out of its range is a 400, which the document lists.
@@ -23,7 +23,7 @@ CHECKS = ("not_a_server_error", "status_code_conformance", "content_type_conform
 
 
 def test_the_document_has_every_route_with_its_methods():
-    api = OpenAI(None, Text(None, None, ()), Metrics(), model="m", choices_max=1)
+    api = OpenAI(None, ModelText(None, None, ()), Metrics(), model="m", choices_max=1)
     app = build_app(api, Health(), Keys([]), ServerConfig(), {}, [])
     served = {(route.path.replace(":path", ""), method.lower()) for route in app._app.routes
               for method in route.methods - {"HEAD"}}

@@ -14,7 +14,7 @@ from pair_engines import LIMIT_S, End, whole
 from pair_server import SERVED, prompts, said, serving
 from pipeline_engine import checkpoint
 
-from penstock.engine.wire import Room
+from penstock.engine.wire import BootstrapRoom
 
 PLACES = {
     "resident": {"kv_cache_memory_bytes": "4M"},
@@ -99,7 +99,7 @@ def test_a_prefill_end_that_knows_no_rooms_computes_what_was_sent_to_one(model, 
     """A decode end behind a router may call one that is not."""
     with ExitStack() as stack:
         [prefill], [decode] = opened(stack, model, tmp_path, 1, 1, **PLACES["resident"])
-        decode.submit(PROMPTS[0], room=Room(7, address=f"unix:{tmp_path}/socket0"))
+        decode.submit(PROMPTS[0], room=BootstrapRoom(7, address=f"unix:{tmp_path}/socket0"))
         until([prefill, decode], lambda: not decode.open and not prefill.core.live)
         assert decode.ended[1].finish == "length" and decode.loop.stats()["pair_delivered_total"] == 1
 

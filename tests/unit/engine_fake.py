@@ -224,9 +224,9 @@ def main() -> None:
         selection = selection_of(config.kv)
         loop = EngineLoop(FakeCore(depth=2), FakeExecutor(), vocab_size=VOCAB,
                           max_model_len=CONTEXT, selection=selection, event_log=event_log)
-        ready = wire.Ready(pid=0, vocab_size=VOCAB, max_model_len=CONTEXT, info=INFO, selection=selection,
+        ready = wire.EngineReady(pid=0, vocab_size=VOCAB, max_model_len=CONTEXT, info=INFO, selection=selection,
                            dense_len=CONTEXT)
-        return engine_main.Engine(loop=loop, ready=ready, wakes=Waker(), crew=None, peers=None,
+        return engine_main.EngineParts(loop=loop, ready=ready, wakes=Waker(), crew=None, peers=None,
                                   begin=lambda: None)
 
     # What a crash of a fake leaves behind is not the user's.

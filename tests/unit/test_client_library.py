@@ -20,7 +20,7 @@ from penstock.engine.client.client import EngineClient, EngineDied
 from penstock.llm import llm as library
 from penstock.llm.llm import LLM, AsyncLLM
 from penstock.llm.outputs import checked_types, conversations, text_or_ids
-from penstock.text.model_text import Text
+from penstock.text.model_text import ModelText
 
 ENGINE = [sys.executable, "-P", str(Path(__file__).with_name("engine_fake.py"))]
 LONG = SamplingParams(max_tokens=None)
@@ -30,7 +30,7 @@ LONG = SamplingParams(max_tokens=None)
 def fake_engine(monkeypatch):
     monkeypatch.setattr(library, "EngineClient", functools.partial(EngineClient, argv=ENGINE))
     monkeypatch.setattr(library, "files_of", lambda model: None)
-    monkeypatch.setattr(library, "open_text", lambda config, files: Text(None, None, (9,)))
+    monkeypatch.setattr(library, "open_text", lambda config, files: ModelText(None, None, (9,)))
 
 
 def ids(*tokens):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from penstock.config.base.errors import CONTEXT_EXCEEDED, RequestError
-from penstock.text.encoder import INLINE_CHARS_MAX, Bound, Encoder, bound
+from penstock.text.encoder import INLINE_CHARS_MAX, Encoder, TokenBound, bound
 from penstock.text.tokenizer import Tokenizer
 from penstock.text.turns import TooManyTexts
 
@@ -54,7 +54,7 @@ def test_long_texts_get_the_ids_that_the_tokenizer_gives(plain):
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(plain, monkeypatch):
-    assert plain._bound == Bound(3)
+    assert plain._bound == TokenBound(3)
     monkeypatch.setattr(plain, "_encode", None)
     with pytest.raises(RequestError, match="30000 characters, which are at least 10000 tokens") as e:
         encode(plain, "x" * 30_000, context=10_000)

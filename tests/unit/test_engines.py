@@ -13,7 +13,7 @@ from penstock.config.settings.cli import from_options
 from penstock.engine.client import replicas as client
 from penstock.engine.client.client import EngineDied
 from penstock.engine.client.replicas import Engines, pages_of, together
-from penstock.engine.wire import Ready
+from penstock.engine.wire import EngineReady
 
 PAGE, ROWS = 16, 4
 ONE = SamplingParams(max_tokens=1)
@@ -23,7 +23,7 @@ class Fake:
     """An EngineClient of which nothing ends but by `done`."""
 
     def __init__(self, pages: int = 1000) -> None:
-        self.ready = Ready(pid=1, vocab_size=99, max_model_len=10_000, info={
+        self.ready = EngineReady(pid=1, vocab_size=99, max_model_len=10_000, info={
             "page_size": PAGE, "hbm_pages": pages, "dram_pages": 0, "max_num_seqs": ROWS})
         self.died: EngineDied | None = None
         self.prompts: list[tuple[int, ...]] = []

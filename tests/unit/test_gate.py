@@ -74,14 +74,14 @@ def inbox(client: EngineClient, rid: int) -> links.Inbox:
     return found
 
 
-def plain(rid: int, token: int, index: int = 0, **more) -> wire.Chunk:
-    return wire.Chunk(rid=rid, tokens=[token], index=index, **more)
+def plain(rid: int, token: int, index: int = 0, **more) -> wire.OutputChunk:
+    return wire.OutputChunk(rid=rid, tokens=[token], index=index, **more)
 
 
 @pytest.mark.parametrize("logprobs", [False, True])
 def test_what_has_come_before_it_is_read_is_one_chunk(logprobs):
     def made(token):
-        scores = [wire.Logprob(-float(token), 1, [])] if logprobs else None
+        scores = [wire.TokenLogprob(-float(token), 1, [])] if logprobs else None
         return plain(1, token, token, logprobs=scores)
 
     async def go():

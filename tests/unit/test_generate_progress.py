@@ -5,7 +5,7 @@ import asyncio
 import io
 from types import SimpleNamespace
 
-from penstock.cli.commands import Progress, answers
+from penstock.cli.commands import ProgressLine, answers
 from penstock.config.base.errors import RequestError
 from penstock.config.request.params import SamplingParams
 
@@ -28,7 +28,7 @@ class Model:
 
 def written(out: io.StringIO, prompts: list[str], **options) -> str:
     async def run() -> None:
-        progress = Progress(len(prompts), out, **options)
+        progress = ProgressLine(len(prompts), out, **options)
         async with progress:
             async for _ in answers(Model(), [{"prompt": p} for p in prompts], SamplingParams(), progress.add):
                 pass

@@ -23,8 +23,8 @@ from penstock.api.server import _Server
 from penstock.config.settings.tree import ServerConfig
 from penstock.engine.client.client import EngineClosed
 from penstock.engine.client.metrics import Metrics
-from penstock.engine.wire import Ready, SeenRequest, SeenTurn, Shown
-from penstock.text.model_text import Text
+from penstock.engine.wire import EngineReady, SeenRequest, SeenTurn, Shown
+from penstock.text.model_text import ModelText
 
 
 class Engine:
@@ -32,7 +32,7 @@ class Engine:
 
     num_waiting = num_running = 0
     missing = ""
-    ready = Ready(pid=1, vocab_size=9, max_model_len=8, info={})
+    ready = EngineReady(pid=1, vocab_size=9, max_model_len=8, info={})
 
     def __init__(self, *answers: dict[str, float]) -> None:
         self.answers = list(answers)
@@ -62,7 +62,7 @@ def bearer(*key: str) -> dict[str, str]:
 def ask(*requests: tuple[str, str] | tuple[str, str, str], engine=None, keys=None,
         peer=None) -> list[httpx.Response]:
     """Answers to (method, path, key or nothing), one after the other, of one server."""
-    api = OpenAI(engine or Engine(), Text(None, None, ()), Metrics(), model="long-name", also=("demo",),
+    api = OpenAI(engine or Engine(), ModelText(None, None, ()), Metrics(), model="long-name", also=("demo",),
                  choices_max=1)
     app = build_app(api, Health(), keys or Keys([]), ServerConfig(),
                     {"model": "long-name", "page_size": 16, "max_num_seqs": 4}, [{"steps": 1.0}],
@@ -152,7 +152,7 @@ async def live(app, *, key: str = "") -> tuple[int, list[dict]]:
     (8192, 4 << 20, 400)])
 def test_largest_body_follows_the_context(context: int, size: int, status: int) -> None:
     """400: it is read whole, and is no JSON."""
-    api = OpenAI(Engine(), Text(None, None, ()), Metrics(), model="m", choices_max=1)
+    api = OpenAI(Engine(), ModelText(None, None, ()), Metrics(), model="m", choices_max=1)
     app = build_app(api, Health(), Keys([]), ServerConfig(), {"model": "m", "max_model_len": context}, [{}])
 
     async def go() -> int:
@@ -187,7 +187,7 @@ def test_another_method_is_told_the_right_one() -> None:
 
 
 def served(engine: Engine, health: Health, keys: Keys | None = None):
-    api = OpenAI(engine, Text(None, None, ()), Metrics(), model="m", choices_max=1)
+    api = OpenAI(engine, ModelText(None, None, ()), Metrics(), model="m", choices_max=1)
     return build_app(api, health, keys or Keys([]), ServerConfig(),
                      {"model": "m", "page_size": 16, "max_num_seqs": 4, "device": "cpu"}, [{}])
 
@@ -216,7 +216,7 @@ def test_a_refused_body_is_freed_without_the_cycle_collector():
         async def send(message):
             sent.append(message)
 
-        api = OpenAI(Engine(), Text(None, None, ()), Metrics(), model="m", choices_max=1)
+        api = OpenAI(Engine(), ModelText(None, None, ()), Metrics(), model="m", choices_max=1)
         await Generating(api, refuse, 100)({"headers": [], "tenant": b"", "send": send}, receive, send)
         assert sent[1]["status"] == 400
 

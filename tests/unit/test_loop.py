@@ -188,7 +188,7 @@ def test_logprobs_travel_with_their_tokens():
     rig.submit(1, (5, 6), max_new=2, params=SamplingParams(logprobs=1))
     rig.submit(2, (5, 6), max_new=2)
     rig.run()
-    logprob = wire.Logprob(-0.5, 1, [(5, -0.5)])
+    logprob = wire.TokenLogprob(-0.5, 1, [(5, -0.5)])
     assert [c.logprobs for c in rig.chunks if c.rid == 1 and c.tokens] == [[logprob]] * 2
     assert all(c.logprobs is None for c in rig.chunks if c.rid == 2)
 

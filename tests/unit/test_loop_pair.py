@@ -16,7 +16,7 @@ from penstock.engine import wire
 from penstock.engine.loop import EngineLoop
 from penstock.engine.pd.remote import Peer
 from penstock.engine.pd.router import CROWDED, FAILS, LATE, REFUSES, Peers
-from penstock.transfer.events import Down, Heard, Unpaired, Up
+from penstock.transfer.events import Down, PeerMessage, Unpaired, Up
 from penstock.transfer.facts import Facts
 
 _spec = importlib.util.spec_from_file_location(
@@ -84,7 +84,7 @@ class Rig:
             self.ends |= {c.rid: (c.finish, c.reason) for c in self.loop.turn(block=False) if c.finish}
 
     def hear(self, message):
-        self.link.events.append(Heard(1, message))
+        self.link.events.append(PeerMessage(1, message))
 
 
 DROPPED = Entered(1, "dropped", 2)

@@ -13,7 +13,7 @@ from penstock.config.settings.tree import KVConfig
 from penstock.engine.client.generation import Ended, Generation
 from penstock.engine.client.metric_help import HELP
 from penstock.engine.client.metrics import PREFIX, Metrics, parse_name, published
-from penstock.engine.wire import Chunk, Ready
+from penstock.engine.wire import EngineReady, OutputChunk
 
 
 def samples(text: bytes) -> dict[tuple, float]:
@@ -111,9 +111,9 @@ def test_names_have_labels():
 class OneChoice:
     """Engine and stream in one: answers with the chunks it was made with."""
 
-    def __init__(self, *chunks: Chunk, selection: Selection | None = None) -> None:
+    def __init__(self, *chunks: OutputChunk, selection: Selection | None = None) -> None:
         self.rid, self.chunks, self.closed, self.stopped = 1, list(chunks), 0, 0
-        self.ready = Ready(pid=1, vocab_size=256, max_model_len=99, info={}, selection=selection)
+        self.ready = EngineReady(pid=1, vocab_size=256, max_model_len=99, info={}, selection=selection)
 
     def here(self):
         return None
@@ -150,8 +150,8 @@ def consume(engine: OneChoice, metrics: Metrics, tokenizer=None, **params):
 
 def test_a_finished_request_is_counted_once():
     metrics = Metrics()
-    engine = OneChoice(Chunk(1, [], 0, cached_tokens=2, cached_by_tier={"hbm": 2}),
-                       Chunk(1, [7, 8], 0), Chunk(1, [9], 2, finish="length"))
+    engine = OneChoice(OutputChunk(1, [], 0, cached_tokens=2, cached_by_tier={"hbm": 2}),
+                       OutputChunk(1, [7, 8], 0), OutputChunk(1, [9], 2, finish="length"))
     pieces, usage = consume(engine, metrics)
     assert [p.tokens for p in pieces] == [[7, 8], [9]] and usage.cached_tokens == 2
     got = samples(metrics.text([{}]))
@@ -172,8 +172,8 @@ def test_a_stop_string_leaves_what_was_read_in_the_usage():
     """The engine tells it with the last chunk, which comes behind the end of the text."""
     letters = SimpleNamespace(byte_level=True, special_ids=frozenset(),
                               token_bytes=lambda token: bytes([token]))
-    engine = OneChoice(Chunk(1, [97], 0), Chunk(1, [98], 1), Chunk(1, [99], 2),
-                       Chunk(1, [], 3, finish="stop", kv_reads={"hot_hits": 5}),
+    engine = OneChoice(OutputChunk(1, [97], 0), OutputChunk(1, [98], 1), OutputChunk(1, [99], 2),
+                       OutputChunk(1, [], 3, finish="stop", kv_reads={"hot_hits": 5}),
                        selection=selection_of(KVConfig(sparse_top_k=512)))
     pieces, usage = consume(engine, Metrics(), letters, stop=("b",))
     assert "".join(p.text for p in pieces) == "a" and pieces[-1].finish == "stop"
@@ -182,7 +182,7 @@ def test_a_stop_string_leaves_what_was_read_in_the_usage():
 
 def test_an_aborted_request_is_counted_as_such():
     metrics = Metrics()
-    engine = OneChoice(Chunk(1, [7], 0), Chunk(1, [], 1, finish="abort", reason="why"))
+    engine = OneChoice(OutputChunk(1, [7], 0), OutputChunk(1, [], 1, finish="abort", reason="why"))
     try:
         consume(engine, metrics)
         raise AssertionError("Ended was expected")
@@ -225,6 +225,6 @@ def test_what_has_come_at_once_is_told_at_once():
             return found
         return asyncio.run(go())
 
-    chunks = Chunk(1, [], 0, cached_tokens=2), Chunk(1, [7, 8], 0), Chunk(1, [9], 2)
-    assert told(*chunks, Chunk(1, [4], 3, finish="length")) == [[[7, 8], [9], [4]]]
-    assert told(*chunks, Chunk(1, [], 3, finish="abort", reason="why")) == [[[7, 8], [9]], "ended"]
+    chunks = OutputChunk(1, [], 0, cached_tokens=2), OutputChunk(1, [7, 8], 0), OutputChunk(1, [9], 2)
+    assert told(*chunks, OutputChunk(1, [4], 3, finish="length")) == [[[7, 8], [9], [4]]]
+    assert told(*chunks, OutputChunk(1, [], 3, finish="abort", reason="why")) == [[[7, 8], [9]], "ended"]

@@ -29,10 +29,10 @@ from penstock.config.base.errors import RequestError
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.selection import Selection
 from penstock.engine.client.client import checked_limits
-from penstock.engine.client.generation import Ended, Piece, Usage
-from penstock.engine.wire import Logprob, Ready
+from penstock.engine.client.generation import ChoicePiece, Ended, Usage
+from penstock.engine.wire import EngineReady, TokenLogprob
 from penstock.text.chat import plain_message
-from penstock.text.tools.asked import Asked
+from penstock.text.tools.asked import AnswerForm
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -289,8 +289,8 @@ PIECES = {65: b"A", 66: b" b", 67: b"\xe2\x98", 68: b"\x83", 69: b""}
 
 
 def piece(tokens, shown, finish=None, index=0):
-    entry = [Logprob(-0.5, 1, [(65, -0.25), (t, -0.5)]) for t in tokens]
-    return Piece(index, shown, tokens, entry, list(range(len(tokens))), finish)
+    entry = [TokenLogprob(-0.5, 1, [(65, -0.25), (t, -0.5)]) for t in tokens]
+    return ChoicePiece(index, shown, tokens, entry, list(range(len(tokens))), finish)
 
 
 def chat_format(**fields):
@@ -353,7 +353,7 @@ def test_completions_have_the_older_logprobs_with_bytes_escaped():
 
 
 def test_infinite_logprobs_are_finite_json():
-    whole = Whole(tokens=[65], logprobs=[Logprob(-math.inf, 1, [(65, -math.inf)])], offsets=[0])
+    whole = Whole(tokens=[65], logprobs=[TokenLogprob(-math.inf, 1, [(65, -math.inf)])], offsets=[0])
     for out in (chat_format(), text_format()):
         assert b"-9999.0" in encode(out.whole([whole], Usage()))
 
@@ -375,7 +375,7 @@ def test_a_model_fault_is_a_500_with_its_reason_and_no_advice_to_retry():
 
 def test_the_code_of_an_error_is_not_guessed_from_its_text():
     assert bad_request(RequestError("the context is odd")).body["error"]["code"] is None
-    ready = Ready(pid=1, vocab_size=10, max_model_len=4, info={})
+    ready = EngineReady(pid=1, vocab_size=10, max_model_len=4, info={})
     with pytest.raises(RequestError) as e:
         checked_limits(ready, [1] * 4, SamplingParams())
     assert bad_request(e.value).body["error"]["code"] == "context_length_exceeded"
@@ -384,7 +384,7 @@ def test_the_code_of_an_error_is_not_guessed_from_its_text():
 def test_a_request_that_reads_all_of_its_kv_is_held_to_the_device():
     """16 tokens of a context of 40: nothing is cut off in silence, and short or selecting ones may pass."""
     selection = Selection(selector="bounds", version=1, unit=2, budget=12, sinks=2, window=2)
-    ready = Ready(pid=1, vocab_size=10, max_model_len=40, info={}, selection=selection, dense_len=16)
+    ready = EngineReady(pid=1, vocab_size=10, max_model_len=40, info={}, selection=selection, dense_len=16)
 
     def limit(prompt: int, **given) -> int:
         return checked_limits(ready, [1] * prompt, SamplingParams(**given))
@@ -423,7 +423,7 @@ def test_no_error_echoes_a_large_value(body):
     lambda: chat_format(logprobs=False),
     lambda: chat_format(logprobs=False, include_usage=False, prompts=Prompts([[1]], 2)),
     lambda: text_format(logprobs=False, return_token_ids=False),
-    lambda: chat_format(logprobs=False, asked=Asked(reasoning=True)), chat_format, text_format])
+    lambda: chat_format(logprobs=False, asked=AnswerForm(reasoning=True)), chat_format, text_format])
 def test_an_event_made_around_text_is_the_one_made_whole(make):
     texts = ['A"\\\n', "\0", "☃", "", "B", " </thi", "nk>", "\n\nyes"]
     pieces = [piece([65], shown, index=n % 2) for n, shown in enumerate(texts)]

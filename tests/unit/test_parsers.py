@@ -13,7 +13,7 @@ from penstock.text.chat_render import compile_template, render
 from penstock.text.prompts import program_of
 from penstock.text.prompts.arguments import argument_forms
 from penstock.text.tools.reasoning import MARKS, THINK, behind_reasoning, marks_of
-from penstock.text.tools.source import Arguments, CallBegun, CallEnded, Reader, Reasoning, Text
+from penstock.text.tools.source import AnswerReader, Arguments, CallBegun, CallEnded, Reasoning, TextItem
 from penstock.text.tools.table import FORMATS, format_of, plain
 
 FOLDER = Path(__file__).parents[1] / "data" / "templates"
@@ -78,7 +78,7 @@ def read(name: str, text: str, sizes: list[int], prompt: str = "", tools: dict =
     form = FORMATS[name].read
     if name in REASONS:
         form = behind_reasoning(form, within=THINK.begins_within(prompt), separate=True)
-    reader, items, at = Reader(form, tools), [], 0
+    reader, items, at = AnswerReader(form, tools), [], 0
     for i in range(len(text) + 1):
         if at >= len(text):
             break
@@ -92,7 +92,7 @@ def joined(items: list) -> list:
     """Neighbours of one kind as one."""
     found: list = []
     for item in items:
-        if found and type(item) is type(found[-1]) and isinstance(item, Text | Reasoning | Arguments):
+        if found and type(item) is type(found[-1]) and isinstance(item, TextItem | Reasoning | Arguments):
             found[-1] = type(item)(found[-1].text + item.text)
         else:
             found.append(item)
@@ -125,7 +125,7 @@ def test_what_the_template_writes_is_read_as_what_it_was_made_of(name):
         items = read(name, text, sizes, prompt)
         assert items == read(name, text, [10**6], prompt)
         assert called(items) == calls
-        assert "".join(i.text for i in items if isinstance(i, Text)).strip() == content
+        assert "".join(i.text for i in items if isinstance(i, TextItem)).strip() == content
         assert "".join(i.text for i in items if isinstance(i, Reasoning)) == reasoning
     conversations()
 
@@ -199,14 +199,14 @@ def test_a_call_that_is_cut_off_is_as_much_as_there_was(name):
             assert "".join(i.text for i in items) == whole[:end]
         arguments = "".join(i.text for i in items if isinstance(i, Arguments))
         assert '{"text": "a"}'.startswith(arguments) and len(begun) <= 1
-        assert not begun or not any(isinstance(i, Text) for i in items)
+        assert not begun or not any(isinstance(i, TextItem) for i in items)
     assert called(read(name, whole, [1])) == [("f", {"text": "a"})]
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_call_of_no_tool_is_the_text_that_it_came_as(name):
     whole = "a " + WHOLE[name] if name != "llama3_json" else WHOLE[name]
-    assert read(name, whole, [2], tools={"g": {}}) == [Text(whole)]
+    assert read(name, whole, [2], tools={"g": {}}) == [TextItem(whole)]
 
 
 @pytest.mark.parametrize("name, text, calls", [
@@ -244,7 +244,7 @@ def test_what_models_write_beside_the_form(name, text, calls):
     items = read(name, text, [4])
     assert called(items) == calls
     if not calls:
-        assert items == [Text(text)]
+        assert items == [TextItem(text)]
 
 
 def test_an_id_that_the_model_wrote_is_the_calls_once():
@@ -258,7 +258,7 @@ def test_an_id_that_the_model_wrote_is_the_calls_once():
 
 def test_text_behind_calls_is_text():
     items = read("hermes", WHOLE["hermes"] + "\n" + WHOLE["hermes"] + "\nThat is all.\n", [5])
-    assert items[-1] == Text("\nThat is all.\n") and len(called(items[:-1])) == 2
+    assert items[-1] == TextItem("\nThat is all.\n") and len(called(items[:-1])) == 2
 
 
 @pytest.mark.parametrize("marks", MARKS.values(), ids=MARKS)
@@ -270,11 +270,11 @@ def test_reasoning_of_every_family_is_apart(marks, within):
     for separate in (True, False):
         read_all = behind_reasoning(plain, within=within, separate=separate, marks=marks)
         for size in (1, 3, 100):
-            reader = Reader(read_all, {})
+            reader = AnswerReader(read_all, {})
             found = [i for at in range(0, len(text), size) for i in reader.take(text[at:at + size])]
             kept = front if within and marks.kept else ""
             assert joined([*found, *reader.take("", True)]) == (
-                [Reasoning("Hm."), Text("Yes.")] if separate else [Text(kept + text)])
+                [Reasoning("Hm."), TextItem("Yes.")] if separate else [TextItem(kept + text)])
 
 
 def test_marks_are_found_by_the_template():
@@ -286,24 +286,24 @@ def test_calls_may_end_reasoning_where_the_family_does_so():
     form = behind_reasoning(FORMATS["kimi_k2"].read, within=True, separate=True,
                             calls=FORMATS["kimi_k2"].opening)
     for size in (1, 1000):
-        reader, text = Reader(form, TOOLS), "Hm. " + WHOLE["kimi_k2"]
+        reader, text = AnswerReader(form, TOOLS), "Hm. " + WHOLE["kimi_k2"]
         found = [i for at in range(0, len(text), size) for i in reader.take(text[at:at + size])]
         found = joined([*found, *reader.take("", True)])
         assert found[0] == Reasoning("Hm.") and called(found) == [("f", {"text": "a"})]
 
 
 @pytest.mark.parametrize("text, within, items", [
-    ("<think>\na\n\n</think>\n\nb", False, [Reasoning("a"), Text("b")]),
-    ("\n<think>a</think>b", False, [Reasoning("a"), Text("b")]),
-    ("a</think>b", True, [Reasoning("a"), Text("b")]), ("a\n", True, [Reasoning("a\n")]),
-    ("a</think>b", False, [Text("a</think>b")]), ("<think></think>b", False, [Text("b")]),
-    ("<thi", False, [Text("<thi")]), ("a <think>b</think>", False, [Text("a <think>b</think>")]),
-    ("\n a", False, [Text("\n a")]),
+    ("<think>\na\n\n</think>\n\nb", False, [Reasoning("a"), TextItem("b")]),
+    ("\n<think>a</think>b", False, [Reasoning("a"), TextItem("b")]),
+    ("a</think>b", True, [Reasoning("a"), TextItem("b")]), ("a\n", True, [Reasoning("a\n")]),
+    ("a</think>b", False, [TextItem("a</think>b")]), ("<think></think>b", False, [TextItem("b")]),
+    ("<thi", False, [TextItem("<thi")]), ("a <think>b</think>", False, [TextItem("a <think>b</think>")]),
+    ("\n a", False, [TextItem("\n a")]),
 ])
 def test_reasoning_is_what_comes_first_between_its_marks(text, within, items):
     for sizes in ([1], [3], [100]):
-        reader = Reader(behind_reasoning(plain, within=within, separate=True), {})
+        reader = AnswerReader(behind_reasoning(plain, within=within, separate=True), {})
         found = [i for at in range(0, len(text), sizes[0]) for i in reader.take(text[at:at + sizes[0]])]
         assert joined([*found, *reader.take("", True)]) == items
-        whole = Reader(behind_reasoning(plain, within=within, separate=False), {})
-        assert joined([*whole.take(text), *whole.take("", True)]) == [Text(text)]
+        whole = AnswerReader(behind_reasoning(plain, within=within, separate=False), {})
+        assert joined([*whole.take(text), *whole.take("", True)]) == [TextItem(text)]

@@ -13,7 +13,7 @@ from penstock.config.base.errors import RequestError
 from penstock.config.request.grammar import Grammar
 from penstock.exec.sampling.grammar import Compiler
 from penstock.text.grammar.vocabulary import of_tokenizer
-from penstock.text.tools.asked import NO_PARAMETERS, Asked, Offer
+from penstock.text.tools.asked import NO_PARAMETERS, AnswerForm, ToolOffer
 from penstock.text.tools.table import FORMATS, calls_grammar, grammar_behind_reasoning
 
 SCHEMA = {**TOOL["function"]["parameters"], "properties": {
@@ -126,10 +126,10 @@ def test_any_grammar_may_come_behind_reasoning_or_beside_calls(given, text, othe
     ({"properties": {"a": {"type": "string", "pattern": "a+"}}}, "pattern"),
     ({"properties": {"a": {"anyOf": [{"type": "string", "minLength": 2}, {"type": "null"}]}}}, "minLength")])
 def test_what_a_format_without_quotes_cannot_keep_to_is_named(parameters, fault):
-    offer = Offer([{"type": "function", "function": {"name": "f", "parameters": parameters}}], required=True)
+    offer = ToolOffer([{"type": "function", "function": {"name": "f", "parameters": parameters}}], required=True)
     for name in ("glm", "qwen3_coder", "deepseek_v32", "minimax_m2", "seed_oss"):
         with pytest.raises(RequestError, match=fault) as e:
-            Asked(FORMATS[name], offer).grammar(lambda _: None, None)
+            AnswerForm(FORMATS[name], offer).grammar(lambda _: None, None)
         assert e.value.param == "tools"
 
 

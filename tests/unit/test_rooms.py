@@ -8,7 +8,7 @@ from penstock.config.request.params import SamplingParams
 from penstock.core.pair.messages import Reason
 from penstock.core.plan import Finished, Outcome, RequestId
 from penstock.engine.pd.rendezvous import OVER_MAX, Rooms, Waiting
-from penstock.engine.wire import Asked, Room, Submit
+from penstock.engine.wire import BootstrapRoom, RemotePrefill, Submit
 
 KEEP_S = 5.0
 RID = 1 << 40
@@ -24,11 +24,11 @@ class Clock:
 
 def submit(number: int, prompt: tuple[int, ...] = (1, 2, 3), index: int = 0, **params: object) -> Submit:
     return Submit(rid=number + 1, prompt=list(prompt), params=SamplingParams(**params), stop_ids=[],
-                  max_new=1, room=Room(number, index))
+                  max_new=1, room=BootstrapRoom(number, index))
 
 
-def asked(number: int, *more: object, transfer: int = 9, peer: int = 0, **params: object) -> Asked:
-    return Asked(peer, transfer, replace(submit(number, *more, **params), rid=0))
+def asked(number: int, *more: object, transfer: int = 9, peer: int = 0, **params: object) -> RemotePrefill:
+    return RemotePrefill(peer, transfer, replace(submit(number, *more, **params), rid=0))
 
 
 def rooms() -> tuple[Rooms, Clock]:

@@ -14,9 +14,9 @@ from penstock.config.request.params import SamplingParams
 from penstock.config.request.scores import Scores
 from penstock.core.pair.messages import Cancel, Drained, End, Grant, Reason, Refused
 from penstock.transfer import codec
-from penstock.transfer.codec import FrameReader, PageFrame, PageHead, Sealer, checksum, connection_keys
+from penstock.transfer.codec import PageFrame, PageHead, SealedFrameReader, Sealer, checksum, connection_keys
 from penstock.transfer.facts import Facts, GroupFacts
-from penstock.transfer.layout import Piece
+from penstock.transfer.layout import PageSlice
 from penstock.transfer.messages import Ask, Beat, First, Greeting, Memory, Offer, Prompted, Taken
 
 KEY, EPOCH = b"k" * 32, 7
@@ -31,7 +31,7 @@ MESSAGES = [
     First(9, 2, [(-0.5, 1, [(4, -0.5), (9, -1.0)])], 16, 32, 48),
     Prompted(9, 2, Scores(7, b"\0" * 8, b"\1\0\0\0" * 2, b"", b"")),
     Memory(b"where it lies"), Offer(9, 2, 1, (0, 3, 16, 2), b"\5" * 8, 15, 1 << 20), Taken(15)]
-HEAD = PageHead(9, 2, 1, Piece(0, 3, 16, 2), 0)
+HEAD = PageHead(9, 2, 1, PageSlice(0, 3, 16, 2), 0)
 
 
 def page(payload: bytes) -> PageHead:
@@ -45,8 +45,8 @@ def stream(messages=MESSAGES, payload: bytes = b"bytes of a page", epoch: int = 
     return head + b"".join(frame for m in messages for frame in sealer.message(m))
 
 
-def reader(data: bytes, epoch: int = EPOCH, key: bytes = KEY) -> FrameReader:
-    return FrameReader(io.BufferedReader(io.BytesIO(data)).readinto, key, epoch)  # type: ignore[arg-type]
+def reader(data: bytes, epoch: int = EPOCH, key: bytes = KEY) -> SealedFrameReader:
+    return SealedFrameReader(io.BufferedReader(io.BytesIO(data)).readinto, key, epoch)  # type: ignore[arg-type]
 
 
 def read(data: bytes, epoch: int = EPOCH, key: bytes = KEY) -> list[object]:

@@ -17,10 +17,10 @@ from penstock.core.pair.messages import Drained, Grant, Refused
 from penstock.core.pair.messages import End as Over
 from penstock.core.plan import DramPage, Move, MoveId, StepId, Tier
 from penstock.transfer import landing, session
-from penstock.transfer.codec import FrameReader, PageFrame, PageHead, Sealer, checksum
-from penstock.transfer.events import Down, Heard, LinkEvent, Pushed
-from penstock.transfer.landing import Landings
-from penstock.transfer.layout import Piece, Progress
+from penstock.transfer.codec import PageFrame, PageHead, SealedFrameReader, Sealer, checksum
+from penstock.transfer.events import Down, LinkEvent, PeerMessage, Pushed
+from penstock.transfer.landing import GrantTable
+from penstock.transfer.layout import GroupProgress, PageSlice
 from penstock.transfer.pages import PoolPages
 
 
@@ -53,7 +53,7 @@ def attempt(prefill: LinkEnd, decode: LinkEnd, epoch: int, generation: int) -> s
         nonlocal down
         down = down or isinstance(prefill.wait(lambda e: isinstance(e, Down) or what(e)), Down)
 
-    wait(lambda e: isinstance(e, Heard) and isinstance(e.message, Grant))
+    wait(lambda e: isinstance(e, PeerMessage) and isinstance(e.message, Grant))
     for at in (0, 24):
         for group in (KV, BOUNDS):
             if not down:
@@ -61,13 +61,13 @@ def attempt(prefill: LinkEnd, decode: LinkEnd, epoch: int, generation: int) -> s
                 wait(lambda e: isinstance(e, Pushed))
     prefill.link.say(epoch, Over(1, generation, 40, (7,)))
     heard = decode.wait(lambda e: isinstance(e, Down) or (
-        isinstance(e, Heard) and isinstance(e.message, Over | Drained)))
+        isinstance(e, PeerMessage) and isinstance(e.message, Over | Drained)))
     if isinstance(heard, Down):
         if not down:
             wait(lambda e: False)
         return "down"
     decode.link.revoke(1, generation)
-    assert isinstance(heard, Heard)
+    assert isinstance(heard, PeerMessage)
     if isinstance(heard.message, Drained):
         return "damaged"
     check(decode, given, 40)
@@ -140,7 +140,7 @@ def plain_transfer() -> None:
     try:
         epoch = up_again(prefill, decode)
         given, heard = transfer_all(prefill, decode, epoch, 75, start=32, chunk=24, tier=Tier.HBM)
-        assert isinstance(heard, Heard) and isinstance(heard.message, Over), f"ends with {heard}"
+        assert isinstance(heard, PeerMessage) and isinstance(heard.message, Over), f"ends with {heard}"
         check(decode, given, 75, start=32, tier=Tier.HBM)
         sent = prefill.link.stats()["pair_sent_bytes_total"]
         assert sent == 43 * 5 * 2 * 2 * 4 * 2 + 10 * 4 * 2 * 2 * 4 * 4
@@ -158,8 +158,8 @@ def early_end() -> None:
             push(prefill, epoch, group, 0, 32)
             prefill.wait(Pushed)
         prefill.link.say(epoch, Over(1, 1, 40, (7,)))
-        heard = decode.wait(Heard)
-        assert isinstance(heard, Heard) and isinstance(heard.message, Drained), f"ends early with {heard}"
+        heard = decode.wait(PeerMessage)
+        assert isinstance(heard, PeerMessage) and isinstance(heard.message, Drained), f"ends early with {heard}"
     finally:
         end_of(decode, prefill, proxy)
 
@@ -169,10 +169,10 @@ def older_epoch() -> None:
     pools = Pools(8, ((5,), (4,)))
     page = pools.page(Tier.DRAM, KV, 0)
     facts = pools.facts("decode", ((5,), (4,)), {})
-    landings = Landings(facts, PoolPages(pools.stages))
+    landings = GrantTable(facts, PoolPages(pools.stages))
     move = Move(MoveId(1), KV, Tier.PEER, (), Tier.DRAM, (DramPage(page),), 8, StepId(0), 0, 1, 1)
     payload = memoryview(bytes(range(64)) * 10)                 # four units of five layers
-    frame = PageFrame(PageHead(1, 1, 0, Piece(0, 5, 0, 4), checksum(payload)), payload)
+    frame = PageFrame(PageHead(1, 1, 0, PageSlice(0, 5, 0, 4), checksum(payload)), payload)
     for epoch in (1, 2):
         landings.end()
         landings.begin(epoch, facts)
@@ -191,7 +191,7 @@ def replayed() -> None:
     """A frame that was recorded on another connection, with this one's epoch written into its head."""
     frame = bytearray(next(Sealer(b"another connection", 1).message(Refused(9, 9, 1))))
     frame[8:16] = (2).to_bytes(8, "little")
-    reader = FrameReader(io.BufferedReader(io.BytesIO(frame)).readinto, b"this", 2)   # type: ignore[arg-type]
+    reader = SealedFrameReader(io.BufferedReader(io.BytesIO(frame)).readinto, b"this", 2)   # type: ignore[arg-type]
     with pytest.raises(ProtocolError):
         reader.next()
 
@@ -205,7 +205,7 @@ def revoked() -> None:
         push(prefill, epoch, KV, 0, 40)
         prefill.wait(Pushed)
         prefill.link.say(epoch, Refused(9, 9, 1))
-        decode.wait(Heard)
+        decode.wait(PeerMessage)
         check(decode, {KV: [], BOUNDS: []}, 40)
     finally:
         end_of(decode, prefill, proxy)
@@ -253,9 +253,9 @@ BUGS = (
     Bug("page-counted-before-its-checksum", "pages of Tier.DRAM of group 0",
         flipped_page, landing, "checksum", lambda right: lambda payload: mock.ANY),
     Bug("frame-of-an-older-epoch-written", "an older epoch's frame was written",
-        older_epoch, Landings, "land", _any_epoch),
+        older_epoch, GrantTable, "land", _any_epoch),
     Bug("frame-of-another-connection-taken", "DID NOT RAISE",
-        replayed, FrameReader, "_authenticate", lambda right: lambda self, covered: None),
+        replayed, SealedFrameReader, "_authenticate", lambda right: lambda self, covered: None),
     Bug("selector-state-of-another-page", "pages of Tier.HBM of group 1",
         plain_transfer, landing, "place", _of_another_page),
     Bug("selector-state-mapped-by-tokens", "pages of Tier.HBM of group 1",
@@ -266,9 +266,9 @@ BUGS = (
         plain_transfer, session, "whole_units",
         lambda right: lambda first, tokens, unit, states: right(first, tokens, unit, states=True)),
     Bug("done-before-all-has-landed", "ends early with",
-        early_end, Progress, "done", lambda right: property(lambda self: True)),
+        early_end, GroupProgress, "done", lambda right: property(lambda self: True)),
     Bug("revoked-and-written", "pages of Tier.DRAM of group 0",
-        revoked, Landings, "revoke", lambda right: lambda self, transfer, generation: None),
+        revoked, GrantTable, "revoke", lambda right: lambda self, transfer, generation: None),
 )
 
 

@@ -10,11 +10,11 @@ import torch
 from penstock.config.base.decoding import ProtocolError
 from penstock.core.plan import Group, Tier
 from penstock.memory.hbm import HbmPool
-from penstock.memory.pool import PageLayout, Part
+from penstock.memory.pool import PageLayout, PoolPart
 from penstock.model.parts import Lane
 from penstock.transfer.facts import group_facts
 from penstock.transfer.landing import place
-from penstock.transfer.layout import Piece, Progress, page_parts, pieces, rectangles, whole_units
+from penstock.transfer.layout import GroupProgress, PageSlice, common_layer_spans, page_parts, pieces, whole_units
 from penstock.transfer.pages import PoolPages, Span
 
 STAGES = ((3,), (1, 2), (2, 1), (1, 1, 1), (0, 3), (1, 0, 2))
@@ -31,10 +31,10 @@ def test_only_whole_units_are_sent(first: int, tokens: int, unit: int, units: ra
 
 @pytest.mark.parametrize(("ours", "theirs"), list(product(STAGES, STAGES)))
 def test_rectangles_are_in_one_stage_of_both_and_hold_each_layer_once(ours, theirs) -> None:
-    found = rectangles(ours, theirs)
+    found = common_layer_spans(ours, theirs)
     assert [layer for r in found for layer in r] == [0, 1, 2]
     for r in found:
-        assert all(any(r.start >= s.start and r.stop <= s.stop for s in rectangles(end, end))
+        assert all(any(r.start >= s.start and r.stop <= s.stop for s in common_layer_spans(end, end))
                    for end in (ours, theirs))
     assert len(found) <= sum(map(bool, ours)) + sum(map(bool, theirs)) - 1
 
@@ -46,8 +46,8 @@ def test_pieces_hold_each_layer_of_each_unit_once_in_an_order_that_is_taken(a: i
             (0, 4, 12), range(10), (10, 20, 30, 70, 130, 1000), STAGES[:4], STAGES[:4]):
         units = range(first, first + count)
         seen = []
-        here, there = (Progress(units, rectangles(s, s)) for s in (ours, theirs))
-        for p in pieces(units, (a, b), rectangles(ours, theirs), 10, limit):
+        here, there = (GroupProgress(units, common_layer_spans(s, s)) for s in (ours, theirs))
+        for p in pieces(units, (a, b), common_layer_spans(ours, theirs), 10, limit):
             assert p.layers * p.units * 10 <= limit
             assert not here.done
             here.take(p)                        # neither end finds it across its stages
@@ -58,16 +58,16 @@ def test_pieces_hold_each_layer_of_each_unit_once_in_an_order_that_is_taken(a: i
 
 
 @pytest.mark.parametrize(("units", "page_units", "layers", "limit", "want"), [
-    (range(12), (4, 4), [range(3)], 1000, [Piece(0, 3, 0, 12)]),                # all of it fits
-    (range(12), (4, 4), [range(3)], 290, [Piece(0, 3, 0, 8), Piece(0, 3, 8, 4)]),       # two pages fit
-    (range(2, 15), (4, 4), [range(3)], 240, [Piece(0, 3, 2, 6), Piece(0, 3, 8, 7)]),    # parts of pages
-    (range(2, 15), (4, 4), [range(3)], 200, [Piece(0, 3, 2, 6), Piece(0, 3, 8, 4), Piece(0, 3, 12, 3)]),
-    (range(12), (8, 4), [range(3)], 250, [Piece(0, 3, 0, 8), Piece(0, 3, 8, 4)]),       # half a page here
-    (range(8), (4, 4), [range(1), range(1, 3)], 1000, [Piece(0, 1, 0, 8), Piece(1, 2, 0, 8)]),
-    (range(8), (4, 4), [range(1), range(1, 3)], 100, [Piece(0, 1, 0, 4), Piece(1, 2, 0, 4),
-                                                      Piece(0, 1, 4, 4), Piece(1, 2, 4, 4)]),
-    (range(8), (4, 4), [range(3)], 90, [Piece(0, 2, 0, 4), Piece(2, 1, 0, 4),   # a page does not fit
-                                        Piece(0, 2, 4, 4), Piece(2, 1, 4, 4)])])
+    (range(12), (4, 4), [range(3)], 1000, [PageSlice(0, 3, 0, 12)]),                # all of it fits
+    (range(12), (4, 4), [range(3)], 290, [PageSlice(0, 3, 0, 8), PageSlice(0, 3, 8, 4)]),       # two pages fit
+    (range(2, 15), (4, 4), [range(3)], 240, [PageSlice(0, 3, 2, 6), PageSlice(0, 3, 8, 7)]),    # parts of pages
+    (range(2, 15), (4, 4), [range(3)], 200, [PageSlice(0, 3, 2, 6), PageSlice(0, 3, 8, 4), PageSlice(0, 3, 12, 3)]),
+    (range(12), (8, 4), [range(3)], 250, [PageSlice(0, 3, 0, 8), PageSlice(0, 3, 8, 4)]),       # half a page here
+    (range(8), (4, 4), [range(1), range(1, 3)], 1000, [PageSlice(0, 1, 0, 8), PageSlice(1, 2, 0, 8)]),
+    (range(8), (4, 4), [range(1), range(1, 3)], 100, [PageSlice(0, 1, 0, 4), PageSlice(1, 2, 0, 4),
+                                                      PageSlice(0, 1, 4, 4), PageSlice(1, 2, 4, 4)]),
+    (range(8), (4, 4), [range(3)], 90, [PageSlice(0, 2, 0, 4), PageSlice(2, 1, 0, 4),   # a page does not fit
+                                        PageSlice(0, 2, 4, 4), PageSlice(2, 1, 4, 4)])])
 def test_a_piece_is_as_many_pages_as_fit_its_limit(units, page_units, layers, limit: int, want) -> None:
     assert list(pieces(units, page_units, layers, 10, limit)) == want
 
@@ -83,13 +83,13 @@ def test_parts_of_a_piece_are_in_one_page_of_both_ends(page_units: tuple[int, in
 def test_a_grant_takes_a_piece_only_when_it_is_next() -> None:
     """Left out, twice, exchanged, taller, or from elsewhere: no other sequence than the one that is."""
     units, stages = range(4, 11), (1, 2)
-    order = list(pieces(units, (4, 2), rectangles(stages, (3,)), 10, 40))
+    order = list(pieces(units, (4, 2), common_layer_spans(stages, (3,)), 10, 40))
     for i, right in enumerate(order):
-        for wrong in {p for q in (*order, Piece(0, 1, 11, 1), Piece(0, 1, 3, 1), Piece(3, 1, 4, 1))
+        for wrong in {p for q in (*order, PageSlice(0, 1, 11, 1), PageSlice(0, 1, 3, 1), PageSlice(3, 1, 4, 1))
                       for p in (q, q._replace(layer=q.layer + 1), q._replace(unit=q.unit + 1),
                                 q._replace(unit=q.unit - 1), q._replace(layers=3), q._replace(layers=0),
                                 q._replace(units=0), q._replace(units=5), q._replace(units=8))} - {right}:
-            progress = Progress(units, rectangles(stages, stages))
+            progress = GroupProgress(units, common_layer_spans(stages, stages))
             for p in order[:i]:
                 progress.take(p)
             try:
@@ -104,7 +104,7 @@ def test_a_grant_takes_a_piece_only_when_it_is_next() -> None:
 
 def test_a_grant_that_lacks_its_last_piece_is_not_done() -> None:
     order = list(pieces(range(5), (2, 2), [range(3)], 10, 20))
-    progress = Progress(range(5), rectangles([3], [3]))
+    progress = GroupProgress(range(5), common_layer_spans([3], [3]))
     for p in order[:-1]:
         progress.take(p)
         assert not progress.done
@@ -115,7 +115,7 @@ def test_a_grant_that_lacks_its_last_piece_is_not_done() -> None:
 def pools(layout: PageLayout, stages: tuple[int, ...], tp: int = 1) -> list[list[HbmPool]]:
     """Of each lane of each stage."""
     return [[HbmPool(replace(layout, num_layers=n, num_kv_heads=heads.size), 8, base=50,
-                     part=Part(layout, sum(stages[:s]), heads.first))]
+                     part=PoolPart(layout, sum(stages[:s]), heads.first))]
             for s, n in enumerate(stages) if n
             for heads in (Lane(i, tp).kv_heads(layout.num_kv_heads) for i in range(tp))]
 
@@ -150,7 +150,7 @@ def test_bytes_arrive_where_their_position_is(size_a: int, size_b: int, unit: in
     pages = [list(range(50, 58)), list(range(57, 49, -1))]                 # not in the order of positions
     fill(from_, pages[0], first, lambda layer, head, u: 100 * u + 10 * head + layer)
     fill(to, pages[1], first, lambda layer, head, u: -1)
-    for p in pieces(units, (facts[0].page_units, facts[1].page_units), rectangles(ours, theirs),
+    for p in pieces(units, (facts[0].page_units, facts[1].page_units), common_layer_spans(ours, theirs),
                     facts[0].cell_bytes, cells * facts[0].cell_bytes):
         out = memoryview(bytearray(p.layers * p.units * facts[0].cell_bytes))
         source.read(Tier.HBM, Group(0), p.of_layers, place(*facts, start, pages[0], p), out)

@@ -21,7 +21,7 @@ from penstock.core.plan import Tier
 from penstock.transfer import events, session
 from penstock.transfer import link as links
 from penstock.transfer.codec import VERSION, checksum
-from penstock.transfer.events import Down, Heard, Pushed, Unpaired, Up
+from penstock.transfer.events import Down, PeerMessage, Pushed, Unpaired, Up
 from penstock.transfer.facts import Facts
 from penstock.transfer.handshake import handshake
 from penstock.transfer.messages import Ask
@@ -88,12 +88,12 @@ def test_each_connection_is_an_epoch_and_nothing_of_an_older_one_counts(ends) ->
     assert prefill.wait(Pushed) == Pushed(move.id, False, 0, 0.0)
     prefill.link.say(1, Refused(1, 1, 1))
     prefill.link.say(2, Refused(9, 9, 1))
-    assert decode.wait(Heard).message.transfer == 9             # not the one of epoch 1
+    assert decode.wait(PeerMessage).message.transfer == 9             # not the one of epoch 1
     grant(decode, 1, 40)                                        # came too late to count
     push(prefill, 2, KV, 0, 40)                                 # so nobody waits for these
     assert prefill.wait(Pushed).ok
     prefill.link.say(2, Refused(8, 9, 1))
-    decode.wait(Heard)
+    decode.wait(PeerMessage)
     assert decode.link.stats()["pair_stray_frames_total"] > 0
     check(decode, {KV: [], BOUNDS: []}, 40)
     given, heard = transfer_all(prefill, decode, 2, 40, generation=2)
@@ -248,7 +248,7 @@ def test_what_is_revoked_is_written_no_more(ends) -> None:
     push(prefill, 1, KV, 0, 16)
     prefill.wait(Pushed)
     prefill.link.say(1, Refused(9, 9, 1))
-    decode.wait(Heard)                                          # so the first pages have landed
+    decode.wait(PeerMessage)                                          # so the first pages have landed
     decode.link.revoke(1, 1)
     for pool in decode.pools.every():
         pool.pages.view(torch.uint8).fill_(0xEE)                # they belong to somebody else now
@@ -257,7 +257,7 @@ def test_what_is_revoked_is_written_no_more(ends) -> None:
     prefill.wait(Pushed)
     prefill.wait(Pushed)
     prefill.link.say(1, Over(1, 1, 48, (7,)))
-    assert isinstance(decode.wait(Heard).message, Over)         # the core ignores it: it knows no such grant
+    assert isinstance(decode.wait(PeerMessage).message, Over)         # the core ignores it: it knows no such grant
     check(decode, {KV: [], BOUNDS: []}, 48)
     assert len(given[KV]) == 6
 
@@ -273,7 +273,7 @@ def test_an_end_without_all_its_bytes_is_heard_as_a_failure(fault: str, ends, mo
     prefill.wait(Pushed)
     prefill.wait(Pushed)
     prefill.link.say(1, Over(1, 1, 40, (7,)))
-    assert decode.wait(Heard).message == Drained(1, 1, Reason.BROKEN)
+    assert decode.wait(PeerMessage).message == Drained(1, 1, Reason.BROKEN)
     if fault == "damaged":
         check(decode, {KV: [], BOUNDS: []}, 40)                 # not a byte of it was written
     monkeypatch.undo()
@@ -298,7 +298,7 @@ def test_positions_that_were_not_granted_end_the_connection(wrong: str, ends) ->
          24 if wrong == "outside" else 8)
     if wrong == "twice":
         push(prefill, 1, KV, 0, 8)
-    assert "Piece" in (cause := decode.wait(Down).cause) or "not granted" in cause
+    assert "PageSlice" in (cause := decode.wait(Down).cause) or "not granted" in cause
     prefill.wait(Down)
 
 
@@ -325,10 +325,10 @@ def test_messages_pass_between_the_frames_of_a_push_which_can_be_stopped(ends, m
     last = push(prefill, 1, BOUNDS, 0, 40)
     prefill.link.say(1, Refused(9, 9, 1))
     gate.open.set()
-    assert decode.wait(Heard).message.transfer == 9
+    assert decode.wait(PeerMessage).message.transfer == 9
     assert prefill.wait(Pushed).ok and prefill.wait(Pushed).id == last.id
     prefill.link.say(1, Over(1, 1, 40, (7,)))
-    assert isinstance(decode.wait(Heard).message, Over)
+    assert isinstance(decode.wait(PeerMessage).message, Over)
     check(decode, given, 40)
     gate.reads, gate.open = 0, threading.Event()
     push(prefill, 1, KV, 0, 40, generation=2)
@@ -348,7 +348,7 @@ def test_whoever_does_not_listen_is_not_told_more_than_fits(ends, monkeypatch) -
     most = 0
     for i in range(1000):
         most = max(most, len(decode.link._events._waiting))
-        assert decode.wait(Heard).message.transfer == i + 1
+        assert decode.wait(PeerMessage).message.transfer == i + 1
     assert most <= 10
 
 

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 from pair_ends import BOUNDS, KEY, KV, WAIT_S, Pools, check, grant, push
 
-from penstock.transfer.handshake import Paired, Unpairable, handshake
+from penstock.transfer.handshake import PeerSession, Unpairable, handshake
 from penstock.transfer.session import Session
-from penstock.transfer.streams import LinkSettings, Stream
+from penstock.transfer.streams import Connection, LinkSettings
 
 
 def test_a_page_of_an_older_generation_is_a_stray(ends) -> None:
@@ -45,9 +45,9 @@ def test_a_cancel_stops_the_pushes_of_its_generation_alone() -> None:
 @pytest.mark.parametrize("epoch, newest", [(3, 5), (5, 5)])
 def test_an_epoch_that_is_not_newer_is_no_pair(epoch: int, newest: int) -> None:
     stages = ((5,), (4,))
-    ours, theirs = map(Stream, socket.socketpair())
+    ours, theirs = map(Connection, socket.socketpair())
 
-    def end(stream: Stream, listens: bool) -> Paired:
+    def end(stream: Connection, listens: bool) -> PeerSession:
         role = "prefill" if listens else "decode"
         settings = LinkSettings(role=role, address="unix:@x", listens=listens, key=KEY)
         facts = Pools(8, stages).facts(role, stages, {"weights": "abc"})

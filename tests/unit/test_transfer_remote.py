@@ -15,13 +15,13 @@ from penstock.config.base.errors import ConfigError
 from penstock.core.pair.messages import Drained, Grant, Reason
 from penstock.core.pair.messages import End as Over
 from penstock.transfer import session
-from penstock.transfer.events import Down, Heard, Pushed
-from penstock.transfer.landing import Landings
+from penstock.transfer.events import Down, PeerMessage, Pushed
+from penstock.transfer.landing import GrantTable
 from penstock.transfer.messages import Memory, Offer, Taken
 from penstock.transfer.remote import carrier as carriers
 from penstock.transfer.remote.carrier import BUFFER_BYTES, SLOT_BYTES, SLOTS, CarrierFault, buffer_of
 from penstock.transfer.remote.opener import opener
-from penstock.transfer.streams import Stream
+from penstock.transfer.streams import Connection
 
 TOKENS = 61
 
@@ -139,18 +139,18 @@ def test_a_read_that_comes_back_after_its_grant_was_revoked_changes_no_page(ends
     prefill, decode = pair(ends, Copies(revokes).open)
     grant(decode, 1, 40)
     decode.link.say(1, Grant(1, 1, 40))
-    prefill.wait(lambda e: isinstance(e, Heard))
+    prefill.wait(lambda e: isinstance(e, PeerMessage))
     for group in (KV, BOUNDS):
         push(prefill, 1, group, 0, 40)
         assert prefill.wait(Pushed).ok
     prefill.link.say(1, Over(1, 1, 40, (7,)))
-    decode.wait(Heard)
+    decode.wait(PeerMessage)
     check(decode, {KV: [], BOUNDS: []}, 40)
     assert decode.link.stats()["pair_stray_frames_total"] > 0
 
 
 def test_one_that_changes_a_page_is_seen(ends, monkeypatch) -> None:
-    monkeypatch.setattr(Landings, "revoke", lambda *_: None)
+    monkeypatch.setattr(GrantTable, "revoke", lambda *_: None)
     with pytest.raises(AssertionError):
         test_a_read_that_comes_back_after_its_grant_was_revoked_changes_no_page(ends)
 
@@ -183,13 +183,13 @@ def one_machine(ends) -> tuple[LinkEnd, LinkEnd]:
 def checked(monkeypatch) -> list[bool | None]:
     """Of each piece that lands, whether it was said to be what was sent: None has a checksum."""
     found: list[bool | None] = []
-    land = Landings.land
+    land = GrantTable.land
 
     def noted(self, epoch, frame, *, sound=None):
         found.append(sound)
         land(self, epoch, frame, sound=sound)
 
-    monkeypatch.setattr(Landings, "land", noted)
+    monkeypatch.setattr(GrantTable, "land", noted)
     return found
 
 
@@ -229,7 +229,7 @@ def test_a_slot_or_a_frame_takes_as_many_pages_as_fit(slot: int, pieces: int, he
 @pytest.mark.parametrize("file", [None, os.devnull, "other memory"])
 def test_without_that_memory_pages_come_in_the_stream(file, ends, checked, monkeypatch) -> None:
     """Somebody in between passes bytes on and no file, or another one."""
-    hand = Stream.hand
+    hand = Connection.hand
 
     def other(self, data, fd) -> None:
         if file is None:
@@ -243,7 +243,7 @@ def test_without_that_memory_pages_come_in_the_stream(file, ends, checked, monke
         finally:
             os.close(fd)
 
-    monkeypatch.setattr(Stream, "hand", other)
+    monkeypatch.setattr(Connection, "hand", other)
     prefill, decode = one_machine(ends)
     given, heard = transfer_all(prefill, decode, 1, TOKENS, chunk=8)
     assert heard.message == Over(1, 1, TOKENS, (7,))

@@ -18,15 +18,15 @@ TO_ENGINE = [
                                       forced=(4, 0))),
     wire.Abort(7), wire.StopAt(7, 3), wire.Flush(), wire.AskStats(1), wire.AskShown(2), wire.Shutdown()]
 FROM_ENGINE = [
-    wire.Ready(pid=1, vocab_size=9, max_model_len=8, info={"dtype": "float32", "none": None},
+    wire.EngineReady(pid=1, vocab_size=9, max_model_len=8, info={"dtype": "float32", "none": None},
                selection=Selection(selector="bounds", version=1, unit=8, budget=512, sinks=16, window=64,
                                    dense=(0, 3))),
     wire.Failed("no such model"), wire.PeerNews("silent for 10 s", {"model": "x", "pp": 2, "none": None}),
-    wire.Chunks([wire.Chunk(rid=1, tokens=[4, 5], index=3, finish="stop", reason="",
-                            logprobs=[wire.Logprob(-0.5, 1, [(4, -0.5), (9, -1.0)])] * 2,
+    wire.Chunks([wire.OutputChunk(rid=1, tokens=[4, 5], index=3, finish="stop", reason="",
+                            logprobs=[wire.TokenLogprob(-0.5, 1, [(4, -0.5), (9, -1.0)])] * 2,
                             cached_tokens=16, cached_by_tier={"hbm": 16, "dram": 0},
                             kv_reads={"hot_hits": 3}, drafts=(7, 4)),
-                 wire.Chunk(rid=2, tokens=[], index=0)]),
+                 wire.OutputChunk(rid=2, tokens=[], index=0)]),
     wire.Stats(1, {"pages_free": 3.0}),
     wire.Shown(2, 1, [wire.SeenRequest(7, "prefill", 9, 3, 0)],
                [wire.SeenTurn(4, 2, 1, 3, 0, [(7, "queued", "prefill")])])]

@@ -18,8 +18,8 @@ import msgspec
 
 from penstock.api.openai_format import (
     DONE,
+    AnswerFormat,
     ChatFormat,
-    Format,
     Prompts,
     TextFormat,
     Whole,
@@ -46,13 +46,13 @@ from penstock.engine.client.generation import Ended, Generation
 from penstock.engine.client.metrics import Metrics
 from penstock.engine.client.namespaces import namespace
 from penstock.engine.client.replicas import Engines
-from penstock.engine.wire import Room
+from penstock.engine.wire import BootstrapRoom
 from penstock.text.chat import ONLY_TEXT, ChatTemplate, too_many_messages
 from penstock.text.detokenize import Detokenizer
 from penstock.text.encoder import Encoder
 from penstock.text.helper import HelperDied
-from penstock.text.model_text import Text
-from penstock.text.tools.asked import Asked, Offer
+from penstock.text.model_text import ModelText
+from penstock.text.tools.asked import AnswerForm, ToolOffer
 from penstock.text.turns import TooManyTexts
 
 log = logging.getLogger("penstock.http")
@@ -112,7 +112,7 @@ class OpenAI:
     `choices_max` bounds choices that run or wait: beyond it the answer is 503 with Retry-After.
     """
 
-    def __init__(self, engine: Engines, text: Text, metrics: Metrics, *, model: str,
+    def __init__(self, engine: Engines, text: ModelText, metrics: Metrics, *, model: str,
                  choices_max: int, encoder: Encoder | None = None, also: Sequence[str] = (),
                  secret: bytes | None = None, routed: Routed = ALONE, clips: bool = False,
                  unlisted: Sequence[str] = (),
@@ -161,7 +161,7 @@ class OpenAI:
             prompts=prompts, asked=asked, num_prompt=request.prompt_logprobs))
 
     async def converse(self, request: ChatRequest, tenant: bytes, reply: Reply, began: float,
-                       written: Callable[[Asked, Prompts], Format]) -> None:
+                       written: Callable[[AnswerForm, Prompts], AnswerFormat]) -> None:
         """Answer a conversation. written: makes the form of the answer."""
         self.check_model(request.model)
         params, offer, field = request.params(self.text.sampling), request.offer, grammar_of(request)
@@ -182,7 +182,7 @@ class OpenAI:
         began = time.monotonic()
         request = self.routed.whole(parse(body, CompletionRequest))
 
-        def written(prompts: Prompts) -> Format:
+        def written(prompts: Prompts) -> AnswerFormat:
             return TextFormat(
                 model=self.named(request.model), token_bytes=self.token_bytes,
                 logprobs=request.logprobs is not None,
@@ -192,7 +192,7 @@ class OpenAI:
         await self.complete(request, tenant, reply, began, written)
 
     async def complete(self, request: CompletionRequest, tenant: bytes, reply: Reply, began: float,
-                       written: Callable[[Prompts], Format]) -> None:
+                       written: Callable[[Prompts], AnswerFormat]) -> None:
         """Go on with prompts. written: makes the form of their answers."""
         self.check_model(request.model)
         params = request.params(self.text.sampling)
@@ -215,7 +215,7 @@ class OpenAI:
         """What to say to a part of a message that is not text."""
         return ONLY_TEXT if self.template is None else self.template.only
 
-    async def chat_prompt(self, request: ChatRequest, tenant: bytes, offer: Offer) -> tuple[str, list[int]]:
+    async def chat_prompt(self, request: ChatRequest, tenant: bytes, offer: ToolOffer) -> tuple[str, list[int]]:
         """Text and tokens of a conversation. Raises RequestError, ApiError."""
         if self.tokenizer is None:
             raise RequestError("this model has no tokenizer: send token ids to /v1/completions",
@@ -304,7 +304,7 @@ class OpenAI:
 
     # ------------------------------------------------------------ running
     async def _run(self, prompts: Prompts, request: ChatRequest | CompletionRequest,
-                   params: SamplingParams, tenant: bytes, out: Format, reply: Reply,
+                   params: SamplingParams, tenant: bytes, out: AnswerFormat, reply: Reply,
                    began: float, *, blamed: str, shown: frozenset[int] = frozenset()) -> None:
         """blamed: the field that asks for the grammar. shown: special tokens that the form must see."""
         clipped = self._check_room(prompts, request)
@@ -370,8 +370,8 @@ class OpenAI:
                              "most: try again")
         return clipped
 
-    async def _whole(self, generation: Generation, request: ChatRequest | CompletionRequest, out: Format,
-                     reply: Reply, count: int, room: Room | None) -> None:
+    async def _whole(self, generation: Generation, request: ChatRequest | CompletionRequest, out: AnswerFormat,
+                     reply: Reply, count: int, room: BootstrapRoom | None) -> None:
         choices = [Whole() for _ in range(count)]
         async with aclosing(generation.batches()) as batches:
             async for batch in batches:
@@ -387,7 +387,7 @@ class OpenAI:
             told |= {"store": False}
         await reply.whole(200, encode(told), {})
 
-    async def _stream(self, generation: Generation, request: ChatRequest | CompletionRequest, out: Format,
+    async def _stream(self, generation: Generation, request: ChatRequest | CompletionRequest, out: AnswerFormat,
                       reply: Reply) -> None:
         def events(chunks: list[dict[str, Any]]) -> bytes:
             if request.usage_so_far:

@@ -13,10 +13,10 @@ from typing import Any, ClassVar, Protocol
 import msgspec
 
 from penstock.config.request.scores import Scores
-from penstock.engine.client.generation import Piece, Usage
-from penstock.engine.wire import Logprob
-from penstock.text.tools.asked import Asked
-from penstock.text.tools.source import Arguments, CallBegun, Item, Reader, Reasoning, Text
+from penstock.engine.client.generation import ChoicePiece, Usage
+from penstock.engine.wire import TokenLogprob
+from penstock.text.tools.asked import AnswerForm
+from penstock.text.tools.source import AnswerReader, Arguments, CallBegun, Item, Reasoning, TextItem
 
 LOGPROB_MIN = -9999.0        # JSON has no infinity
 _ENCODER = msgspec.json.Encoder()
@@ -66,7 +66,7 @@ def clipped_json(usage: Usage) -> dict[str, int]:
     return {} if most is None else {"clipped_max_tokens": most}
 
 
-def token_score(token_bytes: Callable[[int], bytes], token: int, of: Logprob) -> dict[str, Any]:
+def token_score(token_bytes: Callable[[int], bytes], token: int, of: TokenLogprob) -> dict[str, Any]:
     """A token of an answer, its logprob and the best ones beside it, as OpenAI shows them."""
     def entry(one: int, logprob: float) -> dict[str, Any]:
         raw = token_bytes(one)
@@ -82,13 +82,13 @@ class Whole:
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[Logprob] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     finish: str | None = None
     stop_reason: str | None = None
     prompt: Scores | None = None
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: ChoicePiece) -> None:
         self.text += piece.text
         self.tokens += piece.tokens
         self.logprobs += piece.logprobs
@@ -115,7 +115,7 @@ class Prompts:
         return max(map(len, self.ids))
 
 
-class Format(Protocol):
+class AnswerFormat(Protocol):
     """How one endpoint writes its answers; `chunks` are the events of one piece, `event` their
     bytes, of a piece that has nothing but text: None for other pieces. `named`: events have names, and
     the last is no [DONE]."""
@@ -124,8 +124,8 @@ class Format(Protocol):
     id: str
 
     def openings(self, usage: Usage) -> list[dict[str, Any]]: ...
-    def event(self, piece: Piece) -> bytes | None: ...
-    def chunks(self, piece: Piece) -> list[dict[str, Any]]: ...
+    def event(self, piece: ChoicePiece) -> bytes | None: ...
+    def chunks(self, piece: ChoicePiece) -> list[dict[str, Any]]: ...
     def endings(self, usage: Usage) -> list[dict[str, Any]]: ...
     def whole(self, choices: Sequence[Whole], usage: Usage) -> dict[str, Any]: ...
 
@@ -146,7 +146,7 @@ class _Common:
     _around: dict[tuple[int, str], tuple[bytes, bytes]] = field(default_factory=dict)
     kind: ClassVar[str]               # of its events
 
-    def _only_text(self, piece: Piece) -> bool:
+    def _only_text(self, piece: ChoicePiece) -> bool:
         return bool(piece.text) and piece.finish is None and piece.prompt is None and not (
             self.logprobs or self.return_token_ids or piece.index in self._waiting)
 
@@ -202,8 +202,8 @@ def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
 @dataclass(slots=True)
 class ChatFormat(_Common):
     kind = "chat.completion.chunk"
-    asked: Asked = Asked()
-    _readers: dict[int, Reader] = field(default_factory=dict)
+    asked: AnswerForm = AnswerForm()
+    _readers: dict[int, AnswerReader] = field(default_factory=dict)
     _num_calls: dict[int, int] = field(default_factory=dict)     # of choices that have begun one
 
     def __post_init__(self) -> None:
@@ -213,7 +213,7 @@ class ChatFormat(_Common):
         return [self._streamed([_delta(i, {"role": "assistant", "content": ""})])
                 for i in range(self.prompts.num_choices)]
 
-    def event(self, piece: Piece) -> bytes | None:
+    def event(self, piece: ChoicePiece) -> bytes | None:
         if not self._only_text(piece):
             return None
         if self.asked.plain:
@@ -229,7 +229,7 @@ class ChatFormat(_Common):
     def _added(self, index: int, name: str, value: Any) -> dict[str, Any]:
         return self._streamed([_delta(index, {name: value})])
 
-    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+    def chunks(self, piece: ChoicePiece) -> list[dict[str, Any]]:
         told = self._of_prompt(0, piece.prompt)
         deltas = self._deltas(piece)
         whole = self._waiting.setdefault(piece.index, Whole())
@@ -249,7 +249,7 @@ class ChatFormat(_Common):
         events = [self._streamed([choice]) for choice in found]
         return [events[0] | told, *events[1:]] if told else events
 
-    def _deltas(self, piece: Piece) -> list[dict[str, Any]]:
+    def _deltas(self, piece: ChoicePiece) -> list[dict[str, Any]]:
         if self.asked.plain:
             return [{"content": piece.text}] if piece.text else []
         if piece.index not in self._readers:
@@ -259,7 +259,7 @@ class ChatFormat(_Common):
 
     def _delta(self, index: int, item: Item) -> dict[str, Any]:
         match item:
-            case Text(text):
+            case TextItem(text):
                 return {"content": text}
             case Reasoning(text):
                 return {"reasoning_content": text}
@@ -325,14 +325,14 @@ class TextFormat(_Common):
             return []
         return [self._streamed([self._opened(i, Whole())]) for i in range(self.prompts.num_choices)]
 
-    def event(self, piece: Piece) -> bytes | None:
+    def event(self, piece: ChoicePiece) -> bytes | None:
         return self._filled(self._added, piece.index, "text", piece.text) if self._only_text(piece) else None
 
     def _added(self, index: int, name: str, value: Any) -> dict[str, Any]:
         return self._streamed([
             {"index": index, name: value, "logprobs": None, "finish_reason": None, "stop_reason": None}])
 
-    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+    def chunks(self, piece: ChoicePiece) -> list[dict[str, Any]]:
         number, first = piece.index // self.prompts.n, piece.index % self.prompts.n == 0
         self._waiting.setdefault(piece.index, Whole()).add(piece)
         if not self._scored:

@@ -16,7 +16,7 @@ import msgspec
 from penstock.api.protocol.openai import ChatRequest, CompletionRequest
 from penstock.config.base.errors import RequestError, show
 from penstock.config.settings.tree import Config
-from penstock.engine.wire import Ready, Room
+from penstock.engine.wire import BootstrapRoom, EngineReady
 
 BOOTSTRAP = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 PARAMS = "kv_transfer_params"
@@ -53,7 +53,7 @@ class Routed:
             return request
         return msgspec.structs.replace(request, **dict.fromkeys(cut, least))
 
-    def room(self, request: ChatRequest | CompletionRequest) -> Room | None:
+    def room(self, request: ChatRequest | CompletionRequest) -> BootstrapRoom | None:
         """Where this request meets the other end; None if it does not. Raises RequestError."""
         part = "" if self.dialect == "off" or self.mode is None else f"{self.dialect} {self.mode}"
         fields = {"sglang": BOOTSTRAP, "vllm": (PARAMS,)}.get(self.dialect, ()) if part else ()
@@ -65,7 +65,7 @@ class Routed:
             case "sglang prefill":
                 return self._bootstrap_here(request)
             case "vllm prefill":
-                return Room(secrets.randbits(ROOM_BITS), holds=True)
+                return BootstrapRoom(secrets.randbits(ROOM_BITS), holds=True)
             case "sglang decode" if request.bootstrap_room is not None:
                 return _there(BOOTSTRAP, [getattr(request, name) for name in BOOTSTRAP])
             case "vllm decode" if request.kv_transfer_params is not None:
@@ -74,7 +74,7 @@ class Routed:
                               [given.get(name) for name in ("host", "port", "room")])
         return None
 
-    def _bootstrap_here(self, request: ChatRequest | CompletionRequest) -> Room:
+    def _bootstrap_here(self, request: ChatRequest | CompletionRequest) -> BootstrapRoom:
         port = self.listens.rpartition(":")[2]
         if request.bootstrap_room is None:
             raise RequestError("this server computes prompts for others: a router names the bootstrap_room "
@@ -82,9 +82,9 @@ class Routed:
         if request.bootstrap_port is not None and str(request.bootstrap_port) != port:
             raise RequestError(f"bootstrap_port is {request.bootstrap_port}, and this server listens at "
                                f"{port}: tell the router so, behind --prefill URL", "bootstrap_port")
-        return Room(_number(request.bootstrap_room, "bootstrap_room"))
+        return BootstrapRoom(_number(request.bootstrap_room, "bootstrap_room"))
 
-    def answer(self, room: Room, model: str, count: int) -> dict[str, Any]:
+    def answer(self, room: BootstrapRoom, model: str, count: int) -> dict[str, Any]:
         """Of a prefill end, to a router: so many choices of whatever kind, without text."""
         choices = [{"index": n, "text": "", "message": {"role": "assistant", "content": ""}, "logprobs": None,
                     "finish_reason": "length"} for n in range(count)]
@@ -99,7 +99,7 @@ class Routed:
 ALONE = Routed()
 
 
-def routed_of(config: Config, ready: Ready) -> Routed:
+def routed_of(config: Config, ready: EngineReady) -> Routed:
     """Of a server whose engine has said that it is ready."""
     if not config.is_routed:
         return ALONE
@@ -107,7 +107,7 @@ def routed_of(config: Config, ready: Ready) -> Routed:
                   str(ready.info.get("pair_address") or ""))
 
 
-def _there(names: tuple[str, ...], given: list[Any]) -> Room:
+def _there(names: tuple[str, ...], given: list[Any]) -> BootstrapRoom:
     """A room at the prefill end: host, port and number. Raises RequestError."""
     host, port, number = given
     # What is dialled is a host and a port, nothing that an address of a pair could be beside that.
@@ -116,7 +116,7 @@ def _there(names: tuple[str, ...], given: list[Any]) -> Room:
     if not isinstance(port, int) or not 0 < port < 1 << 16:
         raise RequestError(f"{names[1]} is {show(port)}: the port at which the prefill end listens", names[1])
     bare = host.strip("[]")
-    return Room(_number(number, names[2]), address=f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}")
+    return BootstrapRoom(_number(number, names[2]), address=f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}")
 
 
 def _number(given: Any, name: str) -> int:

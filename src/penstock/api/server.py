@@ -43,7 +43,7 @@ from penstock.model.source.hub import pull
 from penstock.model.weights.locate import ModelFiles, files_of
 from penstock.text.encoder import Encoder
 from penstock.text.helper import HelperDied
-from penstock.text.model_text import Text, open_text
+from penstock.text.model_text import ModelText, open_text
 
 log = logging.getLogger("penstock.http")
 
@@ -171,7 +171,7 @@ class _Server:
         loop = asyncio.get_running_loop()
         for number in handled(reloads=self._tls is not None):
             loop.add_signal_handler(number, self._on_signal, number)
-        text: Text | None = None
+        text: ModelText | None = None
         try:
             starting = asyncio.create_task(self._start_engines())
             try:
@@ -221,7 +221,7 @@ class _Server:
             raise self._death
         return starting.done() and not self._stop.is_set()
 
-    def _open_text(self) -> Text:
+    def _open_text(self) -> ModelText:
         text = open_text(self._config, self._files)
         if text.tokenizer is None:
             log.warning("no tokenizer.json in %s: prompts are taken as token ids, answers given as such; "
@@ -242,7 +242,7 @@ class _Server:
             log.warning("%s; until then chats answer 400", e)
         return text
 
-    async def _serve(self, text: Text) -> int:
+    async def _serve(self, text: ModelText) -> int:
         config = self._config
         schedule = config.schedule
         assert schedule.max_waiting is not None, "resolve fills it"

@@ -100,7 +100,7 @@ async def generate(config: Config, args: argparse.Namespace) -> int:
             print()
             return 0
         with opened(args.output) as out:
-            failed, progress = 0, Progress(len(requests), sys.stderr, shares=out.isatty())
+            failed, progress = 0, ProgressLine(len(requests), sys.stderr, shares=out.isatty())
             async with progress:
                 async for line in answers(llm, requests, params, progress.add):
                     failed += "error" in line
@@ -110,7 +110,7 @@ async def generate(config: Config, args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-class Progress:
+class ProgressLine:
     """Report requests done and tokens a second on stderr while several requests run.
 
     A terminal gets one line that is written again, none where the answers are on it too; a file or a pipe

@@ -51,14 +51,14 @@ from penstock.engine.shown import shown
 from penstock.engine.timers import Timers
 from penstock.engine.wire import (
     Abort,
-    Asked,
     AskShown,
     AskStats,
-    Chunk,
+    BootstrapRoom,
     Flush,
     Hello,
+    OutputChunk,
     ProtocolError,
-    Room,
+    RemotePrefill,
     Shown,
     Shutdown,
     Stats,
@@ -111,7 +111,7 @@ class EngineLoop:
         self._newest_asked = ASKED_IDS          # of those that the other end has asked for
         self._untold: dict[RequestId, None] = {}        # whose clients wait for the end of a prompt
         self._events: list[Event] = []          # since the last advance
-        self._chunks: list[Chunk] = []          # refusals since the last turn
+        self._chunks: list[OutputChunk] = []          # refusals since the last turn
         self.steps_in_flight = 0
         self.moves_in_flight = 0
         self.num_tokens = 0                     # output tokens since the start
@@ -148,7 +148,7 @@ class EngineLoop:
             case Abort(rid):
                 self._held.pop(rid, None)
                 if self._fair.drop(rid):
-                    self._chunks.append(Chunk(rid=rid, tokens=[], index=0, finish="abort"))
+                    self._chunks.append(OutputChunk(rid=rid, tokens=[], index=0, finish="abort"))
                 if rid in self._live:
                     self._events.append(Aborted(RequestId(rid)))
                 elif self._paired is not None:
@@ -207,7 +207,7 @@ class EngineLoop:
             self._send_on(m, parks=True)
 
     def _refuse(self, m: Submit, finish: str, reason: str) -> None:
-        self._chunks.append(Chunk(rid=m.rid, tokens=[], index=0, finish=finish, reason=reason))
+        self._chunks.append(OutputChunk(rid=m.rid, tokens=[], index=0, finish=finish, reason=reason))
 
     def _send_on(self, m: Submit, *, parks: bool) -> None:
         """To another engine that computes the prompt, or nowhere. parks: it may wait for a connection."""
@@ -224,7 +224,7 @@ class EngineLoop:
             self._accept(m, peer, 0 if peer is None else m.rid)
 
     # ------------------------------------------------------------ prompts for the other end
-    def _asked(self, asked: Asked) -> None:
+    def _asked(self, asked: RemotePrefill) -> None:
         """The other engine wants a prompt computed."""
         assert self._paired is not None
         peer = self._paired.of(asked)
@@ -272,7 +272,7 @@ class EngineLoop:
                 live.given_up, live.verdict, live.excuse = True, LATE, NOBODY
                 self._events.append(Aborted(live.rid))
 
-    def _computed(self) -> list[Chunk]:
+    def _computed(self) -> list[OutputChunk]:
         """Of prompts whose clients wait for no more than their end."""
         chunks = []
         for rid in [rid for rid in self._untold if (r := self._core.live.get(rid)) and r.num_output]:
@@ -343,7 +343,7 @@ class EngineLoop:
         return None
 
     # ------------------------------------------------------------ one turn
-    def turn(self, *, block: bool) -> list[Chunk]:
+    def turn(self, *, block: bool) -> list[OutputChunk]:
         """Collect what the executor finished, plan and submit as much as the core allows, and
         return what is new for the readers. With `block`, wait for the device, but only if
         something is in flight and no message waits for the core.
@@ -417,7 +417,7 @@ class EngineLoop:
             if self._executor.compiled(m.params.grammar):
                 self._begin(self._held.pop(m.rid))
         for news in () if self._paired is None else self._paired.hear():
-            if isinstance(news, Asked):
+            if isinstance(news, RemotePrefill):
                 self._asked(news)
             elif isinstance(news, Submit):
                 self._send_on(news, parks=False)
@@ -432,10 +432,10 @@ class EngineLoop:
                 self._paired.expired(expired)
             self._events.append(expired)
 
-    def _chunks_of(self, outputs: Sequence[Output]) -> list[Chunk]:
+    def _chunks_of(self, outputs: Sequence[Output]) -> list[OutputChunk]:
         """One chunk a request, in order of its first output of this turn."""
         touched: dict[int, Live] = {}
-        chunks: list[Chunk] = []
+        chunks: list[OutputChunk] = []
         for output in outputs:
             if isinstance(output, Say | Lookup | Unstore | Used):
                 continue
@@ -470,7 +470,7 @@ class EngineLoop:
         self.num_tokens += sum(len(chunk.tokens) for chunk in chunks)
         return chunks
 
-    def _left_room(self, live: Live, room: Room, end: Finished) -> list[Chunk]:
+    def _left_room(self, live: Live, room: BootstrapRoom, end: Finished) -> list[OutputChunk]:
         """What is told of a prompt that a router sends here too, and that is over."""
         assert self._rooms is not None, "a room is of a routed engine"
         self._rooms.ended(room, end)

@@ -43,7 +43,7 @@ IDLE_S = 1.0                # nothing to do for so long: what could wait is begu
 FULL = 10_000
 
 
-class Link:
+class ApiLink:
     """The engine's end of the socket. A closed other end, at any moment, ends this process."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -89,7 +89,7 @@ class Link:
         return [wire.decode_to_engine(body) for body in self._reader.feed(data)]
 
 
-def run(engine: Engine, link: Link) -> None:
+def run(engine: EngineParts, link: ApiLink) -> None:
     """Until Shutdown. It waits in one place, for messages, the executor, the other engine of a pair and
     deadlines; steps that run in this thread are run between two looks at what has come."""
     loop, crew, peers = engine.loop, engine.crew, engine.peers
@@ -119,7 +119,7 @@ def run(engine: Engine, link: Link) -> None:
         turn_over()
 
 
-def tell(peers: Peers, link: Link, told: str) -> str:
+def tell(peers: Peers, link: ApiLink, told: str) -> str:
     """What is new of the other engine, to the API process; a reason that is not the one `told` to the log
     too. Returns the present one."""
     peers.changed = False
@@ -130,18 +130,18 @@ def tell(peers: Peers, link: Link, told: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
+class EngineParts:
     """What a process runs. `crew`, `peers`: where there are several ranks, and another end."""
 
     loop: EngineLoop
-    ready: wire.Ready
+    ready: wire.EngineReady
     wakes: Waker
     crew: Crew | None
     peers: Peers | None
     begin: Callable[[], object]     # what neither ready nor the first requests shall wait for
 
 
-def hello(link: Link) -> Config:
+def hello(link: ApiLink) -> Config:
     """The configuration that the API process sent. Raises ConfigError on another version."""
     messages: list[wire.ToEngine] = []
     while not messages:
@@ -155,7 +155,7 @@ def hello(link: Link) -> Config:
     return from_plain(first.config)
 
 
-def build(config: Config, event_log: EventLog) -> Engine:
+def build(config: Config, event_log: EventLog) -> EngineParts:
     """Load the model and put the loop together. Raises ConfigError."""
     limit_libraries(config.device.debug_cpu_isa)
     # Imported here: torch takes seconds, reads its limits then, and Hello must be checked before.
@@ -184,10 +184,10 @@ def build(config: Config, event_log: EventLog) -> Engine:
                       deadlines_s={Phase.RECEIVING.value: config.pair.kv_timeout_s},
                       room_s=config.pair.bootstrap_timeout_s if config.is_routed
                       and config.pair.disaggregation_mode == "prefill" else None)
-    ready = wire.Ready(pid=os.getpid(), vocab_size=built.vocab_size, max_model_len=built.max_model_len,
+    ready = wire.EngineReady(pid=os.getpid(), vocab_size=built.vocab_size, max_model_len=built.max_model_len,
                        info=info, selection=built.selection,
                        dense_len=min(built.max_model_len, largest(built.core_config, False) + 1))
-    return Engine(loop=loop, ready=ready, wakes=built.wakes, crew=built.crew, peers=peers,
+    return EngineParts(loop=loop, ready=ready, wakes=built.wakes, crew=built.crew, peers=peers,
                   begin=built.grammars.begin if built.grammars is not None else lambda: None)
 
 
@@ -202,7 +202,7 @@ def main(argv: list[str]) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)        # a closed terminal
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)       # until there is something to write
-    link = Link(socket.socket(fileno=int(argv[0])))
+    link = ApiLink(socket.socket(fileno=int(argv[0])))
     try:
         config = hello(link)
         if limit := address_limit():
@@ -239,7 +239,7 @@ def main(argv: list[str]) -> NoReturn:
     os._exit(0)                                     # no thread of ours has anything to save
 
 
-def _end_ranks(engine: Engine, *, asked: bool = False) -> None:
+def _end_ranks(engine: EngineParts, *, asked: bool = False) -> None:
     """A rank that hangs does not see that its socket has closed."""
     if engine.crew is not None:
         engine.crew.close(asked=asked)

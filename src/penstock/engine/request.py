@@ -11,7 +11,7 @@ from penstock.config.request.grammar import Grammar
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.scores import PromptScores, Scores
 from penstock.core.plan import Executor, Finished, Outcome, RequestId, Started, Token
-from penstock.engine.wire import Chunk, Logprob, Room
+from penstock.engine.wire import BootstrapRoom, OutputChunk, TokenLogprob
 
 if TYPE_CHECKING:
     from penstock.engine.pd.remote import Peer
@@ -46,7 +46,7 @@ class Live:
                  "verdict")
 
     def __init__(self, rid: RequestId, params: SamplingParams, *, num_prompt: int,
-                 peer: Peer | None = None, transfer: int = 0, room: Room | None = None,
+                 peer: Peer | None = None, transfer: int = 0, room: BootstrapRoom | None = None,
                  tenant: int = 0) -> None:
         """peer, transfer: who computes its prompt, or has asked for it, and its name there. room: of a
         prefill end, in which a router sends it here too. tenant: see Submit."""
@@ -72,7 +72,7 @@ class Live:
     def start(self, found: Started) -> None:
         self._cached = self.started = found
 
-    def chunk(self, executor: Runner, end: Finished | None) -> Chunk:
+    def chunk(self, executor: Runner, end: Finished | None) -> OutputChunk:
         """What is new since the last one, with `end` the last of all."""
         tokens, self._tokens = self._tokens, []
         cached, self._cached = self._cached, None
@@ -83,7 +83,7 @@ class Live:
             finish, reason = end.outcome.value, end.reason or fault or ""
             if self.given_up:
                 finish, reason = self.verdict, self.excuse
-        return Chunk(
+        return OutputChunk(
             rid=self.rid, tokens=tokens, index=self._first, finish=finish, reason=reason,
             logprobs=self._taken(executor, len(tokens)) if self._logprobs and tokens else None,
             cached_tokens=None if by_tier is None else sum(by_tier.values()),
@@ -98,12 +98,12 @@ class Live:
         assert scores is not None and scores.is_whole, f"request {self.rid}: no logprobs of its prompt"
         return scores.whole()
 
-    def _taken(self, executor: Runner, count: int) -> list[Logprob]:
+    def _taken(self, executor: Runner, count: int) -> list[TokenLogprob]:
         taken = []
         for index in range(self._first, self._first + count):
             found = executor.take_logprobs(self.rid, index)
             assert found is not None, f"request {self.rid}: no logprobs of output token {index}"
-            taken.append(Logprob(*found))
+            taken.append(TokenLogprob(*found))
         return taken
 
 

@@ -33,7 +33,7 @@ class Hello(_Message, frozen=True):
     config: dict[str, dict[str, str | int | float | bool | list[str] | None]]
 
 
-class Room(msgspec.Struct, frozen=True, array_like=True):
+class BootstrapRoom(msgspec.Struct, frozen=True, array_like=True):
     """Where the two ends of a pair meet over one prompt that a router has sent to both.
 
     number   the router's, or of the prefill end that answers it: it need not rise, and proves nothing
@@ -63,12 +63,12 @@ class Submit(_Message, frozen=True):
     choice: int = 0                     # 0 .. n-1: part of the sampling seed
     selects: bool = False               # these two as in the core's Arrived
     attention: int = 0
-    room: Room | None = None            # of one end of a pair behind a router
+    room: BootstrapRoom | None = None            # of one end of a pair behind a router
     tenant: int = 0                     # whose turn it must be, see `engine/fair.py`; 0: it enters at once
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RemotePrefill:
     """An engine of the other end of a pair wants a prompt computed: a Submit of ours without a number. With a
     room, it is one that was sent here too, or will be."""
 
@@ -112,7 +112,7 @@ ToEngine = Hello | Submit | Abort | StopAt | Flush | AskStats | AskShown | Shutd
 
 
 # ---------------------------------------------------------------- engine process -> API process
-class Ready(_Message, frozen=True):
+class EngineReady(_Message, frozen=True):
     """The model is loaded and a token can be produced."""
 
     pid: int
@@ -129,7 +129,7 @@ class Failed(_Message, frozen=True):
     message: str
 
 
-class Logprob(_Message, frozen=True, gc=False):
+class TokenLogprob(_Message, frozen=True, gc=False):
     """Of one output token: its own logprob, then (token id, logprob) of the best ones."""
 
     logprob: float
@@ -137,14 +137,14 @@ class Logprob(_Message, frozen=True, gc=False):
     top: list[tuple[int, float]]
 
 
-class Chunk(_Message, frozen=True, gc=False):
+class OutputChunk(_Message, frozen=True, gc=False):
     """News of one request. `finish` is None while it runs, then 'stop', 'length', 'abort', 'refused',
     'unavailable', or, of a room, 'room_taken' and 'room_late'."""
 
     rid: int
     tokens: list[int]                   # output tokens index .. index+len-1
     index: int
-    logprobs: list[Logprob] | None = None
+    logprobs: list[TokenLogprob] | None = None
     finish: str | None = None
     reason: str = ""
     cached_tokens: int | None = None    # once, when the request starts
@@ -158,7 +158,7 @@ class Chunk(_Message, frozen=True, gc=False):
 class Chunks(_Message, frozen=True):
     """Everything that one step produced."""
 
-    chunks: list[Chunk]
+    chunks: list[OutputChunk]
 
 
 class PeerNews(_Message, frozen=True):
@@ -205,7 +205,7 @@ class Shown(_Message, frozen=True):
     turns: list[SeenTurn]
 
 
-FromEngine = Ready | Failed | Chunks | PeerNews | Stats | Shown
+FromEngine = EngineReady | Failed | Chunks | PeerNews | Stats | Shown
 
 _TO = msgspec.msgpack.Decoder(ToEngine)
 _FROM = msgspec.msgpack.Decoder(FromEngine)

@@ -25,7 +25,7 @@ from penstock.config.settings.cli import from_options
 from penstock.config.settings.resolve import resolve
 from penstock.config.settings.tree import SERVE_ONLY, Config
 from penstock.engine.client.client import EngineClient, checked_limits
-from penstock.engine.client.generation import Ended, Generation, Piece
+from penstock.engine.client.generation import ChoicePiece, Ended, Generation
 from penstock.engine.client.metrics import Metrics
 from penstock.llm.outputs import (
     CompletionOutput,
@@ -42,7 +42,7 @@ from penstock.llm.outputs import (
 )
 from penstock.model.source.hub import pull
 from penstock.model.weights.locate import files_of
-from penstock.text.model_text import Text, open_text
+from penstock.text.model_text import ModelText, open_text
 
 _log = logging.getLogger("penstock")
 _T = TypeVar("_T")
@@ -64,7 +64,7 @@ class AsyncLLM:
             from_options(model, options, without=SERVE_ONLY), probe())
         self._client = EngineClient(self.config, log=_log.info)
         self._metrics = Metrics()
-        self._text: Text | None = None
+        self._text: ModelText | None = None
 
     async def start(self) -> None:
         """Load the model. Raises ConfigError or EngineDied; nothing is left running then."""
@@ -241,12 +241,12 @@ class AsyncLLM:
         checked_limits(self._client.ready, ids, params, self._opened.eos_ids)
 
     @property
-    def _opened(self) -> Text:
+    def _opened(self) -> ModelText:
         if self._text is None:
             raise RuntimeError("the engine is not started: use `async with`, or await start()")
         return self._text
 
-    def _logprobs(self, piece: Piece) -> list[dict[int, Logprob]]:
+    def _logprobs(self, piece: ChoicePiece) -> list[dict[int, Logprob]]:
         return [self._logprob(token, of.logprob, of.rank, of.top)
                 for token, of in zip(piece.tokens, piece.logprobs, strict=True)]
 
@@ -257,7 +257,7 @@ class AsyncLLM:
         return row
 
 
-async def _pieces(generation: Generation) -> AsyncGenerator[Piece, None]:
+async def _pieces(generation: Generation) -> AsyncGenerator[ChoicePiece, None]:
     """Pieces until the end; the rest is aborted however this is left. Raises RequestError."""
     try:
         async with aclosing(generation.batches()) as batches:

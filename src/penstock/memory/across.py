@@ -20,7 +20,7 @@ class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_byte * HANDLE_BYTES),)
 
 
-class Memory:
+class TensorMemory:
     """What torch makes a tensor of, and keeps as long as that; it ends with this."""
 
     def __init__(self, address: int, nbytes: int, end: str, device: int) -> None:
@@ -41,7 +41,7 @@ def allocated(nbytes: int) -> tuple[Tensor, bytes]:
     Raises torch's OutOfMemoryError."""
     found, handle, device = ctypes.c_uint64(), _Handle(), _current()
     _check(_driver().cuMemAlloc_v2(ctypes.byref(found), nbytes), f"{nbytes} bytes")
-    memory = Memory(found.value, nbytes, "cuMemFree_v2", device)
+    memory = TensorMemory(found.value, nbytes, "cuMemFree_v2", device)
     _check(_driver().cuIpcGetMemHandle(ctypes.byref(handle), found), "a handle")
     return torch.as_tensor(memory, device=f"cuda:{device}"), bytes(handle)
 
@@ -51,7 +51,7 @@ def opened(handle: bytes, nbytes: int, device: int) -> Tensor:
     return torch.as_tensor(reached(handle, nbytes, device), device=f"cuda:{device}")
 
 
-def reached(handle: bytes, nbytes: int, device: int) -> Memory:
+def reached(handle: bytes, nbytes: int, device: int) -> TensorMemory:
     """The same bytes, for kernels of this device: theirs may be one that this process does not see. Raises
     RuntimeError where that cannot be."""
     found = ctypes.c_uint64()
@@ -59,7 +59,7 @@ def reached(handle: bytes, nbytes: int, device: int) -> Memory:
         _current()
         _check(_driver().cuIpcOpenMemHandle_v2(
             ctypes.byref(found), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS), "another's memory")
-        return Memory(found.value, nbytes, "cuIpcCloseMemHandle", device)
+        return TensorMemory(found.value, nbytes, "cuIpcCloseMemHandle", device)
 
 
 def _current() -> int:

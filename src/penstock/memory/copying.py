@@ -19,7 +19,7 @@ from typing import TypeAlias
 import torch
 
 from penstock.core.plan import Group, Move, MoveId, Tier
-from penstock.memory.pool import BlockPool, Pool
+from penstock.memory.pool import BlockPool, PagePool
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Copier:
     forgotten, one behind each of its `parts_of` the layers.
     """
 
-    def __init__(self, pools: Mapping[tuple[Tier, Group], Pool]) -> None:
+    def __init__(self, pools: Mapping[tuple[Tier, Group], PagePool]) -> None:
         self._pools = pools
         device = any(tier is Tier.HBM and pool.pages.is_cuda for (tier, _), pool in pools.items()
                      if isinstance(pool, BlockPool))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.core.plan import Group, Tier
 from penstock.memory.pinned import Pinned
-from penstock.memory.pool import ONE_GROUP, BlockPool, PageLayout, Part
+from penstock.memory.pool import ONE_GROUP, BlockPool, PageLayout, PoolPart
 
 
 def allocate(nbytes: int) -> Tensor:
@@ -31,7 +31,7 @@ class DramPool(BlockPool):
     def __init__(self, layout: PageLayout, num_pages: int, *, base: int = 0,
                  group: Group = ONE_GROUP, memory: Tensor | None = None,
                  page_stride: int | None = None, pinned: Pinned | None = None,
-                 part: Part | None = None) -> None:
+                 part: PoolPart | None = None) -> None:
         """`memory` and `page_stride` of a slab of whole pages. pinned: whose memory that is, for a CUDA
         device."""
         if memory is not None and part is not None:

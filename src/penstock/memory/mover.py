@@ -16,7 +16,7 @@ import torch
 from penstock.core.plan import Group, Move, Moved, MoveId, StepId, Tier
 from penstock.memory.copying import Copied, Copier, CopyThread
 from penstock.memory.lateness import Lateness, Promptly
-from penstock.memory.pool import Pool
+from penstock.memory.pool import PagePool
 
 
 @dataclass(slots=True)
@@ -47,10 +47,10 @@ class Mover:
     started, and whoever got its Moved sees what it copied.
     """
 
-    def __init__(self, pools: Iterable[Pool], lateness: Lateness | None = None,
+    def __init__(self, pools: Iterable[PagePool], lateness: Lateness | None = None,
                  wake: Callable[[], None] | None = None) -> None:
         """wake: called in the thread whenever a copy has ended."""
-        self._pools: dict[tuple[Tier, Group], Pool] = {(p.tier, p.group): p for p in pools}
+        self._pools: dict[tuple[Tier, Group], PagePool] = {(p.tier, p.group): p for p in pools}
         self._layouts = {p.group: p.layout for p in self._pools.values()}
         for p in self._pools.values():
             assert p.layout == self._layouts[p.group], (

@@ -59,7 +59,7 @@ class PageLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PoolPart:
     """Which layers and heads of whole pages a pool has.
 
     whole         layout of such a page
@@ -79,7 +79,7 @@ class Part:
         return of_head * (self.layer * self.whole.num_kv_heads + self.head)
 
 
-class Pool(Protocol):
+class PagePool(Protocol):
     """Pages of one cache group in one tier. Page ids are `base .. base + num_pages - 1`; ranges of
     tiers and groups may be disjoint, so that an id of another one fails at once."""
 
@@ -91,7 +91,7 @@ class Pool(Protocol):
 
     @property
     def writes(self) -> bool:
-        """See `Part`."""
+        """See `PoolPart`."""
 
     def index(self, page: int) -> int:
         """Position of `page` in this pool. Asserts that the id belongs to it."""
@@ -115,7 +115,7 @@ class BlockPool:
     allocate: Callable[[int], Tensor]       # uint8, so many bytes of this tier
 
     def __init__(self, layout: PageLayout, num_pages: int, *, base: int = 0, group: Group = ONE_GROUP,
-                 memory: Tensor | None = None, page_stride: int | None = None, part: Part | None = None,
+                 memory: Tensor | None = None, page_stride: int | None = None, part: PoolPart | None = None,
                  spread: bool = False) -> None:
         assert num_pages >= 1, f"a {self.tier.name} pool of {num_pages} pages"
         page_stride = layout.page_bytes if page_stride is None else page_stride
@@ -123,7 +123,7 @@ class BlockPool:
         assert page_stride >= layout.page_bytes, (
             f"pages of {layout.page_bytes} bytes every {page_stride}")
         self.layout, self.num_pages, self.base, self.group = layout, num_pages, base, group
-        self.part = part or Part(layout)
+        self.part = part or PoolPart(layout)
         elements = torch.empty((self.part.whole if spread else layout).shape, device="meta").stride()
         itemsize = layout.dtype.itemsize
         assert page_stride % itemsize == 0, f"a page stride of {page_stride} bytes"

@@ -36,7 +36,7 @@ class FlightError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class FlightTurn:
     """One line: the events as the core may see them again, the rest as it was written."""
 
     events: tuple[Event, ...]
@@ -58,7 +58,7 @@ class Log:
     cfg: CoreConfig
     lost: int
     held: tuple[Held, ...]
-    turns: tuple[Turn, ...]
+    turns: tuple[FlightTurn, ...]
 
     @property
     def complete(self) -> bool:
@@ -78,7 +78,7 @@ def digest(plan: StepPlan | None, outputs: Iterable[Output], tokens: int = 0) ->
     return hashlib.sha256(_line(answer).encode()).hexdigest()[:16]
 
 
-def digest_as(turn: Turn, answer: Advance) -> str:
+def digest_as(turn: FlightTurn, answer: Advance) -> str:
     """The digest of an answer, of as much of it as the recorder kept of this turn's."""
     plan = answer.plan
     if plan is not None and turn.plan is not None and "rows" in turn.plan and "start" not in turn.plan:
@@ -163,8 +163,8 @@ def _event(item: list[Any]) -> Event:
     return event_of([*item[:2], _tokens(item[2]), *item[3:]] if item[0] == "Arrived" else item)
 
 
-def _turn(line: Json) -> Turn:
-    return Turn(tuple(map(_event, line["events"])), line.get("plan"), line["digest"],
+def _turn(line: Json) -> FlightTurn:
+    return FlightTurn(tuple(map(_event, line["events"])), line.get("plan"), line["digest"],
                 tuple((RequestId(rid), a, b, c) for rid, a, b, c in line.get("edges", ())),
                 tuple(tuple(o) for o in line.get("outputs", ())), line.get("tokens", 0),
                 line.get("idle", 0), line.get("returned", True))
@@ -184,13 +184,13 @@ def pages(log: Log) -> Iterator[str]:
                                        _outputs(turn)]))
 
 
-def _step(turn: Turn) -> str:
+def _step(turn: FlightTurn) -> str:
     if not turn.returned:
         return "raised"
     return "  -   " if turn.plan is None else f"{turn.plan['step']:6d}"
 
 
-def _events(turn: Turn) -> str:
+def _events(turn: FlightTurn) -> str:
     return " ".join(map(_told, turn.events))
 
 
@@ -225,10 +225,10 @@ def _rows(plan: Json | None) -> str:
     return " ".join(words)
 
 
-def _edges(turn: Turn) -> str:
+def _edges(turn: FlightTurn) -> str:
     return " ".join(f"{rid}:{a}-{trigger}>{b}" for rid, a, trigger, b in turn.edges)
 
 
-def _outputs(turn: Turn) -> str:
+def _outputs(turn: FlightTurn) -> str:
     words = [f"{o[0]}({', '.join(str(v) for v in o[1:] if v != '')})" for o in turn.outputs]
     return " ".join([*words, *([f"{turn.tokens} tokens"] if turn.tokens else [])])

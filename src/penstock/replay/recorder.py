@@ -36,7 +36,7 @@ WHOLE_ROWS = 32           # plans of so many rows are kept whole, see `brief`
 Edge = tuple[RequestId, Phase, Trigger, Phase]
 
 
-class Recorded(Protocol):
+class RecordedCore(Protocol):
     """What is read of `Core`."""
 
     cfg: CoreConfig
@@ -55,7 +55,7 @@ class Flat:
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class RecordedTurn:
     """One `advance`. `outputs` is None where it was nothing but all the tokens of `events`, `plan` may
     be brief."""
 
@@ -86,12 +86,12 @@ class Recorder(Watcher):
     Make it together with the core: it is `complete` as long as no turn has left the ring.
     """
 
-    def __init__(self, core: Recorded, turns: int = RING, tokens_max: int = TOKENS_MAX,
+    def __init__(self, core: RecordedCore, turns: int = RING, tokens_max: int = TOKENS_MAX,
                  whole_rows: int = WHOLE_ROWS) -> None:
         assert not core.live, "the recorder must see a core from its first event on"
         self.core = core
-        self.turns: deque[Turn] = deque()
-        self.now: Turn | None = None           # the turn in progress, or the one that did not return
+        self.turns: deque[RecordedTurn] = deque()
+        self.now: RecordedTurn | None = None           # the turn in progress, or the one that did not return
         self.lost = 0                          # turns that have left the ring
         self._turns_max, self._tokens_max, self._whole_rows = turns, tokens_max, whole_rows
         self._drafts = core.cfg.draft_tokens > 0
@@ -106,7 +106,7 @@ class Recorder(Watcher):
 
     def advance(self, events: Sequence[Event]) -> Advance:
         """The core's answer. While it works, and for ever if it raises, `now` is this turn."""
-        turn = self.now = Turn(tuple(events))
+        turn = self.now = RecordedTurn(tuple(events))
         answer = self._advance(events)
         if events or answer.plan is not None or answer.outputs or turn.edges or not self.turns:
             self._keep(turn, answer)
@@ -115,7 +115,7 @@ class Recorder(Watcher):
         self.now = None
         return answer
 
-    def _keep(self, turn: Turn, answer: Advance) -> None:
+    def _keep(self, turn: RecordedTurn, answer: Advance) -> None:
         quiet, results, new = not turn.edges, 0, len(answer.outputs)
         for event in turn.kept:
             if type(event) is Retired:

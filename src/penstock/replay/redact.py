@@ -28,7 +28,7 @@ from penstock.core.plan import (
     Token,
 )
 from penstock.core.settings import CoreConfig
-from penstock.replay.recorder import Edge, Recorder, Turn
+from penstock.replay.recorder import Edge, RecordedTurn, Recorder
 
 UNKNOWN = -1                       # a token that the core did not look at
 
@@ -43,7 +43,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Leg:
+class RedactedTurn:
     """One turn of a flight. `returned` is False for the turn that ended in an exception."""
 
     events: tuple[Event, ...]
@@ -62,11 +62,11 @@ class Flight:
     cfg: CoreConfig
     lost: int
     held: tuple[Held, ...]
-    legs: tuple[Leg, ...]
+    legs: tuple[RedactedTurn, ...]
 
 
 @dataclass(slots=True, eq=False)
-class _Story:
+class _RequestHistory:
     """All that is known of one request: its tokens, true and as stand-ins."""
 
     arrived: Arrived
@@ -117,7 +117,7 @@ FROM_PEER = StepId(0)              # in place of a step: the other engine of a p
 
 
 class _Redaction:
-    def __init__(self, recorder: Recorder, turns: list[Turn]) -> None:
+    def __init__(self, recorder: Recorder, turns: list[RecordedTurn]) -> None:
         self.recorder, self.turns = recorder, turns
         self.plans = {t.plan.step: t.plan for t in turns if t.plan is not None}
         self.born = {e.rid: e for t in turns for e in t.events if isinstance(e, Arrived)}
@@ -147,7 +147,7 @@ class _Redaction:
                 if n:
                     left.discard(rid)
 
-    def _stories(self) -> dict[RequestId, _Story]:
+    def _stories(self) -> dict[RequestId, _RequestHistory]:
         known = self.known
         counted, late = dict[RequestId, int](), dict[RequestId, list[int]]()
         for turn, results in zip(self.turns, self.results, strict=True):
@@ -156,7 +156,7 @@ class _Redaction:
                     late[rid] = [token for _, tokens in got for token in tokens]
                 else:
                     counted[rid] = counted.get(rid, 0) + n
-        numbers, stories = _Numbers(), dict[RequestId, _Story]()
+        numbers, stories = _Numbers(), dict[RequestId, _RequestHistory]()
         for rid in sorted(known):
             a, tokens = known[rid]
             n, new = len(a.prompt), late.get(rid, [])
@@ -169,7 +169,7 @@ class _Redaction:
             whole = (*tokens[:n + before + counted.get(rid, 0)], *new)
             space = self.namespaces.setdefault(a.namespace, len(self.namespaces))
             self.attentions.setdefault(a.attention, len(self.attentions))
-            stories[rid] = _Story(a, whole, before, numbers.of(space, whole), before)
+            stories[rid] = _RequestHistory(a, whole, before, numbers.of(space, whole), before)
         return stories
 
     def _sampled(self, e: Retired) -> Iterator[tuple[RequestId | None, tuple[int, ...]]]:
@@ -181,7 +181,7 @@ class _Redaction:
             rids = mine if len(mine) == len(e.tokens) else rids
         return zip(rids, e.tokens, strict=True)
 
-    def _results(self, turn: Turn) -> _Results:
+    def _results(self, turn: RecordedTurn) -> _Results:
         """The core may have skipped results that came too late, and what follows a stop: then the
         outputs say which tokens counted."""
         told: dict[RequestId, list[int]] = {}
@@ -215,11 +215,11 @@ class _Redaction:
         return Flight(self.recorder.core.cfg, self.recorder.lost, held,
                       tuple(map(self._leg, self.turns, self.results)))
 
-    def _leg(self, turn: Turn, results: _Results) -> Leg:
+    def _leg(self, turn: RecordedTurn, results: _Results) -> RedactedTurn:
         stands = self._stands(results)
         events = tuple(self._event(e, stands) for e in turn.events)
         said = tuple(self._output(o) for o in turn.outputs or () if not isinstance(o, Token))
-        return Leg(events, None if turn.plan is None else self._plan(turn.plan), said,
+        return RedactedTurn(events, None if turn.plan is None else self._plan(turn.plan), said,
                    turn.num_outputs - len(said), tuple(map(_edge, turn.edges)), turn.idle,
                    turn is not self.recorder.now)
 

@@ -19,7 +19,7 @@ BROKEN = "�"
 
 
 @dataclass(slots=True)
-class Delta:
+class TextDelta:
     """New text. `stop` is the stop string that ended it, completed by output token `count`."""
 
     text: str
@@ -58,10 +58,10 @@ class Detokenizer:
         self.count = 0                   # tokens pushed, up to the stop
         self.chars = 0                   # characters decoded so far, shown or held
 
-    def push(self, token_ids: Iterable[int]) -> Delta:
+    def push(self, token_ids: Iterable[int]) -> TextDelta:
         """What these tokens add. After a stop everything else is ignored."""
         if self._stopped:
-            return Delta("")
+            return TextDelta("")
         if not self._stops:
             new = [self._pieces.add(token) for token in token_ids]
             self.count += len(new)
@@ -72,25 +72,25 @@ class Detokenizer:
             delta = self._take(self._pieces.add(token))
             shown.append(delta.text)
             if delta.stop is not None:
-                return Delta("".join(shown), delta.stop, self.count)
-        return Delta("".join(shown))
+                return TextDelta("".join(shown), delta.stop, self.count)
+        return TextDelta("".join(shown))
 
-    def flush(self) -> Delta:
+    def flush(self) -> TextDelta:
         """What was held back; the output has ended."""
         if self._stopped:
-            return Delta("")
+            return TextDelta("")
         delta = self._take(self._pieces.end())
         if delta.stop is not None:
-            return Delta(delta.text, delta.stop, self.count)
+            return TextDelta(delta.text, delta.stop, self.count)
         held, self._held, self._stopped = self._held, "", True
-        return Delta(delta.text + held)
+        return TextDelta(delta.text + held)
 
-    def _take(self, new: str) -> Delta:
+    def _take(self, new: str) -> TextDelta:
         self.chars += len(new)
         if not self._stops:
-            return Delta(new)
+            return TextDelta(new)
         if not new:
-            return Delta("")
+            return TextDelta("")
         text, held = self._held + new, len(self._held)
         # What is held was searched before, or not wanted: a stop ends in what is new.
         found = [(at + len(s), at, s) for s in self._stops
@@ -98,10 +98,10 @@ class Detokenizer:
         if found and self.count > self._min_tokens:
             end, at, stop = min(found)
             self._stopped, self._held = True, ""
-            return Delta(text[:end if self._include_stop else at], stop)
+            return TextDelta(text[:end if self._include_stop else at], stop)
         keep = max(overlap(text, s) for s in self._stops)
         self._held = text[len(text) - keep:]
-        return Delta(text[:len(text) - keep])
+        return TextDelta(text[:len(text) - keep])
 
 
 class _Pieces:

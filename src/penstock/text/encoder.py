@@ -61,7 +61,7 @@ class Encoder:
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class TokenBound:
     """`longest`: the most characters that one token stands for. `dropped`: those that become no token."""
 
     longest: int
@@ -72,7 +72,7 @@ class Bound:
         return -(-(len(text) - sum(map(text.count, self.dropped))) // self.longest)
 
 
-def bound(state: str) -> Bound | None:
+def bound(state: str) -> TokenBound | None:
     """None where there is none: the tokenizer may drop any character, or make one token of any number of
     unknown ones or spaces.
 
@@ -97,7 +97,7 @@ def bound(state: str) -> Bound | None:
     dropped = _dropped(model, set(pieces), any(kind["type"] == "ByteLevel" for kind in splits))
     if dropped is None:
         return None
-    return Bound(composed * max(len(piece) for piece in [*pieces, *(t["content"] for t in added)]), dropped)
+    return TokenBound(composed * max(len(piece) for piece in [*pieces, *(t["content"] for t in added)]), dropped)
 
 
 def _kinds(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:

@@ -20,21 +20,21 @@ from penstock.text.chat import ONLY_TEXT, RESERVED, ChatTemplate, read_template
 from penstock.text.grammar.check import GrammarCheck
 from penstock.text.prompts import program_of
 from penstock.text.tokenizer import Tokenizer, open_tokenizer
-from penstock.text.tools.asked import Asked, Offer, asked_of
+from penstock.text.tools.asked import AnswerForm, ToolOffer, asked_of
 from penstock.text.tools.reasoning import MARKS, Marks, marks_of
-from penstock.text.tools.table import FORMATS, Format, format_of
+from penstock.text.tools.table import FORMATS, CallFormat, format_of
 
 _TOOLS_ALONE = "{{ raise_exception('this model has a chat template for requests with tools alone') }}"
 
 
-class Text:
+class ModelText:
     """`tokenizer` is None for a model that has none: it serves token ids. `no_template`: why there is no
     template, as the beginning of a sentence. `calls`: the format of its calls of tools, or None; `reasons`:
     the marks of the reasoning that its answers may begin with, or None."""
 
     def __init__(self, tokenizer: Tokenizer | None, template: ChatTemplate | None,
                  eos_ids: Sequence[int], no_template: str = "this model has no chat template", *,
-                 calls: Format | None = None, reasons: Marks | None = None,
+                 calls: CallFormat | None = None, reasons: Marks | None = None,
                  sampling: Sampling | None = None) -> None:
         """sampling: values of requests that name none."""
         self.sampling = sampling or {}
@@ -52,20 +52,20 @@ class Text:
                 raise RequestError("this model has no tokenizer: a grammar needs one", "grammar")
             await self.grammars.check(params.grammar, tenant)
 
-    def asked(self, offer: Offer, prompt: str, *, separate: bool = True) -> Asked:
+    def asked(self, offer: ToolOffer, prompt: str, *, separate: bool = True) -> AnswerForm:
         """How answers to `prompt` are read. Raises RequestError: this model does not know of tools."""
         if offer.tools and self.calls is None:
             raise RequestError("tools: this model's calls are in no format that is known: name it with "
                                "--tool-call-parser, or leave them out", "tools")
         return asked_of(self.calls, offer, prompt, reasons=self.reasons, separate=separate)
 
-    def shown(self, asked: Asked) -> frozenset[int]:
+    def shown(self, asked: AnswerForm) -> frozenset[int]:
         """Special tokens that readers of such answers must see."""
         if self.tokenizer is None or asked.plain:
             return frozenset()
         return frozenset(i for mark in asked.marks() if (i := self.tokenizer.mark_id(mark)) is not None)
 
-    def grammar(self, asked: Asked, given: Grammar | None) -> Grammar | None:
+    def grammar(self, asked: AnswerForm, given: Grammar | None) -> Grammar | None:
         """Of such answers, where `given` is what their text must match. Raises RequestError."""
         return given if self.tokenizer is None else asked.grammar(self.tokenizer.mark_id, given)
 
@@ -98,7 +98,7 @@ class Text:
             self.template.close()
 
 
-def open_text(config: Config, files: ModelFiles) -> Text:
+def open_text(config: Config, files: ModelFiles) -> ModelText:
     """Raises ConfigError: the tokenizer or the operator's template is missing or broken."""
     model = config.model
     tokenizer = open_tokenizer(files, model.tokenizer)
@@ -124,7 +124,7 @@ def open_text(config: Config, files: ModelFiles) -> Text:
                           "them: give one with --chat-template, or leave it out")
     shown = (source or "") + (with_tools or "")
     parser, reasons = model.tool_call_parser, model.reasoning_parser
-    return Text(tokenizer, template, files.eos_ids if tokenizer is None else tokenizer.eos_ids,
+    return ModelText(tokenizer, template, files.eos_ids if tokenizer is None else tokenizer.eos_ids,
                 _no_template(files), calls=format_of(shown) if parser == "auto" else FORMATS.get(parser),
                 reasons=marks_of(shown) if reasons == "auto" else MARKS.get(reasons),
                 sampling=sampling_defaults(model, files))

@@ -19,7 +19,7 @@ import xxhash
 
 from penstock.config.base.decoding import ProtocolError, decode, encode
 from penstock.core.pair.messages import Cancel, Drained, End, Grant, Refused
-from penstock.transfer.layout import Piece
+from penstock.transfer.layout import PageSlice
 from penstock.transfer.messages import (
     Ask,
     Beat,
@@ -64,7 +64,7 @@ class PageHead(NamedTuple):
     transfer: int
     generation: int
     group: int
-    piece: Piece
+    piece: PageSlice
     checksum: int                       # xxh3-64 of the payload
 
 
@@ -113,7 +113,7 @@ class Sealer:
         return head + hmac.digest(self._key, head + covered, "sha256")
 
 
-class FrameReader:
+class SealedFrameReader:
     """Reads the frames of one direction of one connection; holds one frame, and one message in parts."""
 
     def __init__(self, read: Callable[[memoryview], int], key: bytes, epoch: int,
@@ -163,7 +163,7 @@ class FrameReader:
         self._authenticate(page)
         transfer, generation, group, layer, layers, unit, units, digest = _PAGE.unpack(page)
         payload = self._fill(PAGE_HEAD_BYTES, length)
-        return PageFrame(PageHead(transfer, generation, group, Piece(layer, layers, unit, units), digest),
+        return PageFrame(PageHead(transfer, generation, group, PageSlice(layer, layers, unit, units), digest),
                          payload)
 
     def _part(self, kind: int, more: int, length: int) -> Any:

@@ -31,7 +31,7 @@ class Down:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class PeerMessage:
     """`bytes`, with an End: what its generation brought."""
 
     epoch: int
@@ -57,7 +57,7 @@ class Unpaired:
     words: str
 
 
-LinkEvent: TypeAlias = Up | Down | Heard | Pushed | Unpaired
+LinkEvent: TypeAlias = Up | Down | PeerMessage | Pushed | Unpaired
 
 
 class Events:

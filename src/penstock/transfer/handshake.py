@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.config.base.decoding import ProtocolError
-from penstock.transfer.codec import VERSION, FrameReader, Sealer, connection_keys
+from penstock.transfer.codec import VERSION, SealedFrameReader, Sealer, connection_keys
 from penstock.transfer.facts import Facts, differences
 from penstock.transfer.messages import Greeting
-from penstock.transfer.streams import LinkSettings, Stream
+from penstock.transfer.streams import Connection, LinkSettings
 
 _MAGIC = b"penstock"
 _NONCE_BYTES = 32
@@ -30,17 +30,17 @@ class Unpairable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Paired:
+class PeerSession:
     epoch: int
     sealer: Sealer
-    reader: FrameReader
+    reader: SealedFrameReader
     theirs: Facts
     engine: bytes                       # which one the other end is
     beat_s: float                       # without a word of ours, after which we say that we live
 
 
-def handshake(stream: Stream, settings: LinkSettings, facts: Facts, engine: bytes,
-              newest: Callable[[], int], choose: Callable[[Greeting], int]) -> Paired:
+def handshake(stream: Connection, settings: LinkSettings, facts: Facts, engine: bytes,
+              newest: Callable[[], int], choose: Callable[[Greeting], int]) -> PeerSession:
     """engine: this one; newest: the newest epoch known here; choose: of the end that listens, a newer one
     than that and the one given, or 0 for an engine that is not to be paired with now. Raises Unpairable,
     and OSError where the stream ends."""
@@ -51,7 +51,7 @@ def handshake(stream: Stream, settings: LinkSettings, facts: Facts, engine: byte
     nonces = (theirs, ours) if settings.listens else (ours, theirs)
     dialling, listening = connection_keys(settings.key, VERSION, nonces, stream.binding)
     send, receive = (listening, dialling) if settings.listens else (dialling, listening)
-    sealer, reader = Sealer(send, 0), FrameReader(read, receive, 0)
+    sealer, reader = Sealer(send, 0), SealedFrameReader(read, receive, 0)
     silence_ms = int(1000 * settings.silence_s)
     if settings.listens:
         heard = _greeting(reader)
@@ -71,7 +71,7 @@ def handshake(stream: Stream, settings: LinkSettings, facts: Facts, engine: byte
     if epoch <= known:
         raise Unpairable(f"the other end begins epoch {epoch} and {known} has been")
     reader.begin(epoch)
-    return Paired(epoch, Sealer(send, epoch), reader, heard.facts, heard.engine,
+    return PeerSession(epoch, Sealer(send, epoch), reader, heard.facts, heard.engine,
                   heard.silence_ms / 1000 / BEATS)
 
 
@@ -91,7 +91,7 @@ def _opening(read: Callable[[memoryview], int]) -> bytes:
     return bytes(nonce)
 
 
-def _greeting(reader: FrameReader) -> Greeting:
+def _greeting(reader: SealedFrameReader) -> Greeting:
     try:
         message = reader.next()
     except ProtocolError as e:
@@ -104,6 +104,6 @@ def _greeting(reader: FrameReader) -> Greeting:
     return message
 
 
-def _say(stream: Stream, sealer: Sealer, greeting: Greeting) -> None:
+def _say(stream: Connection, sealer: Sealer, greeting: Greeting) -> None:
     for frame in sealer.message(greeting):
         stream.sendall(frame)

@@ -13,12 +13,12 @@ from penstock.config.base.decoding import ProtocolError
 from penstock.core.plan import Move, Tier
 from penstock.transfer.codec import PageFrame, checksum
 from penstock.transfer.facts import Facts, GroupFacts
-from penstock.transfer.layout import Piece, Progress, page_parts, rectangles, whole_units
+from penstock.transfer.layout import GroupProgress, PageSlice, common_layer_spans, page_parts, whole_units
 from penstock.transfer.pages import PageBytes, Span
 
 
 def place(group: GroupFacts, there: GroupFacts, move_first: int, pages: Sequence[int],
-          piece: Piece) -> list[Span]:
+          piece: PageSlice) -> list[Span]:
     """Where `piece` lies in our pages, those from `move_first` on, in the order of its bytes. there: the same
     group at the other end."""
     of_page, first = group.page_units, move_first // group.page_size
@@ -30,7 +30,7 @@ def place(group: GroupFacts, there: GroupFacts, move_first: int, pages: Sequence
 class _Granted:
     """into: Moves, each with the unit behind its last."""
 
-    progress: Progress
+    progress: GroupProgress
     into: list[tuple[Move, int]]
 
 
@@ -44,19 +44,19 @@ class _Landing:
 
 
 @dataclass(frozen=True, slots=True)
-class Landed:
+class TransferResult:
     """What a generation has brought by its end. `ok`: all that was granted, every piece verified."""
 
     ok: bool
     bytes: int
 
 
-class Landings:
+class GrantTable:
     """Any thread may call; one epoch at a time is open, and there is none at first."""
 
     def __init__(self, facts: Facts, pages: PageBytes) -> None:
         self._facts, self._pages = facts, pages
-        self._stages = [rectangles(stages, stages) for stages in facts.stages]
+        self._stages = [common_layer_spans(stages, stages) for stages in facts.stages]
         self._lock = threading.Lock()
         self._open: dict[tuple[int, int], _Landing] = {}
         self._epoch, self._theirs = 0, facts
@@ -85,7 +85,7 @@ class Landings:
                 return
             landing = self._open.setdefault((move.transfer, move.generation), _Landing())
             granted = landing.groups.setdefault(
-                move.group, _Granted(Progress(units, self._stages[move.group]), []))
+                move.group, _Granted(GroupProgress(units, self._stages[move.group]), []))
             granted.into.append((move, units.stop))
             (whole, stop), *others = granted.into
             assert all(m.first == whole.first and m.dst is not whole.dst and end <= stop for m, end in others), (
@@ -126,11 +126,11 @@ class Landings:
                     self._pages.write(move.dst, move.group, part.of_layers, spans,
                                       payload[:part.units * part.layers * group.cell_bytes])
 
-    def landed(self, epoch: int, transfer: int, generation: int) -> Landed | None:
+    def landed(self, epoch: int, transfer: int, generation: int) -> TransferResult | None:
         """What has become of a generation whose end was said; None: nobody waits for it."""
         with self._lock:
             landing = self._open.get((transfer, generation)) if epoch == self._epoch else None
             if landing is None:
                 return None
             ok = not landing.broken and all(g.progress.done for g in landing.groups.values())
-            return Landed(ok, landing.bytes)
+            return TransferResult(ok, landing.bytes)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from penstock.config.base.decoding import ProtocolError
 
 
-class Piece(NamedTuple):
+class PageSlice(NamedTuple):
     """Layers of the group, and units from the first position of the request on."""
 
     layer: int
@@ -36,7 +36,7 @@ def whole_units(first: int, tokens: int, unit: int, *, states: bool = False) -> 
     return range(first // unit, -(-(first + tokens) // unit) if states else (first + tokens) // unit)
 
 
-def rectangles(ours: Sequence[int], theirs: Sequence[int]) -> tuple[range, ...]:
+def common_layer_spans(ours: Sequence[int], theirs: Sequence[int]) -> tuple[range, ...]:
     """Layers that lie in one stage on both sides, in order; a stage may have none."""
     assert sum(ours) == sum(theirs), f"stages of {list(ours)} and {list(theirs)} layers"
     ends = sorted({0, *accumulate(ours), *accumulate(theirs)})
@@ -44,7 +44,7 @@ def rectangles(ours: Sequence[int], theirs: Sequence[int]) -> tuple[range, ...]:
 
 
 def pieces(units: range, page_units: tuple[int, int], layers: Sequence[range], cell_bytes: int,
-           limit: int) -> Iterator[Piece]:
+           limit: int) -> Iterator[PageSlice]:
     """Every layer of every unit once, in order, in as few pieces as whole pages allow.
 
     page_units   units of a page at one end and at the other
@@ -62,7 +62,7 @@ def pieces(units: range, page_units: tuple[int, int], layers: Sequence[range], c
         at_once = limit // ((end - unit) * cell_bytes)
         for span in layers:
             for layer in range(span.start, span.stop, at_once):
-                yield Piece(layer, min(at_once, span.stop - layer), unit, end - unit)
+                yield PageSlice(layer, min(at_once, span.stop - layer), unit, end - unit)
         unit = end
 
 
@@ -74,7 +74,7 @@ def page_parts(unit: int, units: int, page_units: tuple[int, int]) -> Iterator[r
         yield range(begin, end)
 
 
-class Progress:
+class GroupProgress:
     """What of one group of a grant has landed: each unit of each layer once, in the order of `pieces`."""
 
     def __init__(self, units: range, stages: Sequence[range]) -> None:
@@ -86,7 +86,7 @@ class Progress:
     def done(self) -> bool:
         return self._unit >= self._units.stop
 
-    def take(self, p: Piece) -> None:
+    def take(self, p: PageSlice) -> None:
         """Count `p`. Raises ProtocolError, and counts nothing, if it is not what comes next."""
         end = p.unit + p.units
         if p.layers < 1 or p.units < 1 or end > self._units.stop:

@@ -22,12 +22,12 @@ from penstock.core.plan import Move, Tier
 from penstock.transfer.events import Events, LinkEvent, Pushed, Unpaired
 from penstock.transfer.facts import Facts
 from penstock.transfer.handshake import Unpairable, handshake
-from penstock.transfer.landing import Landings
+from penstock.transfer.landing import GrantTable
 from penstock.transfer.messages import Greeting, Said
 from penstock.transfer.pages import PageBytes
 from penstock.transfer.remote.carrier import Open
 from penstock.transfer.session import Counts, Session
-from penstock.transfer.streams import CONNECT_S, LinkSettings, Stream, dial, listen, secure, shut
+from penstock.transfer.streams import CONNECT_S, Connection, LinkSettings, dial, listen, secure, shut
 
 HANDSHAKES_MAX = 8                      # at once: strangers cannot keep more threads, nor these long
 RETRY_S = (0.05, 1.0)                   # between two calls of the end that dials: at first, at most
@@ -46,13 +46,13 @@ class PairLink:
         self._settings, self._facts, self._pages = settings, facts, pages
         self._events, self._counts = Events(wake), Counts()
         self._open_carrier = open_carrier
-        self._landings = Landings(facts, pages)
+        self._landings = GrantTable(facts, pages)
         self._server: socket.socket | None = None
         self._lock = threading.Lock()
         self._running = threading.Lock()            # held by the thread of the session that runs
         self._session: Session | None = None
         self._engine = os.urandom(16)               # which one this is, to the other end
-        self._streams: list[Stream | socket.socket] = []
+        self._streams: list[Connection | socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._newest = 0                            # epoch that was given out, or heard of
         self._words = ""
@@ -143,7 +143,7 @@ class PairLink:
         if session is not None:
             session.cut("cut", "this engine ends")
         for end in [*streams, *([] if self._server is None else [self._server])]:
-            end.cut() if isinstance(end, Stream) else shut(end)
+            end.cut() if isinstance(end, Connection) else shut(end)
         until = time.monotonic() + 2 * CONNECT_S
         # A transport's READ cannot be cut: it ends in a buffer that no page is in.
         if self._running.acquire(timeout=2 * CONNECT_S):
@@ -212,7 +212,7 @@ class PairLink:
 
     def _serve(self, sock: socket.socket, dialled: LinkSettings | None = None) -> bool:
         """A connection from its beginning to its end. False if it never was a pair's."""
-        held: Stream | socket.socket = sock
+        held: Connection | socket.socket = sock
         link: PairLink = self
         try:
             session = None
@@ -254,7 +254,7 @@ class PairLink:
                 self._streams.remove(held)
             held.close()
 
-    def _pair(self, stream: Stream) -> tuple[PairLink, Session]:
+    def _pair(self, stream: Connection) -> tuple[PairLink, Session]:
         """Whose it is, and what it is there, which `_leave` ends."""
         chosen: list[tuple[PairLink, bytes]] = []
 

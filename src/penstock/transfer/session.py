@@ -16,16 +16,16 @@ from penstock.core.pair.messages import Drained, End, Reason
 from penstock.core.plan import Move
 from penstock.memory.pinned import NotPinned
 from penstock.transfer.codec import PAYLOAD_MAX, PageFrame, PageHead, checksum
-from penstock.transfer.events import Down, Events, Heard, Pushed, Up
+from penstock.transfer.events import Down, Events, PeerMessage, Pushed, Up
 from penstock.transfer.facts import Facts
-from penstock.transfer.handshake import Paired
-from penstock.transfer.landing import Landings, place
-from penstock.transfer.layout import Piece, pieces, rectangles, whole_units
+from penstock.transfer.handshake import PeerSession
+from penstock.transfer.landing import GrantTable, place
+from penstock.transfer.layout import PageSlice, common_layer_spans, pieces, whole_units
 from penstock.transfer.messages import Beat, Greeting, Memory, Offer, Said, Taken
 from penstock.transfer.pages import PageBytes
 from penstock.transfer.remote.carrier import SLOT_BYTES, SLOTS, Carrier, CarrierFault
-from penstock.transfer.remote.shared import Shared
-from penstock.transfer.streams import Stream
+from penstock.transfer.remote.shared import SharedBuffer
+from penstock.transfer.streams import Connection
 
 
 class Counts:
@@ -43,7 +43,7 @@ class Counts:
 
 
 class _Push:
-    def __init__(self, move: Move, todo: Iterator[Piece], nbytes: int) -> None:
+    def __init__(self, move: Move, todo: Iterator[PageSlice], nbytes: int) -> None:
         self.move, self.todo, self.unsent = move, todo, nbytes
         self.sent, self.seconds, self.stopped = 0, 0.0, False
 
@@ -54,7 +54,7 @@ class _Push:
 class Session:
     """`run` in a thread of its own; everything else from any thread."""
 
-    def __init__(self, stream: Stream, paired: Paired, facts: Facts, pages: PageBytes, landings: Landings,
+    def __init__(self, stream: Connection, paired: PeerSession, facts: Facts, pages: PageBytes, landings: GrantTable,
                  events: Events, counts: Counts, silence_s: float,
                  open_carrier: Callable[[], Carrier] | None = None) -> None:
         """open_carrier: where the decode end READs pages; None: they come in the stream, or by memory of both
@@ -67,7 +67,7 @@ class Session:
         self.epoch, self.engine = paired.epoch, paired.engine
         self._stream, self._paired, self._facts, self._pages = stream, paired, facts, pages
         self._landings, self._events, self._counts, self._silence_s = landings, events, counts, silence_s
-        self._layers = [rectangles(a, b) for a, b in zip(facts.stages, paired.theirs.stages, strict=True)]
+        self._layers = [common_layer_spans(a, b) for a, b in zip(facts.stages, paired.theirs.stages, strict=True)]
         self._staging = memoryview(bytearray(SLOT_BYTES))
         self._news = threading.Condition()
         self._messages: deque[Said] = deque()
@@ -164,10 +164,10 @@ class Session:
                 with self._news:
                     self._messages.appendleft(Memory(self._carrier.here))
 
-    def _share(self, fd: int | None = None) -> Shared | None:
+    def _share(self, fd: int | None = None) -> SharedBuffer | None:
         """Memory of both ends, or what was handed over; None: pages come in the stream."""
         try:
-            return Shared(self._pages, fd)
+            return SharedBuffer(self._pages, fd)
         except (CarrierFault, NotPinned):
             self._counts.failed("memory")
             return None
@@ -175,7 +175,7 @@ class Session:
     def _joined(self, here: bytes) -> None:
         """What the other end must know to read, or to be read, has come."""
         if self._facts.role == "prefill":
-            if not isinstance(self._carrier, Shared) or self._offers is not None:
+            if not isinstance(self._carrier, SharedBuffer) or self._offers is not None:
                 raise ProtocolError("Memory where none may come")
             self._carrier.meet(here)
             self._offers = self._carrier
@@ -250,22 +250,22 @@ class Session:
                 payload[:] = found
         except CarrierFault:
             sound = False
-        head = PageHead(offer.transfer, offer.generation, offer.group, Piece(*offer.piece),
+        head = PageHead(offer.transfer, offer.generation, offer.group, PageSlice(*offer.piece),
                         int.from_bytes(offer.digest))
         self._landings.land(self.epoch, PageFrame(head, payload), sound=sound)
         self._counts.bytes_received += offer.length
         self.say(Taken(offer.slot))
 
     def _hear(self, message: Said) -> None:
-        heard = Heard(self.epoch, message)
+        heard = PeerMessage(self.epoch, message)
         if isinstance(message, End):
             landed = self._landings.landed(self.epoch, message.transfer, message.generation)
             if landed is not None and landed.ok:
-                heard = Heard(self.epoch, message, landed.bytes)
+                heard = PeerMessage(self.epoch, message, landed.bytes)
             elif landed is not None:
                 # Nothing will be written any more, which is what Drained says; it has not worked.
                 self._counts.failed("damaged")
-                heard = Heard(self.epoch, Drained(message.transfer, message.generation, Reason.BROKEN))
+                heard = PeerMessage(self.epoch, Drained(message.transfer, message.generation, Reason.BROKEN))
         self._events.put_when_there_is_room(heard, lambda: self._cause is not None)
 
     def _send(self) -> None:

@@ -81,7 +81,7 @@ class LinkSettings:
         return "", host.strip("[]"), int(port)
 
 
-class Stream(io.RawIOBase):
+class Connection(io.RawIOBase):
     """One connection. `binding` is the digest of the TLS certificate, empty without TLS."""
 
     binding = b""
@@ -145,7 +145,7 @@ class Stream(io.RawIOBase):
         super().close()
 
 
-class TlsStream(Stream):
+class TlsStream(Connection):
     """TLS in memory over the socket: the library's own sockets cannot be read and written at once."""
 
     def __init__(self, sock: socket.socket, settings: LinkSettings) -> None:
@@ -264,10 +264,10 @@ def dial(settings: LinkSettings) -> socket.socket:
     return sock
 
 
-def secure(sock: socket.socket, settings: LinkSettings) -> Stream:
+def secure(sock: socket.socket, settings: LinkSettings) -> Connection:
     """Raises OSError. The socket belongs to the stream, or is closed."""
     try:
-        return TlsStream(sock, settings) if settings.tls else Stream(sock)
+        return TlsStream(sock, settings) if settings.tls else Connection(sock)
     except BaseException:
         sock.close()
         raise

@@ -37,7 +37,7 @@ class ToolDefinition(OfTool, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class Choice(msgspec.Struct, forbid_unknown_fields=True):
+class AnthropicToolChoice(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -64,7 +64,7 @@ class _Conversation(Body, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     system: str | list[TextBlock] | None = None
     tools: list[ToolDefinition] | None = None
-    tool_choice: Choice | None = None
+    tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     # Not built.
@@ -107,7 +107,7 @@ class CountRequest(_Conversation, kw_only=True, forbid_unknown_fields=True):
     """What a prompt costs."""
 
 
-def _choice(given: Choice | None) -> ToolChoice | None:
+def _choice(given: AnthropicToolChoice | None) -> ToolChoice | None:
     if given is None:
         return None
     if given.type == "tool":

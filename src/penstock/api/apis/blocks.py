@@ -11,10 +11,10 @@ from typing import Any, Literal, TypeAlias
 
 from penstock.api.openai_format import Whole
 from penstock.config.base.errors import RequestError, show
-from penstock.engine.client.generation import Piece, Usage
-from penstock.engine.wire import Logprob
-from penstock.text.tools.asked import Asked
-from penstock.text.tools.source import Arguments, CallBegun, Item, Reader, Reasoning, Text
+from penstock.engine.client.generation import ChoicePiece, Usage
+from penstock.engine.wire import TokenLogprob
+from penstock.text.tools.asked import AnswerForm
+from penstock.text.tools.source import AnswerReader, Arguments, CallBegun, Item, Reasoning, TextItem
 
 
 @dataclass(slots=True)
@@ -30,11 +30,11 @@ class Block:
     num_new: int = 0                                        # of those, how many the last text brought
 
 
-Score: TypeAlias = "tuple[int, Logprob]"
+Score: TypeAlias = "tuple[int, TokenLogprob]"
 
 
 @dataclass(slots=True)
-class Scores:
+class BlockScores:
     """Which tokens, with their logprobs, an answer's texts are made of.
 
     A token belongs to the text in which it begins; tokens of marks, calls and ends belong to none."""
@@ -43,7 +43,7 @@ class Scores:
     _at: int = 0
     _tokens: deque[tuple[int, Score]] = field(default_factory=deque)       # where each begins in the text
 
-    def add(self, piece: Piece | Whole) -> None:
+    def add(self, piece: ChoicePiece | Whole) -> None:
         """What has come, before it is read."""
         self._text += piece.text
         self._tokens += zip(piece.offsets, zip(piece.tokens, piece.logprobs, strict=True), strict=True)
@@ -65,13 +65,13 @@ class BlockFormat(ABC):
     """A form of one choice. Its events are made by `begun`, `more` and `ended`, which a subclass has."""
 
     model: str
-    asked: Asked
+    asked: AnswerForm
     id: str = ""
     blocks: list[Block] = field(default_factory=list)
     named: bool = True
-    scores: Scores | None = None         # None: no logprobs are asked for
+    scores: BlockScores | None = None         # None: no logprobs are asked for
     _open: bool = False
-    _reader: Reader | None = None
+    _reader: AnswerReader | None = None
 
     # ------------------------------------------------------------ of a subclass
     @abstractmethod
@@ -92,10 +92,10 @@ class BlockFormat(ABC):
         """All of it, from `blocks`."""
 
     # ------------------------------------------------------------ as Format
-    def event(self, piece: Piece) -> bytes | None:
+    def event(self, piece: ChoicePiece) -> bytes | None:
         return None
 
-    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+    def chunks(self, piece: ChoicePiece) -> list[dict[str, Any]]:
         if self.scores is not None:
             self.scores.add(piece)
         items = self._items(piece.text, piece.finish is not None)
@@ -131,8 +131,8 @@ class BlockFormat(ABC):
                 yield from self._begin(Block("call", len(self.blocks), "", name, self.asked.call_id(item)))
             case Arguments(text):
                 yield from self._add(text)
-            case Text(text) | Reasoning(text):
-                kind: Literal["text", "reasoning"] = "text" if isinstance(item, Text) else "reasoning"
+            case TextItem(text) | Reasoning(text):
+                kind: Literal["text", "reasoning"] = "text" if isinstance(item, TextItem) else "reasoning"
                 if not self._open or self.blocks[-1].kind != kind:
                     yield from self._begin(Block(kind, len(self.blocks)))
                 yield from self._add(text)

@@ -14,14 +14,14 @@ import msgspec
 
 from penstock.api.completions import OpenAI, Reply
 from penstock.api.openai_format import LOGPROB_MIN, Prompts, Whole
-from penstock.api.protocol.body import Body, Neutral, Sampled, Unbuilt
+from penstock.api.protocol.body import Body, Neutral, SamplingBody, Unbuilt
 from penstock.api.protocol.openai import CompletionRequest, parse
 from penstock.config.base.errors import RequestError
 from penstock.config.request.scores import Scores
-from penstock.engine.client.generation import Piece, Usage
+from penstock.engine.client.generation import ChoicePiece, Usage
 
 NEW_TOKENS = 128
-class Sampling(Sampled, kw_only=True, forbid_unknown_fields=True):
+class GenerateSampling(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
     sampling_seed: int | None = None
@@ -32,7 +32,7 @@ class GenerateRequest(Body, kw_only=True, forbid_unknown_fields=True):
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
-    sampling_params: Sampling | None = None
+    sampling_params: GenerateSampling | None = None
     stream: bool | None = None
     rid: str | None = None
     model: str | None = None
@@ -96,7 +96,7 @@ class GenerateRequest(Body, kw_only=True, forbid_unknown_fields=True):
 
     def completion(self) -> CompletionRequest:
         """The same as a completion request."""
-        given = msgspec.structs.asdict(self.sampling_params or Sampling())
+        given = msgspec.structs.asdict(self.sampling_params or GenerateSampling())
         most, least, seed = (given.pop(k) for k in ("max_new_tokens", "min_new_tokens", "sampling_seed"))
         prompt: Any = self.text if self.text is not None else self.input_ids
         asks = self.return_logprob and self.first >= 0
@@ -126,10 +126,10 @@ class GenerateFormat:
     def openings(self, _: Usage) -> list[dict[str, Any]]:
         return []
 
-    def event(self, piece: Piece) -> bytes | None:
+    def event(self, piece: ChoicePiece) -> bytes | None:
         return None
 
-    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+    def chunks(self, piece: ChoicePiece) -> list[dict[str, Any]]:
         whole = self._said.setdefault(piece.index, Whole())
         whole.add(piece)
         self._heard(piece.index, piece.prompt)

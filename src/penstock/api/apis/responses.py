@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
-from penstock.api.apis.blocks import Block, BlockFormat, Score, Scores, joined_text
+from penstock.api.apis.blocks import Block, BlockFormat, BlockScores, Score, joined_text
 from penstock.api.completions import OpenAI, Reply
 from penstock.api.openai_format import clipped_json, token_score, unix_time
 from penstock.api.protocol.body import Body, Neutral, Unbuilt
@@ -32,7 +32,7 @@ class FunctionTool(OfTool, forbid_unknown_fields=True):
     description: str | None = None
 
 
-class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
+class ResponseTextFormat(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
     schema: dict[str, Any] | None = None
@@ -41,7 +41,7 @@ class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
-    format: TextFormat | None = None
+    format: ResponseTextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
@@ -93,7 +93,7 @@ class ResponsesRequest(Body, kw_only=True, forbid_unknown_fields=True):
         """The same as a chat request to `api`. Raises RequestError."""
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
         text, reasoning = self.text or TextConfig(), self.reasoning or ReasoningConfig()
-        form = text.format or TextFormat()
+        form = text.format or ResponseTextFormat()
         schema = JsonSchemaFormat(form.name, form.schema, form.strict) if form.type == "json_schema" else None
         return ChatRequest(
             messages=messages + _messages(self.input, api.only_text), model=self.model, stream=self.stream,
@@ -296,6 +296,6 @@ async def create(api: OpenAI, body: bytes, tenant: bytes, reply: Reply) -> None:
                            lambda asked, _: ResponseForm(
                                api.named(given.model), asked, request=given, token_bytes=api.token_bytes,
                                sampling=api.text.sampling,
-                               scores=Scores() if given.wants_logprobs else None))
+                               scores=BlockScores() if given.wants_logprobs else None))
     except RequestError as e:
         raise e.named(_NAMES.get(e.param or "", e.param)) from None

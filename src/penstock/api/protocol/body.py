@@ -65,7 +65,7 @@ def unbuilt(kind: type[Body]) -> dict[str, Neutral]:
             for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Neutral)}
 
 
-class Sampled(Body, kw_only=True, forbid_unknown_fields=True):
+class SamplingBody(Body, kw_only=True, forbid_unknown_fields=True):
     """How tokens are chosen, in words that OpenAI, vLLM and SGLang share. None is "not given"."""
 
     n: int | None = None

@@ -21,7 +21,7 @@ from penstock.api.protocol.structured import Structured, grammar_of
 from penstock.api.protocol.tools import Tool, ToolChoice, offer_of
 from penstock.config.base.errors import RequestError, cut
 from penstock.config.request.params import COUNT_MAX, SamplingParams
-from penstock.text.tools.asked import Offer
+from penstock.text.tools.asked import ToolOffer
 
 NO_DEFAULTS: Mapping[str, float] = {}
 
@@ -151,7 +151,7 @@ class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):
         return given | (self.chat_template_kwargs or {})
 
     @property
-    def offer(self) -> Offer:
+    def offer(self) -> ToolOffer:
         """Raises RequestError."""
         return offer_of(self.tools, self.tool_choice, self.parallel_tool_calls)
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock.api.protocol.body import Sampled
+from penstock.api.protocol.body import SamplingBody
 from penstock.config.base.errors import RequestError
 from penstock.config.request.grammar import ANY_OBJECT, Grammar, Kind
 
@@ -35,7 +35,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     grammar: str | None = None
 
 
-class Structured(Sampled, kw_only=True, forbid_unknown_fields=True):
+class Structured(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     """What the answer must match: one of these, or of SGLang's three."""
 
     response_format: ResponseFormat | None = None

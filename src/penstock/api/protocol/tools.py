@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.config.base.errors import RequestError, show
 from penstock.config.request.ignored import OfTool, names
-from penstock.text.tools.asked import Offer
+from penstock.text.tools.asked import ToolOffer
 
 Mode: TypeAlias = Literal["none", "auto", "required"]
 
@@ -83,16 +83,16 @@ def _named(function: FunctionName | None, name: str | None, where: str) -> str:
     return found
 
 
-def offer_of(tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> Offer:
+def offer_of(tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> ToolOffer:
     """Raises RequestError. The model is not told of tools that `choice` does not allow."""
     mode, allowed, only = choice.plain() if isinstance(choice, ChosenTool) else (choice or "auto", None, "")
     all_tools = list(tools or ())
-    Offer([_shown(t) for t in all_tools])           # what is wrong is told also with `none`
+    ToolOffer([_shown(t) for t in all_tools])           # what is wrong is told also with `none`
     if unknown := sorted((allowed or frozenset()) - {t.function.name for t in all_tools}):
         raise RequestError(f"tool_choice allows {show(unknown[0])}, which is none of the tools",
                            "tool_choice")
     given = [] if mode == "none" else [t for t in all_tools if allowed is None or t.function.name in allowed]
-    return Offer([_shown(t) for t in given], mode == "required", only, parallel is not False and not only,
+    return ToolOffer([_shown(t) for t in given], mode == "required", only, parallel is not False and not only,
                  frozenset(t.function.name for t in given if t.function.strict))
 
 

@@ -47,7 +47,7 @@ class EngineClosed(EngineDied):
     """The engine process was asked to go, by `close`."""
 
 
-class Stream:
+class ChoiceStream:
     """Chunks of one choice, in order, until the one with `finish`; then StopAsyncIteration.
 
     One reader. Leaving early aborts the choice in the engine: `aclose()`, cancellation while waiting,
@@ -59,10 +59,10 @@ class Stream:
         self._client = client
         self._inbox = inbox
 
-    def __aiter__(self) -> Stream:
+    def __aiter__(self) -> ChoiceStream:
         return self
 
-    async def __anext__(self) -> wire.Chunk:
+    async def __anext__(self) -> wire.OutputChunk:
         inbox = self._inbox
         while not inbox.chunks:
             if inbox.error is not None:
@@ -79,7 +79,7 @@ class Stream:
                 inbox.waiter = None
         return inbox.chunks.popleft()
 
-    def here(self) -> wire.Chunk | None:
+    def here(self) -> wire.OutputChunk | None:
         """The next chunk, if it has come already."""
         return self._inbox.chunks.popleft() if self._inbox.chunks else None
 
@@ -125,17 +125,17 @@ class EngineClient:
         self._inboxes: dict[int, Inbox] = {}
         self._asked: dict[int, asyncio.Future[wire.Stats | wire.Shown]] = {}
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
-        self._ready: wire.Ready | None = None
+        self._ready: wire.EngineReady | None = None
         self._transport: asyncio.Transport | None = None
         self._process: subprocess.Popen[str] | None = None
         self._closing = False
 
     # ------------------------------------------------------------ life of the process
-    async def start(self) -> wire.Ready:
+    async def start(self) -> wire.EngineReady:
         """Start the engine and wait until it is ready. Raises ConfigError (the engine refused the
         configuration) or EngineDied. Cancellable; nothing is left running when it raises."""
         self._loop = asyncio.get_running_loop()
-        self._started: asyncio.Future[wire.Ready] = self._loop.create_future()
+        self._started: asyncio.Future[wire.EngineReady] = self._loop.create_future()
         self._gone: asyncio.Future[None] = self._loop.create_future()
         # A socket pair is more private than a path: nothing to guess, to accept, or to clean up,
         # and the engine sees the end of this process at any moment, even while it loads.
@@ -179,7 +179,7 @@ class EngineClient:
             await self._exited.wait()
 
     @property
-    def ready(self) -> wire.Ready:
+    def ready(self) -> wire.EngineReady:
         assert self._ready is not None, "start() has not returned"
         return self._ready
 
@@ -191,7 +191,7 @@ class EngineClient:
     # ------------------------------------------------------------ requests
     def submit(self, prompt: Sequence[int], params: SamplingParams, *,
                eos_ids: Sequence[int] = (), namespace: int = 0,
-               room: wire.Room | None = None, tenant: int = 0) -> list[Stream]:
+               room: wire.BootstrapRoom | None = None, tenant: int = 0) -> list[ChoiceStream]:
         """Start one request; one Stream for each of `params.n` choices, in order of their index.
 
         Stop ids are `eos_ids` (unless `ignore_eos`) and `params.stop_token_ids`; `max_tokens` is
@@ -206,7 +206,7 @@ class EngineClient:
         if top is not None:
             params = replace(params, sparse_top_k=0 if selection is None else selection.budget)
         stop_ids = sorted({*(() if params.ignore_eos else eos_ids), *params.stop_token_ids})
-        streams: list[Stream] = []
+        streams: list[ChoiceStream] = []
         tokens = list(prompt)
         try:
             for choice in range(params.n):
@@ -221,7 +221,7 @@ class EngineClient:
                     room=None if room is None else replace(room, index=room.index + choice))
                 self._inboxes[inbox.rid] = inbox
                 self.num_waiting += 1
-                streams.append(Stream(self, inbox))
+                streams.append(ChoiceStream(self, inbox))
                 self._send(message)
         except BaseException:                   # all choices or none
             for stream in streams:
@@ -287,14 +287,14 @@ class EngineClient:
                     future.set_result(message)
             case wire.PeerNews(missing, info):
                 self.peer_missing, self.peer_info = missing, info
-            case wire.Ready():
+            case wire.EngineReady():
                 if not self._started.done():
                     self._started.set_result(message)
             case wire.Failed(text):
                 if not self._started.done():
                     self._started.set_exception(ConfigError(text))
 
-    def _deliver(self, chunk: wire.Chunk) -> None:
+    def _deliver(self, chunk: wire.OutputChunk) -> None:
         inbox = self._inboxes.get(chunk.rid)
         if inbox is None:
             return                          # aborted by us while this was on its way
@@ -371,7 +371,7 @@ async def _within(timeout_s: float, event: asyncio.Event) -> None:
         await asyncio.wait_for(event.wait(), timeout_s)
 
 
-def checked_limits(ready: wire.Ready, prompt: Sequence[int], params: SamplingParams,
+def checked_limits(ready: wire.EngineReady, prompt: Sequence[int], params: SamplingParams,
                    eos_ids: Sequence[int] = ()) -> int:
     """The most output tokens that `prompt` may get: `max_tokens` clipped to the context.
 
@@ -419,7 +419,7 @@ def checked_limits(ready: wire.Ready, prompt: Sequence[int], params: SamplingPar
     return max_new
 
 
-def _dense_limit(ready: wire.Ready, prompt: int, asked: int | None, max_new: int) -> int:
+def _dense_limit(ready: wire.EngineReady, prompt: int, asked: int | None, max_new: int) -> int:
     """Output tokens of a request that reads all of its KV, which stays on the device; `asked`: its
     max_tokens. Raises RequestError with the numbers."""
     room = ready.dense_len - prompt

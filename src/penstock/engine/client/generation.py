@@ -16,10 +16,10 @@ from msgspec.structs import replace
 
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.scores import Scores
-from penstock.engine.client.client import EngineDied, Stream
+from penstock.engine.client.client import ChoiceStream, EngineDied
 from penstock.engine.client.metrics import Metrics
-from penstock.engine.wire import Chunk, Logprob, Room
-from penstock.text.detokenize import Delta, Detokenizer
+from penstock.engine.wire import BootstrapRoom, OutputChunk, TokenLogprob
+from penstock.text.detokenize import Detokenizer, TextDelta
 from penstock.text.tokenizer import Tokenizer
 
 
@@ -30,17 +30,17 @@ class Engine(Protocol):
     def ready(self) -> Any: ...
     def submit(self, prompt: Sequence[int], params: SamplingParams, *,
                eos_ids: Sequence[int] = (), namespace: int = 0,
-               room: Room | None = None, tenant: int = 0) -> list[Stream]: ...
+               room: BootstrapRoom | None = None, tenant: int = 0) -> list[ChoiceStream]: ...
 
 
 @dataclass(slots=True)
-class Piece:
+class ChoicePiece:
     """What one choice adds. Tokens may come before their text, never after it."""
 
     index: int
     text: str
     tokens: list[int]
-    logprobs: list[Logprob]
+    logprobs: list[TokenLogprob]
     offsets: list[int]              # characters decoded before each token that has logprobs
     finish: str | None = None       # "stop" or "length"
     stop_reason: str | None = None  # the stop string that ended it
@@ -86,7 +86,7 @@ class Generation:
         self.usage = Usage()
 
     def submit(self, prompt: list[int], params: SamplingParams, *, eos_ids: Sequence[int],
-               namespace: int, context: Sequence[int] = (), room: Room | None = None,
+               namespace: int, context: Sequence[int] = (), room: BootstrapRoom | None = None,
                tenant: int = 0) -> None:
         """Start `params.n` choices of one more prompt. room: of the request's first choice. tenant: see
         Submit. Raises RequestError, EngineDied."""
@@ -107,7 +107,7 @@ class Generation:
                                          bare=not params.stop and params.logprobs is None,
                                          counts_cache=n == 0))
 
-    async def batches(self) -> AsyncGenerator[list[Piece], None]:
+    async def batches(self) -> AsyncGenerator[list[ChoicePiece], None]:
         """Pieces of every choice as they come, those together that have come at once. Raises Ended or
         EngineDied; then the rest of the choices are aborted by `close`."""
         if len(self._choices) == 1:
@@ -120,8 +120,8 @@ class Generation:
         self.metrics.prompt_tokens.inc(self.usage.prompt_tokens)
         self.metrics.cached_tokens.inc(self.usage.cached_tokens)
 
-    async def _merged(self) -> AsyncIterator[list[Piece]]:
-        arrived: asyncio.Queue[list[Piece] | asyncio.Task[None]] = asyncio.Queue()
+    async def _merged(self) -> AsyncIterator[list[ChoicePiece]]:
+        arrived: asyncio.Queue[list[ChoicePiece] | asyncio.Task[None]] = asyncio.Queue()
 
         async def forward(choice: _Choice) -> None:
             async for batch in choice.batches():
@@ -158,13 +158,13 @@ class Generation:
         self.usage.completion_tokens += count
         self.metrics.tokens.count += count
 
-    def count_cached(self, chunk: Chunk) -> None:
+    def count_cached(self, chunk: OutputChunk) -> None:
         self.usage.cached_tokens += chunk.cached_tokens or 0
         self.usage.peer_tokens += chunk.peer_tokens
         for tier, tokens in (chunk.cached_by_tier or {}).items():
             self.usage.cached_by_tier[tier] = self.usage.cached_by_tier.get(tier, 0) + tokens
 
-    def count_end(self, chunk: Chunk) -> None:
+    def count_end(self, chunk: OutputChunk) -> None:
         """What a last chunk tells of what its choice has cost."""
         for name, count in (chunk.kv_reads or {}).items():
             self.usage.kv_reads[name] = self.usage.kv_reads.get(name, 0) + count
@@ -181,7 +181,7 @@ _DRAINING: set[asyncio.Task[None]] = set()       # asyncio itself holds tasks we
 
 
 class _Choice:
-    def __init__(self, generation: Generation, index: int, stream: Stream,
+    def __init__(self, generation: Generation, index: int, stream: ChoiceStream,
                  detokenizer: Detokenizer, hidden: frozenset[int], *, bare: bool,
                  counts_cache: bool) -> None:
         self._generation = generation
@@ -198,10 +198,10 @@ class _Choice:
         self._draining: asyncio.Task[None] | None = None     # of a choice that a stop string has ended
         self._done = False
 
-    async def batches(self) -> AsyncIterator[list[Piece]]:
+    async def batches(self) -> AsyncIterator[list[ChoicePiece]]:
         async for first in self._stream:
-            batch: list[Piece] = []
-            chunk: Chunk | None = first
+            batch: list[ChoicePiece] = []
+            chunk: OutputChunk | None = first
             while chunk is not None:
                 if chunk.cached_tokens is not None and self._counts_cache:
                     self._counts_cache = False       # a choice that was dropped starts again
@@ -226,7 +226,7 @@ class _Choice:
                 await self._rest()
                 return
 
-    def _take(self, chunk: Chunk) -> Piece:
+    def _take(self, chunk: OutputChunk) -> ChoicePiece:
         if chunk.tokens:
             self._observe_time()
         if self._generation.silent:
@@ -234,9 +234,9 @@ class _Choice:
         if self._bare and chunk.finish is None and chunk.prompt is None:
             self._generation.count_tokens(len(chunk.tokens))
             self._num_tokens += len(chunk.tokens)
-            return Piece(self._index, self._detokenizer.push(chunk.tokens).text, chunk.tokens, [], [])
-        piece = Piece(self._index, "", [], [], [])
-        delta: Delta | None = None
+            return ChoicePiece(self._index, self._detokenizer.push(chunk.tokens).text, chunk.tokens, [], [])
+        piece = ChoicePiece(self._index, "", [], [], [])
+        delta: TextDelta | None = None
         shown = chunk.tokens
         if chunk.finish == "stop" and shown and shown[-1] in self._hidden:
             shown = shown[:-1]
@@ -273,13 +273,13 @@ class _Choice:
         if self._first:
             self._generation.metrics.decode.observe(self._last - self._first)
 
-    def _nothing(self, chunk: Chunk) -> Piece:
+    def _nothing(self, chunk: OutputChunk) -> ChoicePiece:
         """What is told of an answer that is not wanted: the prompt's part, and its end."""
         if chunk.finish is not None:
             self._end("length")
-        return Piece(self._index, "", [], [], [], "length" if self._done else None, prompt=chunk.prompt)
+        return ChoicePiece(self._index, "", [], [], [], "length" if self._done else None, prompt=chunk.prompt)
 
-    def _stop_at(self, piece: Piece, chunk: Chunk, stop: str) -> None:
+    def _stop_at(self, piece: ChoicePiece, chunk: OutputChunk, stop: str) -> None:
         piece.finish, piece.stop_reason = "stop", stop
         if chunk.finish is None:
             # The answer is complete; the engine hears of it and ends the choice a step later, in

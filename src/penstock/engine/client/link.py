@@ -22,7 +22,7 @@ class Inbox:
 
     def __init__(self, rid: int) -> None:
         self.rid = rid
-        self.chunks: deque[wire.Chunk] = deque()
+        self.chunks: deque[wire.OutputChunk] = deque()
         self.waiter: asyncio.Future[None] | None = None
         self.started = False
         self.begun = False              # tokens have come
@@ -30,7 +30,7 @@ class Inbox:
         self.finished = False
         self.error: Exception | None = None
 
-    def add(self, chunk: wire.Chunk) -> None:
+    def add(self, chunk: wire.OutputChunk) -> None:
         """Into the last one, if nobody has read that and `chunk` is only more of the same."""
         if not (self.chunks and _joined(self.chunks[-1], chunk)):
             self.chunks.append(chunk)
@@ -42,7 +42,7 @@ class Inbox:
             self.waiter.set_result(None)
 
 
-def _joined(last: wire.Chunk, chunk: wire.Chunk) -> bool:
+def _joined(last: wire.OutputChunk, chunk: wire.OutputChunk) -> bool:
     """Whether `last` says now what `chunk` says as well."""
     if chunk.cached_tokens is not None or chunk.kv_reads is not None or chunk.prompt is not None or (
             chunk.finish is not None or (last.logprobs is None) != (chunk.logprobs is None)):

@@ -99,7 +99,7 @@ class Metrics:
 
         self.ttft = histogram("time_to_first_token_seconds",
                               "From a request's arrival to its first token.", _TTFT_S)
-        self.tokens = Tokens()
+        self.tokens = TokenMetrics()
         self._registry.register(self.tokens)
         self.e2e = histogram("e2e_request_latency_seconds",
                              "From a request's arrival to the end of its last choice.", _E2E_S)
@@ -132,7 +132,7 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-class Tokens(Collector):
+class TokenMetrics(Collector):
     """Output tokens sent to clients, and the seconds between two arrivals at one choice: counted in plain
     numbers, for each chunk of text. Of one thread."""
 

@@ -19,9 +19,9 @@ from penstock.config.base import machine
 from penstock.config.base.errors import RequestError
 from penstock.config.request.params import SamplingParams
 from penstock.config.settings.tree import Config
-from penstock.engine.client.client import EngineClient, EngineDied, Stream
+from penstock.engine.client.client import ChoiceStream, EngineClient, EngineDied
 from penstock.engine.client.supervised import Kept
-from penstock.engine.wire import Ready, Room
+from penstock.engine.wire import BootstrapRoom, EngineReady
 
 # In tokens of a prompt that must be computed: a choice that is open, which slows down others' steps a little,
 # and one that has to wait for a row, while another engine has one free. A conversation so stays where its
@@ -46,7 +46,7 @@ class Member(Kept):
     _pages: OrderedDict[int, None]
 
     @property
-    def ready(self) -> Ready:
+    def ready(self) -> EngineReady:
         return self.engine.ready
 
     def known(self, name: str) -> int:
@@ -78,7 +78,7 @@ class Member(Kept):
         return self._pages
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, *, eos_ids: Sequence[int] = (),
-               namespace: int = 0, room: Room | None = None, tenant: int = 0) -> list[Stream]:
+               namespace: int = 0, room: BootstrapRoom | None = None, tenant: int = 0) -> list[ChoiceStream]:
         """See EngineClient.submit."""
         streams = self.engine.submit(prompt, params, eos_ids=eos_ids, namespace=namespace, room=room,
                                      tenant=tenant)
@@ -112,7 +112,7 @@ class Engines:
 
     # ------------------------------------------------------------ as one engine
     @property
-    def ready(self) -> Ready:
+    def ready(self) -> EngineReady:
         """What a request may ask of any of them."""
         first, *others = (member.ready for member in self.members)
         if not others:
@@ -163,7 +163,7 @@ class Engines:
         return hashed
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, *, eos_ids: Sequence[int] = (),
-               namespace: int = 0, room: Room | None = None, tenant: int = 0) -> list[Stream]:
+               namespace: int = 0, room: BootstrapRoom | None = None, tenant: int = 0) -> list[ChoiceStream]:
         """See EngineClient.submit."""
         if len(self.members) == 1:
             return self.members[0].engine.submit(prompt, params, eos_ids=eos_ids, namespace=namespace,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from penstock.config.base.errors import ConfigError
 from penstock.config.settings.tree import Config
 from penstock.engine.client.client import EngineClient, EngineDied
-from penstock.engine.wire import Ready
+from penstock.engine.wire import EngineReady
 
 RESTART_S = (0.2, 5.0)              # before it is started again: at first, at most
 
@@ -44,7 +44,7 @@ class Kept:
             return "it has not started"
         return "" if self.last.died is None else _first(self.last.died)
 
-    async def start(self) -> Ready:
+    async def start(self) -> EngineReady:
         """Start it, and keep one running from then on. Raises ConfigError or EngineDied."""
         try:
             ready = await self._start()
@@ -56,7 +56,7 @@ class Kept:
             self._keeping = asyncio.create_task(self._keep())
         return ready
 
-    async def _start(self) -> Ready:
+    async def _start(self) -> EngineReady:
         engine = EngineClient(self._config, log=self._line, fds=self._fds, rids=self._rids, env=self._env,
                               on_death=self._on_death or (lambda _: self._died.set()))
         ready = await engine.start()

@@ -27,9 +27,9 @@ from penstock.core.plan import (
     StepId,
     Tier,
 )
-from penstock.engine.wire import Asked, Room, Submit
+from penstock.engine.wire import BootstrapRoom, RemotePrefill, Submit
 from penstock.exec.sampling.sampler import Logprobs
-from penstock.transfer.events import Down, Heard, Pushed, Unpaired, Up
+from penstock.transfer.events import Down, PeerMessage, Pushed, Unpaired, Up
 from penstock.transfer.facts import Info
 from penstock.transfer.link import PairLink
 from penstock.transfer.messages import Ask, First, Prompted
@@ -38,7 +38,7 @@ PROMPT_MAX = 1 << 21                # tokens of an Ask
 PROMPTED_BYTES = 1 << 19            # of scores in a Prompted
 
 
-News: TypeAlias = Event | Asked
+News: TypeAlias = Event | RemotePrefill
 
 
 @dataclass(slots=True)
@@ -102,11 +102,11 @@ class Peer:
                     self._count["pair_pushed_bytes_total"] += nbytes
                     self._count["pair_push_seconds_total"] += seconds
                     news.append(Moved(id, ok))
-                case Heard():
+                case PeerMessage():
                     news += self._heard(event)
         return news
 
-    def _heard(self, event: Heard) -> list[News]:
+    def _heard(self, event: PeerMessage) -> list[News]:
         message = event.message
         self._heard_at = self._clock()
         match message:
@@ -146,11 +146,11 @@ class Peer:
             return []
         self._newest = ask.transfer
         prompt = _little(array("i", ask.prompt[:len(ask.prompt) // 4 * 4]))
-        return [Asked(self.id, ask.transfer, Submit(
+        return [RemotePrefill(self.id, ask.transfer, Submit(
             rid=0, prompt=prompt.tolist(), params=ask.params, stop_ids=ask.stop_ids, max_new=1,
             namespace=int.from_bytes(ask.namespace[:8], "little") >> 1,
             leader=self._rids.get(ask.leader), choice=ask.choice, selects=ask.selects,
-            attention=ask.attention, room=None if ask.room is None else Room(*ask.room)))]
+            attention=ask.attention, room=None if ask.room is None else BootstrapRoom(*ask.room)))]
 
     # ------------------------------------------------------------ prefill end
     def accept(self, transfer: int, rid: int, num_prompt: int) -> None:

@@ -15,7 +15,7 @@ import msgspec
 from penstock.config.request.params import SamplingParams
 from penstock.core.pair.messages import Reason
 from penstock.core.plan import Finished
-from penstock.engine.wire import Asked, Room, Submit
+from penstock.engine.wire import BootstrapRoom, RemotePrefill, Submit
 
 OVER_MAX = 4096                     # rooms that are over and known to have been
 Key = tuple[int, int]
@@ -37,7 +37,7 @@ class Waiting:
 
     until: float
     here: Submit | None = None
-    asked: Asked | None = None
+    asked: RemotePrefill | None = None
     rid: int = 0
     end: Finished | None = None
 
@@ -72,7 +72,7 @@ class Rooms:
         self._end(key, Reason.TAKEN)
         return waiting
 
-    def asked(self, asked: Asked, rid: int) -> Submit | Reason | None:
+    def asked(self, asked: RemotePrefill, rid: int) -> Submit | Reason | None:
         """The decode end asks. Returns the prompt that is here, None if it is to be computed from what he
         says, as `rid`, for the router may still be sending it, or why it is not."""
         room = asked.submit.room
@@ -89,12 +89,12 @@ class Rooms:
         self._end(key, Reason.TAKEN)
         return waiting.here
 
-    def computed(self, room: Room) -> None:
+    def computed(self, room: BootstrapRoom) -> None:
         """Its prompt has been computed and is told of: who was told has as long to ask."""
         if (waiting := self._open.get(key_of(room))) is not None:
             waiting.until = self._clock() + self._keep_s
 
-    def ended(self, room: Room, end: Finished) -> None:
+    def ended(self, room: BootstrapRoom, end: Finished) -> None:
         """Its prompt is here no longer."""
         waiting = self._open.get(key_of(room))
         if waiting is not None and waiting.here is not None:
@@ -123,7 +123,7 @@ class Rooms:
             self._over.popitem(last=False)
 
 
-def key_of(room: Room) -> Key:
+def key_of(room: BootstrapRoom) -> Key:
     return room.number, room.index
 
 

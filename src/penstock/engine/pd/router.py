@@ -28,7 +28,7 @@ from penstock.core.plan import (
 from penstock.engine.pd.remote import Peer
 from penstock.engine.pd.rendezvous import WORDS
 from penstock.engine.request import Live, Runner
-from penstock.engine.wire import Asked, Submit
+from penstock.engine.wire import RemotePrefill, Submit
 from penstock.transfer.facts import Info
 from penstock.transfer.streams import CONNECT_S
 
@@ -170,7 +170,7 @@ class Paired:
             return peer, ""
         return None, peer.excuse if self.refuses else ""
 
-    def of(self, asked: Asked) -> Peer:
+    def of(self, asked: RemotePrefill) -> Peer:
         """Who has asked."""
         return self._peers.each[asked.peer]
 
@@ -189,7 +189,7 @@ class Paired:
         """By metric name."""
         return self._peers.stats()
 
-    def hear(self) -> Iterator[Event | Asked | Submit]:
+    def hear(self) -> Iterator[Event | RemotePrefill | Submit]:
         """What has happened at the other end, and what follows from that here, in order. A Submit was
         parked, and is no longer."""
         for peer in self._peers.each:

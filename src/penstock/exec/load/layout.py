@@ -14,7 +14,7 @@ from penstock.memory import dram, hbm, slabs
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
 from penstock.memory.pinned import Pinned
-from penstock.memory.pool import PageLayout, Part
+from penstock.memory.pool import PageLayout, PoolPart
 from penstock.memory.slabs import Slabs
 from penstock.model.base import CacheShape, LocalLayer, Stage
 
@@ -31,7 +31,7 @@ class Caches:
     layouts: tuple[PageLayout, ...]
     slabs: Slabs
     host: Slabs                 # of the host pool, which all ranks of a machine share
-    parts: tuple[Part, ...]     # by group: what of the pages of that is here
+    parts: tuple[PoolPart, ...]     # by group: what of the pages of that is here
     origins: tuple[tuple[int, int], ...] = ()       # by group: their first layer and head
 
     @property
@@ -112,7 +112,7 @@ class Caches:
             same = [one.lane.index for one in node or (stage,) if one.first == stage.first
                     and one.lane.kv_heads(layout.num_kv_heads) == stage.lane.kv_heads(layout.num_kv_heads)]
             writes = min(same) == stage.lane.index if node else stage.lane.owns(layout.num_kv_heads)
-            parts.append(Part(all_of, layers.start - first_layer, heads.start - first_head, writes))
+            parts.append(PoolPart(all_of, layers.start - first_layer, heads.start - first_head, writes))
         host = self.slabs if tuple(held) == self.layouts else slabs.of_counts(held, self.slabs.slab_pages)
         return Caches(self.groups, tuple(own), slabs.of_counts(own, self.slabs.slab_pages), host,
                       tuple(parts), tuple(origins))
@@ -197,7 +197,7 @@ def caches_of(groups: Sequence[CacheShape], page_size: int, dtype: torch.dtype) 
                    resident=group.resident, slab_pages=n, window=group.window, snapshot=group.snapshot,
                    page_tokens=layout.page_size if group.snapshot else 0)
         for group, layout, n in zip(groups, layouts, shared.slab_pages, strict=True)),
-        layouts, shared, shared, tuple(map(Part, layouts)))
+        layouts, shared, shared, tuple(map(PoolPart, layouts)))
 
 
 def _layout(group: CacheShape, tokens: int, dtype: torch.dtype) -> PageLayout:

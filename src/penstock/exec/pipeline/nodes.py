@@ -25,8 +25,8 @@ from penstock.core.settings import CoreConfig
 from penstock.exec.load.weights import digest_of
 from penstock.model.weights.checkpoint import weights_digest
 from penstock.model.weights.locate import files_of
-from penstock.transfer.codec import FrameReader, Kinds, Sealer, connection_keys
-from penstock.transfer.streams import LinkSettings, Stream, read_certificate, secure
+from penstock.transfer.codec import Kinds, SealedFrameReader, Sealer, connection_keys
+from penstock.transfer.streams import Connection, LinkSettings, read_certificate, secure
 
 VERSION = 3
 CHUNK = 1 << 19                 # bytes of a channel, or of pages that are whole, in one message
@@ -186,7 +186,7 @@ class NodeLink:
     def __init__(self, sock: socket.socket, settings: LinkSettings) -> None:
         """Shakes hands: what comes afterwards is from who has the key, in this connection alone. Raises
         Stranger, and OSError where the stream ends."""
-        self._stream: Stream = secure(sock, settings)
+        self._stream: Connection = secure(sock, settings)
         self.host, self.peer = sock.getsockname()[0], sock.getpeername()[0]
         read = io.BufferedReader(self._stream, CHUNK).readinto
         try:
@@ -207,7 +207,7 @@ class NodeLink:
         key = hmac.digest(settings.key, b"penstock nodes", "sha256")
         dialling, listening = connection_keys(key, VERSION, nonces, self._stream.binding)
         send, receive = (listening, dialling) if settings.listens else (dialling, listening)
-        self._sealer, self._reader = Sealer(send, 0, SAYS), FrameReader(read, receive, 0, SAYS)
+        self._sealer, self._reader = Sealer(send, 0, SAYS), SealedFrameReader(read, receive, 0, SAYS)
         self._lock = threading.Lock()
         self._silence_s = settings.silence_s
         self._ended = threading.Event()

@@ -87,9 +87,9 @@ def _open(kv: KVConfig, url: StorageUrl, fingerprint: str, sizes: Sequence[int],
             from penstock.memory.stores.valkey import Valkey
             store, bound = Valkey(url, fingerprint, sizes, readonly=readonly), "kept by the server's policy"
         case "mooncake":
-            from penstock.memory.stores.mooncake import Mooncake
+            from penstock.memory.stores.mooncake import MooncakeStore
             try:
-                store, bound = Mooncake(url, fingerprint, sizes, readonly=readonly), "kept by the master"
+                store, bound = MooncakeStore(url, fingerprint, sizes, readonly=readonly), "kept by the master"
             except ImportError as e:
                 raise ConfigError(f"--kv-storage {url.shown}: {e}: Mooncake needs libibverbs1, libnl-3-200 "
                                   "and libnl-route-3-200 of Debian") from None

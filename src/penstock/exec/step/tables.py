@@ -19,7 +19,7 @@ from penstock.core.plan import Bind, DramPage, Grow, HbmPage, Page, Remap, Row, 
 from penstock.exec.step.edits import Edits
 from penstock.kernels.fused.step import Place
 from penstock.kernels.types.ragged import Ragged, on_device
-from penstock.memory.pool import Pool
+from penstock.memory.pool import PagePool
 
 NONE = -1       # entry of a table without a page in that tier
 
@@ -48,7 +48,7 @@ class GroupTable:
     of page i of row r in that tier's pool (its id less the pool's base), or NONE. `host_RM` is None
     without a host pool. They change when `edits` are applied."""
 
-    def __init__(self, rows: int, max_len: int, device_pool: Pool, host_pool: Pool | None,
+    def __init__(self, rows: int, max_len: int, device_pool: PagePool, host_pool: PagePool | None,
                  edits: Edits, device: torch.device | str) -> None:
         self._pools, self._edits = (device_pool, host_pool), edits
         self.size = device_pool.layout.page_size
@@ -124,7 +124,7 @@ class GroupTable:
             f"row {row} computes up to {end} but has {held} pages of {self.size}")
 
 
-def _indices(pool: Pool, column: Sequence[Page]) -> list[int]:
+def _indices(pool: PagePool, column: Sequence[Page]) -> list[int]:
     """Entries of a table."""
     return [NONE if p == NONE else pool.index(p) for p in column]
 
@@ -135,11 +135,11 @@ class RowTables:
     edits    of binds, grows and remaps, which change nothing before they are applied
     """
 
-    def __init__(self, rows: int, max_len: int, device_pools: Sequence[Pool],
-                 host_pools: Sequence[Pool], *, base: int = 0,
+    def __init__(self, rows: int, max_len: int, device_pools: Sequence[PagePool],
+                 host_pools: Sequence[PagePool], *, base: int = 0,
                  device: torch.device | str = "cpu") -> None:
         """Pools by cache group; `host_pools` may be empty. max_len: tokens of the longest row."""
-        hosts: Sequence[Pool | None] = host_pools or [None] * len(device_pools)
+        hosts: Sequence[PagePool | None] = host_pools or [None] * len(device_pools)
         self.edits = Edits(device)
         self.groups = tuple(GroupTable(rows, max_len, pool, host, self.edits, device)
                             for pool, host in zip(device_pools, hosts, strict=True))

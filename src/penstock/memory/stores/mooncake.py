@@ -38,7 +38,7 @@ os._exit(int(code != 0))
 _FULL, _TOO_SMALL, _NOT_READY, _MISSING = -200, -600, -703, -704
 
 
-class Mooncake(Store):
+class MooncakeStore(Store):
     """The objects of one kind of engine. Connects when it is first asked."""
 
     readers, writers, part = 2, 1, 16

@@ -14,14 +14,14 @@ from penstock.text.tools.formats.parameters import Schemas
 from penstock.text.tools.lark import TokenId
 from penstock.text.tools.reasoning import THINK, Marks, behind_reasoning
 from penstock.text.tools.source import (
+    AnswerReader,
     Arguments,
     CallBegun,
     Item,
-    Reader,
     Reasoning,
-    Text,
+    TextItem,
 )
-from penstock.text.tools.table import Format, calls_grammar, grammar_behind_reasoning, plain
+from penstock.text.tools.table import CallFormat, calls_grammar, grammar_behind_reasoning, plain
 
 TOOLS_MAX = 128
 _NAME = re.compile("[A-Za-z0-9_.:-]{1,128}")
@@ -29,7 +29,7 @@ NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fal
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class ToolOffer:
     """Tools of a request.
 
     tools      as the template shows them: {"type": "function", "function": {"name", "description",
@@ -68,7 +68,7 @@ class Offer:
                 if not self.only or t["function"]["name"] == self.only}
 
 
-NOTHING = Offer(())
+NOTHING = ToolOffer(())
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AnswerForm:
     """How the answers of one request are read.
 
     form       of calls; None: there are none
@@ -96,8 +96,8 @@ class Asked:
     around     its marks
     """
 
-    form: Format | None = None
-    offer: Offer = NOTHING
+    form: CallFormat | None = None
+    offer: ToolOffer = NOTHING
     reasoning: bool | None = None
     separate: bool = True
     around: Marks = THINK
@@ -107,13 +107,13 @@ class Asked:
         """All is text."""
         return self.form is None and (self.reasoning is None or not (self.separate or self.around.kept))
 
-    def reader(self) -> Reader:
+    def reader(self) -> AnswerReader:
         read = plain if self.form is None else self.form.read
         if self.reasoning is not None:
             calls = self.form.opening if self.form is not None and self.form.ends_reasoning else ""
             read = behind_reasoning(read, within=self.reasoning, separate=self.separate, marks=self.around,
                                     calls=calls)
-        return Reader(read, {} if self.form is None else self.offer.schemas)
+        return AnswerReader(read, {} if self.form is None else self.offer.schemas)
 
     def call_id(self, begun: CallBegun) -> str:
         """Return the id that the model wrote, else a new one."""
@@ -125,16 +125,16 @@ class Asked:
         """Of a whole answer's text."""
         if self.plain:
             return Answered(text)
-        texts: dict[type[Item], str] = {Text: "", Reasoning: ""}
+        texts: dict[type[Item], str] = {TextItem: "", Reasoning: ""}
         calls: list[Call] = []
         for item in self.reader().take(text, final=True):
             if isinstance(item, CallBegun):
                 calls.append(Call(self.call_id(item), item.name))
             elif isinstance(item, Arguments):
                 calls[-1].arguments += item.text
-            elif isinstance(item, Text | Reasoning):
+            elif isinstance(item, TextItem | Reasoning):
                 texts[type(item)] += item.text
-        return Answered(texts[Text], texts[Reasoning], calls)
+        return Answered(texts[TextItem], texts[Reasoning], calls)
 
     def marks(self) -> tuple[str, ...]:
         """What readers must see, also where it is a special token."""
@@ -152,9 +152,9 @@ class Asked:
         return grammar_behind_reasoning(given, token_id, before, self.around)
 
 
-def asked_of(form: Format | None, offer: Offer, prompt: str, *, reasons: Marks | None,
-             separate: bool) -> Asked:
+def asked_of(form: CallFormat | None, offer: ToolOffer, prompt: str, *, reasons: Marks | None,
+             separate: bool) -> AnswerForm:
     """form, reasons: of the model, None where it has no such thing. `prompt`: the text before the answers."""
     reasoning = None if reasons is None or reasons.is_over(prompt) else reasons.begins_within(prompt)
     around = reasons or THINK
-    return Asked(form if offer.tools else None, offer, reasoning, separate and not around.kept, around)
+    return AnswerForm(form if offer.tools else None, offer, reasoning, separate and not around.kept, around)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.text.tools.source import Read, Reading, Reasoning, Source, Text
+from penstock.text.tools.source import Read, Reading, Reasoning, Source, TextItem
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def behind_reasoning(read: Read, *, within: bool, separate: bool, marks: Marks =
             if not separate:
                 source.no_call()            # what was taken is text
                 if within and marks.kept:
-                    source.tell(Text, marks.open + marks.label)
+                    source.tell(TextItem, marks.open + marks.label)
                 yield from source.until(marks.close, kept=True)
             else:
                 yield from source.blanks()

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TextItem:
     text: str
 
 
@@ -43,7 +43,7 @@ class CallEnded:
     pass
 
 
-Item: TypeAlias = "Text | Reasoning | CallBegun | Arguments | CallEnded"
+Item: TypeAlias = "TextItem | Reasoning | CallBegun | Arguments | CallEnded"
 Reading: TypeAlias = "Generator[None, None, None]"
 _JUMPS = re.compile(r'["{}\[\]]')
 _IN_STRING = re.compile(r'["\\]')
@@ -72,7 +72,7 @@ class Source:
         return self._text[self.at:]
 
     # ------------------------------------------------------------ what generators call
-    def until(self, *markers: str, kind: type[Text] | type[Reasoning] = Text,
+    def until(self, *markers: str, kind: type[TextItem] | type[Reasoning] = TextItem,
               behind_call: bool = False, kept: bool = False) -> Generator[None, None, str]:
         """Tell text up to the first of `markers`, which is taken, without the white space before it; returns
         that, or "" at the end. behind_call: white space alone is nothing. kept: the mark is told as well."""
@@ -197,7 +197,7 @@ class Source:
         if self._marked is not None:
             begun, self.at = self._marked
             self._marked = None
-            self.tell(Text, self._text[begun:self.at])
+            self.tell(TextItem, self._text[begun:self.at])
         return False
 
     def end(self) -> None:
@@ -212,7 +212,7 @@ class Source:
         if told:
             self.tell(Arguments, text)
 
-    def tell(self, kind: type[Text] | type[Reasoning] | type[Arguments], text: str) -> None:
+    def tell(self, kind: type[TextItem] | type[Reasoning] | type[Arguments], text: str) -> None:
         """One item for what comes at once; none for nothing."""
         if not text:
             return
@@ -245,7 +245,7 @@ def _safe(text: str, markers: Sequence[str]) -> int:
 Read: TypeAlias = "Callable[[Source], Reading]"
 
 
-class Reader:
+class AnswerReader:
     """Items of one answer: give it the text as it comes."""
 
     def __init__(self, read: Read, tools: Mapping[str, Mapping[str, Any]]) -> None:
@@ -263,7 +263,7 @@ class Reader:
             except StopIteration:
                 self._reading = None
         if self._reading is None and source.rest:
-            source.tell(Text, source.rest)
+            source.tell(TextItem, source.rest)
             source.at += len(source.rest)
         found, source.items = source.items, []
         return found

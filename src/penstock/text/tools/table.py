@@ -30,7 +30,7 @@ def _call_id() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class CallFormat:
     """read      items of an answer
     body      the expression of calls behind `opening`, of one or many
     opening   the mark that begins calls, "" where the whole answer is one
@@ -53,31 +53,31 @@ QWEN, SEED = qwen3_coder.QWEN, qwen3_coder.SEED
 _V3 = (deepseek_v3.OPEN, deepseek_v3.CLOSE, deepseek_v3.CALL, deepseek_v3.SEP, deepseek_v3.END)
 # The first whose signs a template has is meant.
 FORMATS = {f.name: f for f in (
-    Format("deepseek_v32", deepseek_v32.read, deepseek_v32.body, deepseek_v32.OPEN, ("｜DSML｜",),
+    CallFormat("deepseek_v32", deepseek_v32.read, deepseek_v32.body, deepseek_v32.OPEN, ("｜DSML｜",),
            ("｜DSML｜",)),
-    Format("kimi_k2", kimi_k2.read, kimi_k2.body, kimi_k2.OPEN, (kimi_k2.OPEN,),
+    CallFormat("kimi_k2", kimi_k2.read, kimi_k2.body, kimi_k2.OPEN, (kimi_k2.OPEN,),
            (kimi_k2.OPEN, kimi_k2.CLOSE, kimi_k2.CALL, kimi_k2.ARGS, kimi_k2.END), ends_reasoning=True),
-    Format("deepseek_v3", deepseek_v3.read, deepseek_v3.body_v3, deepseek_v3.OPEN,
+    CallFormat("deepseek_v3", deepseek_v3.read, deepseek_v3.body_v3, deepseek_v3.OPEN,
            (deepseek_v3.OPEN, deepseek_v3.FENCE), _V3),
-    Format("deepseek_v31", deepseek_v3.read, deepseek_v3.body_v31, deepseek_v3.OPEN, (deepseek_v3.OPEN,),
+    CallFormat("deepseek_v31", deepseek_v3.read, deepseek_v3.body_v31, deepseek_v3.OPEN, (deepseek_v3.OPEN,),
            _V3),
-    Format("minimax_m2", minimax_m2.read, minimax_m2.body, minimax_m2.OPEN, (minimax_m2.OPEN,),
+    CallFormat("minimax_m2", minimax_m2.read, minimax_m2.body, minimax_m2.OPEN, (minimax_m2.OPEN,),
            (minimax_m2.OPEN, minimax_m2.CLOSE)),
-    Format("seed_oss", SEED.read, SEED.body, SEED.open, (SEED.open,), (SEED.open, SEED.close)),
-    Format("glm", glm.read, glm.body, glm.OPEN, ("<arg_key>",),
+    CallFormat("seed_oss", SEED.read, SEED.body, SEED.open, (SEED.open,), (SEED.open, SEED.close)),
+    CallFormat("glm", glm.read, glm.body, glm.OPEN, ("<arg_key>",),
            (glm.OPEN, glm.CLOSE, glm.KEY, glm.KEY_END, glm.VALUE, glm.VALUE_END)),
-    Format("qwen3_coder", QWEN.read, QWEN.body, QWEN.open, (QWEN.open, qwen3_coder.FUNCTION),
+    CallFormat("qwen3_coder", QWEN.read, QWEN.body, QWEN.open, (QWEN.open, qwen3_coder.FUNCTION),
            (QWEN.open, QWEN.close)),
-    Format("mistral", mistral.read, mistral.body, mistral.OPEN, ("[TOOL_CALLS]",),
+    CallFormat("mistral", mistral.read, mistral.body, mistral.OPEN, ("[TOOL_CALLS]",),
            (mistral.OPEN, mistral.ARGS, mistral.CALL_ID), mistral.call_id),
-    Format("hermes", hermes.read, hermes.body, hermes.OPEN, ("<tool_call>",),
+    CallFormat("hermes", hermes.read, hermes.body, hermes.OPEN, ("<tool_call>",),
            (hermes.OPEN, hermes.CLOSE)),
-    Format("llama3_json", llama3_json.read, llama3_json.body, "", ("<|start_header_id|>", "tools"),
+    CallFormat("llama3_json", llama3_json.read, llama3_json.body, "", ("<|start_header_id|>", "tools"),
            (llama3_json.TAG,)),
 )}
 
 
-def format_of(template: str) -> Format | None:
+def format_of(template: str) -> CallFormat | None:
     """Of the model whose chat template this is."""
     return next((f for f in FORMATS.values() if all(s in template for s in f.signs)), None)
 
@@ -87,7 +87,7 @@ def plain(source: Source) -> Reading:
     yield from source.until()
 
 
-def calls_grammar(form: Format, tools: Schemas, token_id: TokenId, *, required: bool, many: bool,
+def calls_grammar(form: CallFormat, tools: Schemas, token_id: TokenId, *, required: bool, many: bool,
                   reasoning: bool | None, text: Grammar | None = None, marks: Marks = THINK) -> Grammar:
     """Of an answer that is calls, or, unless `required`, text and then maybe calls; or calls, or what
     matches `text`. reasoning: as in `grammar_behind_reasoning`, None where there is none. Raises

@@ -20,7 +20,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _NAME_BYTES = 16
 
 
-class Shared:
+class SharedBuffer:
     shared = True
 
     def __init__(self, pages: PageBytes, fd: int | None = None) -> None:
