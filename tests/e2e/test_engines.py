@@ -28,7 +28,7 @@ def test_two_engines_say_what_one_says_and_each_tells_of_itself(model, tmp_path,
     with serving(model, tmp_path, *SERVED["hosted"]) as one:
         want = [said(one.ask(prompt))[0] for prompt in prompts()]
     with serving(model, tmp_path, *flags, *DP, "--tp", ranks, "--pp", ranks, "--debug-event-log",
-                 str(tmp_path / "events")) as both:
+                 str(tmp_path / "events"), "--metrics-dialect", "vllm") as both:
         for rank in (0, 1, 0):
             assert [said(both.ask(p, data_parallel_rank=rank))[0] for p in prompts()] == want
         asked = both.ask(prompts()[0], data_parallel_rank=2)
@@ -41,6 +41,11 @@ def test_two_engines_say_what_one_says_and_each_tells_of_itself(model, tmp_path,
         labelled = dict(re.findall(r'^penstock:steps_total\{engine="(\d)"\} (\S+)$', text, re.MULTILINE))
         assert [float(labelled[n]) for n in "01"] == steps
         assert re.search(r'^penstock:kv_cache_usage_perc\{engine="1",tier="dram"\}', text, re.MULTILINE)
+        # Decode reads from host memory here: as a router of vLLM reads it, that is room too.
+        [(tokens, pages)] = re.findall(r'^vllm:cache_config_info\{block_size="(\d+)",engine="1",model_name="[^"]+",'
+                                       r'num_gpu_blocks="(\d+)"\} 1.0$', text, re.MULTILINE)
+        stats = info["engines"][1]["stats"]
+        assert (int(tokens), int(pages)) == (info["page_size"], stats["hbm_pages"] + stats["dram_pages"])
         assert [load["dp_rank"] for load in both.http.get("/get_load").json()] == [0, 1]
         loads = both.http.get("/v1/loads").json()
         assert loads["dp_rank_count"] == 2 == len(loads["loads"])

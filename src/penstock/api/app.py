@@ -37,6 +37,7 @@ from penstock.config.request.params import SamplingParams
 from penstock.config.settings.refuse import is_local, is_local_origin
 from penstock.config.settings.tree import ServerConfig
 from penstock.engine.client.client import EngineClient, EngineDied
+from penstock.engine.client.dialect import Usage
 from penstock.engine.client.metrics import CONTENT_TYPE, STATS_AGE, Metrics
 from penstock.engine.client.replicas import Engines, Member, together
 from penstock.engine.client.supervised import Kept
@@ -384,11 +385,11 @@ class _Views:
                           "avg_utilization": sum(load["utilization"] for load in loads) / len(loads)}})
 
     async def _loads(self) -> list[dict[str, float]]:
-        """Of each engine, in SGLang's words; tokens are those of the device pool that requests hold."""
-        page, rows = self._info["page_size"], self._info["max_num_seqs"]
+        """Of each engine, in SGLang's words; tokens are those that requests hold."""
+        page, rows, usage = self._info["page_size"], self._info["max_num_seqs"], Usage.of(self._info)
         loads = []
         for m, stats in zip(self._api.engine.members, await self._each(), strict=True):
-            used, room = (int(stats.get(name, 0)) * page for name in ("hbm_pages_in_use", "hbm_pages"))
+            used, room = (int(of(stats)) * page for of in (usage.used, usage.pages))
             loads.append({
                 "num_running_reqs": m.engine.num_running, "num_waiting_reqs": m.engine.num_waiting,
                 "num_used_tokens": used, "max_total_num_tokens": room, "token_usage": used / max(1, room),

@@ -34,6 +34,7 @@ from penstock.config.request.defaults import shown
 from penstock.config.settings.pairkey import read_secret
 from penstock.config.settings.tree import Config, KVConfig, ServerConfig
 from penstock.engine.client.client import EngineDied
+from penstock.engine.client.dialect import Usage
 from penstock.engine.client.gate import Gate
 from penstock.engine.client.local_pd import PairHere
 from penstock.engine.client.metrics import Metrics
@@ -246,8 +247,12 @@ class _Server:
         config = self._config
         schedule = config.schedule
         assert schedule.max_waiting is not None, "resolve fills it"
-        api = OpenAI(self._engine, text, Metrics(),
-                     model=[*config.model.served_model_name, self._files.name][0],
+        model = [*config.model.served_model_name, self._files.name][0]
+        metrics, info = Metrics(), self._engine.ready.info
+        if config.server.metrics_dialect is not None:
+            metrics.speak(config.server.metrics_dialect, model, config.kv.page_size, Usage.of(info))
+        api = OpenAI(self._engine, text, metrics,
+                     model=model,
                      encoder=self._encoder,
                      also=config.model.served_model_name,
                      unlisted=() if config.model.served_model_name else (config.model.model,),
@@ -257,7 +262,7 @@ class _Server:
                      turn_of=self._keys.turn_of)
         app = build_app(api, self._health, self._keys, config.server,
                         {"model": api.model, "sampling_defaults": text.sampling,
-                         "pid": self._engine.ready.pid, **self._engine.ready.info},
+                         "pid": self._engine.ready.pid, **info},
                         [await m.engine.stats() for m in self._engine.members], self._peer_view())
         settings = uvicorn.Config(
             app, http=functools.partial(LimitedProtocol, gate=Gate(), connections=descriptors.Connections(

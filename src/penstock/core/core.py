@@ -124,6 +124,7 @@ class Core(CoreState):
                 + len(arena.free) * arena.pools[0].per_slab,
                 f"{tier.value}_pages_free": free,
                 f"{tier.value}_pages_held": sum(len(p.held) for p in arena.pools),
+                f"{tier.value}_pages_in_use": sum(len(p.held) - p.loose for p in arena.pools),
                 f"{tier.value}_pages_fenced": sum(p.in_limbo for p in arena.pools),
                 f"{tier.value}_evictions": sum(space.evicted for space in spaces),
             }
@@ -139,7 +140,6 @@ class Core(CoreState):
             "requests_hosted": len(self.hosted),
             **{f'requests_in_phase{{phase="{p.value}"}}': len(queue) for p, queue in self.by_phase.items()},
             "rows_free": kv.rows.free, "pages_to_store": kv.moves.num_to_store,
-            "hbm_pages_in_use": sum(len(pool.held) - pool.loose for pool in kv.arenas[Tier.HBM].pools),
             "moves_in_flight": len(kv.moves.flying), "steps": kv.issued, **self.residency.stats(),
             **gauges, **self.counters,
         }

@@ -57,6 +57,7 @@ TransferBackend = Literal["stream", "nixl", "mooncake"]
 PairFallback = Literal["compute", "refuse"]
 SpeculativeMethod = Literal["ngram", "mtp", "eagle3"]
 RouterDialect = Literal["off", "sglang", "vllm"]
+MetricsDialect = Literal["sglang", "vllm"]
 StoragePolicy = Literal["timeout", "wait_complete", "best_effort"]
 Kept = Literal["auto", "bfloat16", "fp8_e4m3", "fp8"]
 StorageWrites = Literal["write_through", "write_through_selective", "none"]
@@ -270,6 +271,8 @@ class ServerConfig:
     router_dialect: Annotated[RouterDialect, "protocol of a router that sends each prompt to a prefill and a "
                               "decode instance; sglang: no GET /version, by which smg would take this server "
                               "for vLLM"] = "off"
+    metrics_dialect: Annotated[MetricsDialect | None, "export metrics under the names of vLLM or SGLang too, for "
+                               "routers and dashboards that know those"] = None
     log_level: Annotated[Literal["debug", "info", "warning", "error"], "least severe messages that are "
                          "logged"] = "info"
     log_format: Annotated[LogFormat, "format of the log on stderr: text (with time and level unless on a "

@@ -112,5 +112,5 @@ HELP = {
     "kv_pages_free": "Free KV pages of a tier.",
     "kv_pages_held": "Used KV pages of a tier, cached pages included.",
     "kv_pages_fenced": "Released KV pages of a tier that wait for steps and copies that still use them.",
-    "kv_pages_in_use": "GPU pages that requests hold, without pages that are only cached.",
+    "kv_pages_in_use": "KV pages of a tier that requests hold, without pages that are only cached.",
 }

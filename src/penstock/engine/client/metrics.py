@@ -21,6 +21,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from penstock.engine.client.dialect import Dialect, Usage
 from penstock.engine.client.metric_help import HELP
 
 # One more line for each of ours, which nobody reads.
@@ -89,6 +90,7 @@ class Metrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._engine = _Engine()
+        self._dialect: Dialect | None = None
         self._registry.register(self._engine)
 
         def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
@@ -129,7 +131,17 @@ class Metrics:
         prefill engines beside them."""
         self._engine.values = _labelled(engines) | {
             f"prefill_{name}": value for name, value in _labelled(prefill).items()}
+        if self._dialect is not None:
+            self._dialect.engines = engines
         return generate_latest(self._registry)
+
+    def speak(self, dialect: str, model: str, page_size: int, usage: Usage) -> None:
+        """Tell the numbers under the names of `dialect`, vllm or sglang, too. Once. page_size: tokens."""
+        assert self._dialect is None
+        own = (self.ttft, self.tokens, self.e2e, self.queue, self.prefill, self.decode, self.prompt_lengths,
+               self.output_lengths, self.prompt_tokens, self.cached_tokens, self.finished)
+        self._dialect = Dialect(dialect, model, page_size, usage, own, PREFIX)
+        self._registry.register(self._dialect)
 
 
 class TokenMetrics(Collector):
