@@ -7,7 +7,8 @@ the longest gap of a request that streams beside it.
 Six layers of DeepSeek-V3.2's shape (bench/device/latent.py) and 36 of Qwen3-8B's (direct.py), dummy weights,
 prompts as token ids; each server begins with an empty cache of compiled kernels. A row of the result has
 both times of the first and of the second of a kind, their ratios (1.3 is the goal), and how many kernels the
-engine compiled meanwhile (`penstock:executor_compiled_total`).
+engine compiled meanwhile (`penstock:executor_compiled_total`). `latent-tight` has device KV for some 64,000
+tokens, and two kinds more: a prompt whose KV comes back from host memory, and requests that preempt each other.
 
 The second: first tokens of prompts of 32,768 tokens, one at a time, of one engine and then of a prefill and a
 decode instance. `push_share` is the part of the pair's first token between the end of a prompt's last step and
@@ -49,6 +50,8 @@ SERVERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "gqa-offloaded": (QWEN3_8B, ("--kv-cache-memory-bytes", "12G", *ALWAYS, "--sparse-top-k", "2048")),
     "pd": (LATENT, ("--prefill-replicas", "1", "--decode-replicas", "1", "--kv-cache-memory-bytes", "4G", *ALWAYS)),
     "pd-gqa": (QWEN3_8B, ("--prefill-replicas", "1", "--decode-replicas", "1", "--kv-cache-memory-bytes", "12G")),
+    "latent-tight": (LATENT, ("--kv-cache-memory-bytes", "600M", "--kv-offloading-size", "8G", "--host-decode", "off",
+                              "--max-model-len", "49152")),
     "float32": (LATENT, ("--dtype", "float32", "--kv-cache-memory-bytes", "12G", "--host-decode", "off")),
 }
 # Of --delivered: the server of one engine, and of a pair.
@@ -104,11 +107,21 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def counted(url: str, name: str) -> float:
-    """A counter of all engines; name: without what stands in front and behind."""
+# Of a server whose device KV they exceed: what goes before, unmeasured, and what is measured.
+ONCE_MORE = of(random.Random(7), 16_000, 4)
+TIGHT: dict[str, tuple[Kind, Kind]] = {
+    "load back": (lambda r, _: [ONCE_MORE, *(of(r, 16_000, 1) for _ in range(4))], lambda r, _: [ONCE_MORE]),
+    "preemption": (lambda r, _: [], lambda r, _: [of(r, 5_000, 1_500) for _ in range(12)]),
+}
+# Counters that tell whether a kind of TIGHT was one.
+HAPPENED = {"load back": ("prefix_cache_hit_tokens", 'tier="host"'), "preemption": ("num_preemptions", "")}
+
+
+def counted(url: str, name: str, label: str = "") -> float:
+    """A counter of all engines; name: without what stands in front and behind; label: one that it must have."""
     with urllib.request.urlopen(url + "/metrics", timeout=60) as answer:
         return sum(float(n) for n in re.findall(
-            rf"^penstock:\S*{name}_total\S* (\S+)$", answer.read().decode(), re.M))
+            rf"^penstock:\S*{name}_total\S*{label}\S* (\S+)$", answer.read().decode(), re.M))
 
 
 def compiled(url: str) -> int:
@@ -198,16 +211,22 @@ async def measure(url: str, most: int, rows: list[dict[str, Any]], name: str) ->
     start = {"server": name, "kind": "the very first", "first_ms": 1e3 * (beside[1] - beside[0]),
              "gap_ms": 1e3 * max(b - a for a, b in pairwise(beside[1:]))}
     rows.append(start)
-    for kind, make in KINDS.items():
+    kinds = {kind: (lambda r, _: [], make) for kind, make in KINDS.items()} | (TIGHT if "tight" in name else {})
+    for kind, (prepare, make) in kinds.items():
         row: dict[str, Any] = {"server": name, "kind": kind}
         for turn in ("first", "second"):        # of other lengths, as prompts are
-            had = compiled(url)
             try:
+                for body in prepare(rng, most):
+                    await once(url, [body], beside)
+                had = compiled(url)
+                happened = counted(url, *HAPPENED[kind]) if kind in HAPPENED else 0.0
                 row[turn] = await once(url, longer(make(rng, most - 64), 3 * (turn == "second")), beside)
             except RuntimeError as why:
                 row["refused"] = str(why)
                 break
             row[turn]["compiled"] = compiled(url) - had
+            if kind in HAPPENED:
+                row[turn][HAPPENED[kind][0]] = counted(url, *HAPPENED[kind]) - happened
         if "second" in row:
             for what in ("first_ms", "gap_ms"):
                 row[f"ratio_{what}"] = row["first"][what] / max(1e-9, row["second"][what])
@@ -248,7 +267,7 @@ def main() -> None:
             os.environ["TRITON_CACHE_DIR"] = folder + "/triton"
             os.environ["XDG_CACHE_HOME"] = folder + "/cache"
             log = open(args.out / f"{args.name}-{name}.log", "w")
-            most = 120_000 if SERVERS[name][0] is LATENT else 32_000
+            most = 45_000 if "tight" in name else 120_000 if SERVERS[name][0] is LATENT else 32_000
             with log, started(Path(folder), name, "--page-size", "64", stderr=log) as server:
                 rows.append({"server": name, "kind": "ready, cold", "ready_s": round(server.ready_s, 1),
                              "warm_seconds": server.get("/server_info").get("warm_seconds")})
