@@ -1,4 +1,4 @@
-"""Rename public classes so that one name means one thing, in every Python file of the tree.
+"""Rename public classes, and two methods, so that one name means one thing, in every Python file of the tree.
 
     python tools/rename_classes.py            rename, and print the files that changed
 
@@ -19,6 +19,9 @@ RENAMED: dict[str, dict[str, str]] = {
     "penstock.engine.wire": {"Chunk": "OutputChunk", "Ready": "EngineReady", "Room": "BootstrapRoom",
                              "Asked": "RemotePrefill", "Logprob": "TokenLogprob"},
     "penstock.engine.process": {"Link": "ApiLink", "Engine": "EngineParts"},
+    "penstock.engine.pd.router": {"Paired": "PdRouter"},
+    "penstock.engine.pd.remote": {"Wait": "RemoteWait"},
+    "penstock.engine.pd.rendezvous": {"Waiting": "RendezvousWait"},
     "penstock.engine.client.generation": {"Piece": "ChoicePiece"},
     "penstock.engine.client.metrics": {"Tokens": "TokenMetrics"},
     "penstock.engine.client.client": {"Stream": "ChoiceStream"},
@@ -50,6 +53,8 @@ RENAMED: dict[str, dict[str, str]] = {
     "penstock.transfer.remote.shared": {"Shared": "SharedBuffer"},
     "penstock.transfer.handshake": {"Paired": "PeerSession"},
 }
+# Methods whose old name nothing else has, or that are called on this name only.
+METHODS = ((r"\bhasten\b(?=\()", "start_now"), (r"(?<=mover\.)settle\b", "wait_for"))
 
 
 def module_of(path: Path) -> str:
@@ -114,7 +119,10 @@ def main() -> None:
         if path == Path("tools/rename_classes.py") or path.parts[0] == "lab":
             continue
         text = path.read_text()
-        if (new := renamed(path, text)) != text:
+        new = renamed(path, text)
+        for pattern, name in METHODS:
+            new = re.sub(pattern, name, new)
+        if new != text:
             path.write_text(new)
             print(path)
 

@@ -267,7 +267,7 @@ def test_an_unused_host_pool_costs_no_resident_memory():
     assert resident() - before < 60e6
 
 
-def test_a_step_hastens_what_it_waits_for_and_nothing_else(lateness):
+def test_a_step_starts_the_copies_it_waits_for_and_no_others(lateness):
     """It is not put off, waits for no step that carries it, and is told once, with what else has ended."""
     hbm, dram = pools()
     for page in range(6):
@@ -275,15 +275,15 @@ def test_a_step_hastens_what_it_waits_for_and_nothing_else(lateness):
     mover = Mover([hbm, dram], Latest() if lateness else None)
     mover.add([move(1, UP, [1001], [101], 4, after=3), move(2, UP, [1002], [102], 4, after=9)])
     carried = [move(3, UP, [1003, 1004], [103, 104], 8), move(4, UP, [1005], [105], 4)]
-    mover.hasten([MoveId(1), MoveId(3), MoveId(77)], carried, StepId(3))      # 77 has ended long ago
-    mover.settle([MoveId(1), MoveId(3)])
+    mover.start_now([MoveId(1), MoveId(3), MoveId(77)], carried, StepId(3))      # 77 has ended long ago
+    mover.wait_for([MoveId(1), MoveId(3)])
     assert [hbm.page(p).unique().tolist() for p in (101, 103, 104)] == [[1.0], [3.0], [4.0]]
     assert hbm.page(102).isnan().all() and hbm.page(105).isnan().all() and len(mover) == 3
     assert mover.finish([MoveId(1)]) == [Moved(MoveId(1), True), Moved(MoveId(3), True)]
     mover.add(carried[1:])
     assert finish(mover, 9) == [Moved(MoveId(2), True), Moved(MoveId(4), True)]
     with pytest.raises(AssertionError, match="waits for move 5, whose source step 8 writes"):
-        mover.hasten([MoveId(5)], [move(5, UP, [1001], [101], 4, after=8)], StepId(7))
+        mover.start_now([MoveId(5)], [move(5, UP, [1001], [101], 4, after=8)], StepId(7))
 
 
 def test_a_step_waits_for_what_the_thread_has_in_hand():
@@ -292,6 +292,6 @@ def test_a_step_waits_for_what_the_thread_has_in_hand():
     mover = Mover([hbm, dram])
     mover.add([move(n, UP, [1000 + n], [100 + n], 4) for n in range(6)])
     told = mover.run(StepId(0), idle=False)
-    mover.hasten([MoveId(5)], [], StepId(0))
+    mover.start_now([MoveId(5)], [], StepId(0))
     told += mover.finish([MoveId(5)])
     assert told == [Moved(MoveId(n), True) for n in range(6)] and (hbm.page(105) == 2).all()

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from penstock.config.request.params import SamplingParams
 from penstock.core.pair.messages import Reason
 from penstock.core.plan import Finished, Outcome, RequestId
-from penstock.engine.pd.rendezvous import OVER_MAX, Rooms, Waiting
+from penstock.engine.pd.rendezvous import OVER_MAX, RendezvousWait, Rooms
 from penstock.engine.wire import BootstrapRoom, RemotePrefill, Submit
 
 KEEP_S = 5.0
@@ -41,7 +41,7 @@ def test_the_two_meet_in_either_order_and_once() -> None:
     one, two = submit(1), asked(2)
     assert r.opened(one) is None and r.asked(two, RID) is None
     assert r.asked(asked(1), RID) is one
-    assert r.opened(submit(2)) == Waiting(clock.now + KEEP_S, asked=two, rid=RID)
+    assert r.opened(submit(2)) == RendezvousWait(clock.now + KEEP_S, asked=two, rid=RID)
     for number in (1, 2):
         assert r.asked(asked(number), RID) is Reason.TAKEN and r.opened(submit(number)) is Reason.TAKEN
     assert r.wait_s is None and r.passed() == []
@@ -111,7 +111,7 @@ def test_what_was_asked_for_may_be_done_before_the_router_has_sent_it() -> None:
     assert r.asked(two, RID) is None
     r.ended(two.submit.room, END)
     found = r.opened(submit(2))
-    assert isinstance(found, Waiting) and found.end is END
+    assert isinstance(found, RendezvousWait) and found.end is END
 
 
 def test_what_is_over_is_known_of_so_many_rooms() -> None:

@@ -44,7 +44,7 @@ from penstock.core.plan import (
 )
 from penstock.engine.fair import Fair
 from penstock.engine.pd.rendezvous import LATE, NOBODY, WORDS, Rooms
-from penstock.engine.pd.router import Paired
+from penstock.engine.pd.router import PdRouter
 from penstock.engine.record import EventLog
 from penstock.engine.request import Live, Runner
 from penstock.engine.shown import shown
@@ -101,7 +101,7 @@ class EngineLoop:
         self._timers = Timers(clock, deadlines_s or {}, storing)
         self._works_for_peer = core.cfg.role == "prefill"
         self._live: dict[int, Live] = {}
-        self._paired = None if peers is None else Paired(peers, executor, self._live, clock)
+        self._paired = None if peers is None else PdRouter(peers, executor, self._live, clock)
         self._rooms = None if room_s is None else Rooms(room_s, clock)
         self._nobody = PeerId(core.cfg.peers - 1)       # whose prompts are that wait in a room
         self._newest = 0                        # request id

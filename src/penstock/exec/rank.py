@@ -400,10 +400,10 @@ class Rank:
 
     def _arrivals(self, plan: StepPlan) -> Arrivals:
         """Start what the step waits for; on a CPU it has ended then, a device waits for events."""
-        self._mover.hasten(plan.waits, plan.moves, self._executed)
+        self._mover.start_now(plan.waits, plan.moves, self._executed)
         if self._tables.last_R.is_cuda:
             return self._mover.arrivals(plan.waits)
-        self._mover.settle(plan.waits)
+        self._mover.wait_for(plan.waits)
         return []
 
     def _land(self, flight: _Flight) -> Stepped:

@@ -86,7 +86,7 @@ class Mover:
                     self._pools[tier, m.group].index(page)
         self._pending += moves
 
-    def hasten(self, ids: Collection[MoveId], moves: Sequence[Move], executed: StepId) -> None:
+    def start_now(self, ids: Collection[MoveId], moves: Sequence[Move], executed: StepId) -> None:
         """Start what a step waits for that is about to run and carries `moves`, if it has not been. On a CPU
         that is done when this returns, but for copies that the thread is in."""
         self.add([m for m in moves if m.id in ids])
@@ -101,14 +101,14 @@ class Mover:
             else:
                 self._ended.append(end())
 
-    def settle(self, ids: Collection[MoveId]) -> None:
+    def wait_for(self, ids: Collection[MoveId]) -> None:
         """Blocks until these have ended."""
         while not self._running.keys().isdisjoint(ids):
             self._collect(wait=True)
 
     def finish(self, ids: Collection[MoveId]) -> list[Moved]:
-        """As `settle`; returns all that has ended."""
-        self.settle(ids)
+        """`wait_for`, and return all that has ended."""
+        self.wait_for(ids)
         return self._tell()
 
     def arrivals(self, ids: Iterable[MoveId]) -> Arrivals:

@@ -42,7 +42,7 @@ News: TypeAlias = Event | RemotePrefill
 
 
 @dataclass(slots=True)
-class Wait:
+class RemoteWait:
     """Decode end: a request that the other engine works for."""
 
     since: float                     # when it was sent on
@@ -67,7 +67,7 @@ class Peer:
         self._link, self._clock = link, clock
         self._retired = StepId(0)
         self._due: deque[tuple[int, Move]] = deque()    # pushes whose steps have not retired; epochs
-        self._waits: dict[int, Wait] = {}              # by transfer
+        self._waits: dict[int, RemoteWait] = {}              # by transfer
         self._rids: dict[int, int] = {}                 # prefill end: transfer -> ours
         self._lengths: dict[int, int] = {}              # prefill end: transfer -> tokens of the prompt
         self._ended: dict[int, float] = {}              # prefill end: when the last chunk of a transfer had
@@ -171,7 +171,7 @@ class Peer:
         if not self.epoch or len(m.prompt) > PROMPT_MAX:
             return 0
         prompt = _little(array("i", m.prompt))
-        self._waits[m.rid] = Wait(self._clock(), len(m.prompt), prompt=(
+        self._waits[m.rid] = RemoteWait(self._clock(), len(m.prompt), prompt=(
             None if m.params.prompt_logprobs is None else PromptScores(m.params, len(m.prompt))))
         self._count["pair_requests_total"] += 1
         self._link.say(self.epoch, Ask(
@@ -202,7 +202,7 @@ class Peer:
         wait = self._waits.get(transfer)
         return wait is None or wait.prompt is None or wait.prompt.is_whole
 
-    def take_first(self, transfer: int) -> Wait:
+    def take_first(self, transfer: int) -> RemoteWait:
         """What came with a request that was delivered."""
         self._count["pair_delivered_total"] += 1
         return self._waits.pop(transfer)

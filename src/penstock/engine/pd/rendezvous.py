@@ -32,7 +32,7 @@ NOBODY = "no decode engine has asked for the prompt of this room in time: its pa
 
 
 @dataclass(slots=True)
-class Waiting:
+class RendezvousWait:
     """One of the two is here. What was asked for is computed, as `rid`, and may have ended."""
 
     until: float
@@ -46,7 +46,7 @@ class Rooms:
     def __init__(self, keep_s: float, clock: Callable[[], float]) -> None:
         """keep_s: how long one end's part waits for the other's."""
         self._keep_s, self._clock = keep_s, clock
-        self._open: OrderedDict[Key, Waiting] = OrderedDict()
+        self._open: OrderedDict[Key, RendezvousWait] = OrderedDict()
         self._over: OrderedDict[Key, Reason] = OrderedDict()
 
     @property
@@ -55,7 +55,7 @@ class Rooms:
         until = min((w.until for w in self._open.values()), default=None)
         return None if until is None else max(0.0, until - self._clock())
 
-    def opened(self, m: Submit) -> Waiting | Reason | None:
+    def opened(self, m: Submit) -> RendezvousWait | Reason | None:
         """The router has sent `m` here. Returns what is known of it from who has asked, None if it is to
         wait, or why it is refused."""
         assert m.room is not None
@@ -64,7 +64,7 @@ class Rooms:
         if key in self._over or (waiting is not None and waiting.here is not None):
             return self._over.get(key, Reason.TAKEN)
         if waiting is None:
-            self._open[key] = Waiting(self._clock() + self._keep_s, here=m)
+            self._open[key] = RendezvousWait(self._clock() + self._keep_s, here=m)
             return None
         assert waiting.asked is not None
         if not alike(m, waiting.asked.submit):
@@ -80,7 +80,7 @@ class Rooms:
         key = key_of(room)
         waiting = self._open.get(key)
         if waiting is None and key not in self._over:
-            self._open[key] = Waiting(self._clock() + self._keep_s, asked=asked, rid=rid)
+            self._open[key] = RendezvousWait(self._clock() + self._keep_s, asked=asked, rid=rid)
             return None
         if waiting is None or waiting.here is None:
             return self._over.get(key, Reason.TAKEN)

@@ -131,7 +131,7 @@ class _Parked:
     peer: Peer
 
 
-class Paired:
+class PdRouter:
     def __init__(self, peers: Peers, executor: Runner, live: Mapping[int, Live],
                  clock: Callable[[], float]) -> None:
         """live: the loop's, by request."""
