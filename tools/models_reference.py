@@ -19,6 +19,8 @@ from penstock.model.layers import AttentionSpec
 from penstock.model.transformer import Spec
 from penstock.model.weights import gguf_config
 from penstock.model.weights.fields import Fields
+from penstock.model.weights.formats.table import READERS
+from penstock.model.weights.fp8 import MXFP4
 from penstock.model.weights.wrappers import WRAPPERS
 
 _INTRO = """\
@@ -34,7 +36,8 @@ CPU.
 - **TP**: `--tp`, tensor parallelism. `--pp` works with every family.
 - **Sparse**: `--sparse-top-k N` selects blocks of KV in layers that see all tokens; an indexer of the model
   selects by itself, without a flag. Both decode from host memory.
-- **Weights**: *fp8* is e4m3 in blocks (`weight_block_size`); other quantised weights are refused by name.
+- **Weights**: *fp8* is e4m3 in blocks (`weight_block_size`). The formats under "Quantised weights" open in
+  every family.
 
 | `model_type` | class | published, for example | layers | CPU | GPU | TP | sparse | weights |
 |---|---|---|---|---|---|---|---|---|"""
@@ -48,6 +51,31 @@ refused with status 400. Where the levels of a config disagree about a tied head
 
 | `model_type` of the repository | `model_type` of its text |
 |---|---|"""
+
+# `quant_method` -> what opens, and what its weights are once loaded.
+_FLOATS = "floats of `--dtype`"
+_FORMATS = {
+    "fp8": ("e4m3 with `weight_block_size`", "floats on a CPU; on a GPU fp8"),
+    "compressed-tensors": ("`pack-quantized` int4 and int8 (group, channel, asymmetric, `actorder`); "
+                           "`int-quantized` int8; `float-quantized` fp8 (tensor, channel, block)", _FLOATS),
+    "awq": ("`version` gemm, 4 bits, zero points", _FLOATS),
+    "gptq": ("4 and 8 bits, `checkpoint_format` gptq and gptq_v2, `desc_act`, `dynamic`", _FLOATS),
+    "auto-round": ("4 and 8 bits, `packing_format` auto_round, auto_round:gptqmodel, auto_round:auto_gptq",
+                   _FLOATS),
+    "mxfp4": ("experts of gpt-oss", _FLOATS),
+}
+_QUANTISED = """
+## Quantised weights
+
+`quant_method` in config.json decides. Which modules are quantised is read from the headers of the files, so
+modules in `ignore` or `modules_to_not_convert` need no pattern. Quantised activations are computed in the type
+of `--dtype`. Weights that become floats take their memory as floats, and the log says so once. Tests compare
+each format with weights packed as its definition says; no published checkpoint of one has run here, except
+of fp8 in blocks. Other formats (ModelOpt, NVFP4, bitsandbytes, three bits) are refused by name, and so are experts
+packed in one tensor.
+
+| `quant_method` | opens | in memory |
+|---|---|---|"""
 
 _END = """
 ## Names in files
@@ -79,7 +107,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "gpt_oss": ("openai/gpt-oss-20b", "openai/gpt-oss-120b"),
     "minimax_m2": ("MiniMaxAI/MiniMax-M2.5", "MiniMaxAI/MiniMax-M2.7"),
     "deepseek_v3": ("deepseek-ai/DeepSeek-V3", "deepseek-ai/DeepSeek-R1"),
-    "kimi_k2": ("moonshotai/Kimi-K2-Instruct",),
+    "kimi_k2": ("moonshotai/Kimi-K2-Instruct", "moonshotai/Kimi-K2.5"),
     "deepseek_v32": ("deepseek-ai/DeepSeek-V3.2",),
     "glm_moe_dsa": ("zai-org/GLM-5", "zai-org/GLM-5-FP8", "zai-org/GLM-5.1", "zai-org/GLM-5.1-FP8",
                     "zai-org/GLM-5.2"),
@@ -109,6 +137,7 @@ def reference() -> str:
     lines = [_INTRO, *map(_row, sorted(registry.FAMILIES)), _WRAPPED]
     lines += [f"| `{kind}` | {', '.join(f'`{text}`' for text in wrapper.texts)} |"
               for kind, wrapper in WRAPPERS.items()]
+    lines += [_QUANTISED, *(f"| `{method}` | {' | '.join(_FORMATS[method])} |" for method in (*READERS, MXFP4))]
     return "\n".join([*lines, _END]) + "\n"
 
 

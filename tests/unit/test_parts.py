@@ -30,7 +30,8 @@ from penstock.model import registry
 from penstock.model.base import Stage
 from penstock.model.parts import Lane, even
 from penstock.model.weights.codes import Codes
-from penstock.model.weights.fp8 import quantises, read_blocks
+from penstock.model.weights.formats.table import read_blocks
+from penstock.model.weights.fp8 import quantises
 from penstock.model.weights.locate import locate
 from penstock.model.weights.slots import Slots
 from penstock.transfer.pages import PoolPages, Span

@@ -31,7 +31,6 @@ REFUSED = {
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": "'llama4', whose text is 'llama4_text', is not",
     "mistralai/Mixtral-8x22B-v0.1": "model_type 'mixtral' is not supported",
     "mistralai/Mixtral-8x7B-v0.1": "model_type 'mixtral' is not supported",
-    "moonshotai/Kimi-K2.5": "quantised with 'compressed-tensors', which is not supported",
     "moonshotai/Kimi-K3": "'kimi_k3', whose text is 'kimi_linear', is not supported",
     "nvidia/DeepSeek-V4-Flash-NVFP4": "model_type 'deepseek_v4' is not supported",
     "nvidia/DeepSeek-V4-Pro-NVFP4": "model_type 'deepseek_v4' is not supported",

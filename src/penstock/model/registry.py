@@ -39,7 +39,8 @@ from penstock.model.parts import ONE, Cut
 from penstock.model.transformer import Spec, Transformer
 from penstock.model.weights.codes import Packed
 from penstock.model.weights.fields import Fields
-from penstock.model.weights.fp8 import Blocks, read_blocks
+from penstock.model.weights.formats.table import read_blocks
+from penstock.model.weights.fp8 import Blocks
 from penstock.model.weights.slots import LinearFactory
 
 REFERENCE_OPS, REFERENCE_SCAN = layer.OP.use("reference"), scans.OP.use("reference")

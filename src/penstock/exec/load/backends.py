@@ -29,7 +29,8 @@ from penstock.kernels.types.scaled import Scaled
 from penstock.model import registry as families
 from penstock.model.base import CacheShape, Model
 from penstock.model.weights.codes import PACKED, Codes, Packed
-from penstock.model.weights.fp8 import Blocks, quantises, read_blocks
+from penstock.model.weights.formats.table import read_blocks
+from penstock.model.weights.fp8 import Blocks, quantises
 from penstock.model.weights.locate import ModelFiles
 from penstock.model.weights.slots import LinearFactory
 

@@ -38,6 +38,7 @@ from penstock.model.source.overrides import Noted
 from penstock.model.weights import mxfp4
 from penstock.model.weights.checkpoint import open_checkpoint
 from penstock.model.weights.codes import PACKED, Packed, codes_bytes
+from penstock.model.weights.formats.table import read_blocks, reader_of
 from penstock.model.weights.locate import ModelFiles, files_of, locate
 from penstock.model.weights.slots import LinearFactory
 
@@ -198,9 +199,9 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object], lane
         families.dummy_tensors(checkpoint.config, config.model.seed or 0, model.wants, device=device,
                                scaled=checkpoint.scaled, drafts=drafts)
         if load_format == "dummy" else checkpoint.tensors(model.wants, device))
-    coded = load_format == "safetensors" and mxfp4.says(checkpoint.config)
+    become = form_of(checkpoint.config) if load_format == "safetensors" else ""
     log(f"model: {name} has {show_size(need)} of weights to load" +
-        f"; its experts, in MXFP4, become {show_dtype(dtype)}" * coded)
+        f"; {become} become {show_dtype(dtype)}" * bool(become))
     if stage is None or (stage.embeds and stage.lane.index == 0):       # once, of several ranks
         for line in checkpoint.unread(whole.ignores):
             log(f"model: {line}")
@@ -233,6 +234,16 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object], lane
     log(f"model: {name}, {show_size(loaded)} of weights as {kept} in {time.perf_counter() - started:.1f} s")
     return Loaded(model, backends, name, load_format, dtype, loaded, _peak_rss() - rss_before, whole, digest,
                   scaled)
+
+
+def form_of(config: Mapping[str, Any]) -> str:
+    """Name, for the log, weights that are quantised in the files and floats once loaded; "" where none are, or
+    they may stay quantised."""
+    if mxfp4.says(config):
+        return "its experts, in MXFP4,"
+    reader = reader_of(config, "config.json")
+    return "" if reader is None or read_blocks(config, "config.json") else (
+        f"its quantised weights ({reader.label})")
 
 
 def _whole(config: Config, checkpoint: Checkpoint, dtype: torch.dtype, pack: LinearFactory,

@@ -9,12 +9,12 @@ from __future__ import annotations
 import itertools
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
+from typing import Any, BinaryIO, NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
@@ -29,15 +29,17 @@ from penstock.model.base import Checkpoint, Wants, everything
 from penstock.model.weights import mxfp4
 from penstock.model.weights.codes import PACKED, Codes, Packed, codes_of
 from penstock.model.weights.files import digest_of_files, open_regular
-from penstock.model.weights.fp8 import SCALE_SUFFIX, Blocks, quantises, read_blocks
+from penstock.model.weights.formats.reader import WeightReader
+from penstock.model.weights.formats.table import read_blocks, reader_of
+from penstock.model.weights.fp8 import Blocks, quantises
 from penstock.model.weights.gguf_config import ROPE_FREQS, HFName, hf_name
 from penstock.model.weights.gguf_file import GGUFTensor
 from penstock.model.weights.locate import ModelFiles, read_weight_map, some
 from penstock.model.weights.safetensors_file import StoredTensor, read_shards
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-           "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8, "I64": torch.int64,
-           "BOOL": torch.bool}
+           "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32,
+           "I64": torch.int64, "BOOL": torch.bool}
 # Elements dequantised at once: the temporaries of numpy (about ten of this size) stay in the cache.
 _CHUNK_ELEMENTS = 1 << 18
 # Of what is pinned while a device's weights are read: parts, and threads that fill them.
@@ -84,8 +86,8 @@ class ConfigOnly:
 
 
 class SafetensorsCheckpoint:
-    """One file, or the shards of an index. Tensors keep their dtype; blocks of fp8 do, or become float32, as
-    those of MXFP4 do."""
+    """One file, or the shards of an index. Tensors keep their dtype; quantised weights become float32, those
+    in blocks of fp8 where they are not kept."""
 
     def __init__(self, files: ModelFiles, keeps_scaled: bool) -> None:
         self.codes: Mapping[str, str] = {}
@@ -98,34 +100,37 @@ class SafetensorsCheckpoint:
         if not any(self.shards.values()):
             raise ConfigError(f"{files.folder}: the safetensors files hold no tensors")
         self.blocks = read_blocks(self.config, f"{files.folder}/config.json")
-        self.scales = _scales(self.shards, self.blocks)
+        self._reader = reader_of(self.config, f"{files.folder}/config.json")
+        self._quantised, self._beside = _quantised(self.shards, self._reader)
+        self._names = {weight.name for weight in self._quantised.values()}
         self.coded = _coded(self.shards, mxfp4.says(self.config))
         self._keeps_scaled = keeps_scaled
 
     def scaled(self, name: str) -> Blocks | None:
-        return self.blocks if self._keeps_scaled and name in self.scales else None
+        return self.blocks if self._keeps_scaled and name in self._names else None
 
     def tensors(self, wants: Wants = everything,
                 device: str = "cpu") -> Iterator[tuple[str, Tensor | Scaled]]:
-        """Every wanted weight once, in the order of the files; a scale is read with its weight."""
+        """Every wanted weight once, in the order of the files; scales are read with their weight."""
         self._check_absent(wants)
         read: Read = _read if device == "cpu" else _Staged(device)
         for path, stored in self.shards.items():
             file, _ = open_regular(path)
             with file:
                 for entry in stored.values():
-                    experts = entry.dtype == "U8"
-                    if not (experts or wants(entry.name)):
+                    if entry.name in self._beside:
                         continue
-                    if entry.name.removesuffix(SCALE_SUFFIX) in self.scales and (
-                            entry.name.endswith(SCALE_SUFFIX)):
-                        continue
-                    if experts:
+                    if entry.dtype == "U8":
                         for name, made in self._experts(file, entry, path, wants, read):
                             yield name, _finite(made, name, path)
                         continue
-                    weight: Tensor | Scaled = self._with_scale(entry.name, read(file, entry, path), read)
-                    yield entry.name, _finite(weight, entry.name, path)
+                    packed = self._quantised.get(entry.name)
+                    name = entry.name if packed is None else packed.name
+                    if not wants(name):
+                        continue
+                    weight: Tensor | Scaled = (read(file, entry, path) if packed is None else
+                                               self._made(packed, path, read))
+                    yield name, _finite(weight, name, path)
                     del weight          # before the next one is made
 
     def _check_absent(self, wants: Wants) -> None:
@@ -165,41 +170,66 @@ class SafetensorsCheckpoint:
                     rows = slice(part.first, None, part.step)
                     yield part.name, mxfp4.floats(block_OGB[rows], scale_OG[rows])
 
-    def _with_scale(self, name: str, element_OI: Tensor, read: Read) -> Tensor | Scaled:
-        """Its scales, if it has any, are read from whichever shard they are in."""
-        if name not in self.scales:
-            return element_OI
-        path, entry = self.scales[name]
-        file, _ = open_regular(path)
-        with file:
-            scale = read(file, entry, path).float()
-        assert self.blocks is not None
-        weight = Scaled(element_OI, scale, self.blocks.rows, self.blocks.cols)
-        return weight if self._keeps_scaled else weight.floats()
+    def _made(self, packed: _Quantised, path: Path, read: Read) -> Tensor | Scaled:
+        """Read its tensors from whichever shards they are in. Raises ConfigError."""
+        tensors = {}
+        for part, (where, entry) in packed.parts.items():
+            file, _ = open_regular(where)
+            with file:
+                tensors[part] = read(file, entry, where)
+        assert self._reader is not None
+        try:
+            weight = self._reader.read(tensors)
+        except ValueError as why:
+            raise ConfigError(f"{path}: tensor {show(packed.name)}: {why}: the file is damaged") from None
+        return weight.floats() if isinstance(weight, Scaled) and not self._keeps_scaled else weight
 
 
-def _scales(shards: dict[Path, dict[str, StoredTensor]],
-            blocks: Blocks | None) -> dict[str, tuple[Path, StoredTensor]]:
-    """Of every weight in fp8 where its scales are. Raises ConfigError: one without, or of another shape."""
-    found = {name: (path, entry) for path, stored in shards.items() for name, entry in stored.items()
-             if name.endswith(SCALE_SUFFIX)}
-    scales = {}
+class _Quantised(NamedTuple):
+    """A weight that several tensors store: its name in the model, and where each of its parts is."""
+
+    name: str
+    parts: dict[str, tuple[Path, StoredTensor]]
+
+
+def _quantised(shards: dict[Path, dict[str, StoredTensor]],
+               reader: WeightReader | None) -> tuple[dict[str, _Quantised], set[str]]:
+    """Return the weights that the reader makes, by the name of the first tensor of each, and the names of
+    their other tensors. Raises ConfigError: one that it does not read, or a type that no weight has."""
+    modules: dict[str, dict[str, tuple[Path, StoredTensor]]] = {}
+    names: Collection[str] = () if reader is None else reader.beside
     for path, stored in shards.items():
-        for name, entry in stored.items():
-            if entry.dtype != "F8_E4M3":
-                continue
-            what = f"{path}: tensor {show(name)} is F8_E4M3"
-            if blocks is None:
-                raise ConfigError(f"{what}, but config.json has no quantization_config that says its blocks")
-            if len(entry.shape) != 2 or name + SCALE_SUFFIX not in found:
-                raise ConfigError(f"{what} of shape {entry.shape}; supported: weights of two dimensions with "
-                                  f"their scales in {show(name + SCALE_SUFFIX)}, which "
-                                  + ("is there" if name + SCALE_SUFFIX in found else "no file holds"))
-            scales[name] = scale = found[name + SCALE_SUFFIX]
-            if scale[1].shape != blocks.scales(entry.shape) or scale[1].dtype not in ("F32", "BF16"):
-                raise ConfigError(f"{what} of shape {entry.shape}; its scales are {scale[1].dtype} of shape "
-                                  f"{scale[1].shape}, expected F32 of {blocks.scales(entry.shape)}")
-    return scales
+        for entry in stored.values():
+            module, _, part = entry.name.rpartition(".")
+            if part in names:
+                modules.setdefault(module, {})[part] = path, entry
+    made: dict[str, _Quantised] = {}
+    beside: set[str] = set()
+    for module, found in modules.items():
+        path, entry = next((where for part, where in found.items() if part in ("weight", "weight_packed",
+                            "qweight")), next(iter(found.values())))
+        assert reader is not None
+        parts = reader.parts({part: stored for part, (_, stored) in found.items()}, _what(path, entry))
+        if parts:
+            made[found[parts[0]][1].name] = _Quantised(f"{module}.weight", {p: found[p] for p in parts})
+            beside.update(stored.name for part, (_, stored) in found.items() if part != parts[0])
+    for path, stored in shards.items():
+        for entry in stored.values():
+            if entry.dtype in ("F8_E4M3", "I8", "I32") and entry.name not in made and (
+                    entry.name not in beside):
+                if reader is not None:
+                    raise ConfigError(f"{_what(path, entry)}, but config.json says {reader.label}, which has no "
+                                      "such tensor")
+                if entry.dtype != "F8_E4M3":
+                    raise ConfigError(f"{path}: tensor {show(entry.name)} has dtype {show(entry.dtype)}: this type "
+                                      "is not supported where config.json has no quantization_config")
+                raise ConfigError(f"{_what(path, entry)}, but config.json has no quantization_config that says "
+                                  "its blocks")
+    return made, beside
+
+
+def _what(path: Path, entry: StoredTensor) -> str:
+    return f"{path}: tensor {show(entry.name)} is {entry.dtype} of shape {entry.shape}"
 
 
 def _coded(shards: dict[Path, dict[str, StoredTensor]], said: bool) -> dict[str, tuple[Path, StoredTensor]]:

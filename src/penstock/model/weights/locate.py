@@ -19,7 +19,7 @@ from penstock.config.settings.tree import ModelConfig
 from penstock.model.demo import DEMO_NAME, fetch_demo
 from penstock.model.source.overrides import overridden, overrides_of
 from penstock.model.weights.files import read_json_object, read_text
-from penstock.model.weights.fp8 import read_blocks
+from penstock.model.weights.formats.table import reader_of
 from penstock.model.weights.gguf_config import check_config, gguf_eos_ids, read_gguf_config
 from penstock.model.weights.gguf_file import GGUFHeader, read_gguf_header
 from penstock.model.weights.safetensors_file import read_safetensors_header
@@ -93,11 +93,12 @@ class ModelFiles:
             names: Iterable[str] = read_weight_map(self.index)
         else:
             names = [name for path in self.safetensors for name in read_safetensors_header(path)]
-        return any(name.endswith("lm_head.weight") for name in names) if self.safetensors else None
+        heads = ("lm_head.weight", "lm_head.weight_packed", "lm_head.qweight")
+        return any(name.endswith(heads) for name in names) if self.safetensors else None
 
     def _check_quantised(self, config: dict[str, Any]) -> None:
         """Raises ConfigError: weights in a form that nothing reads, by either of two files."""
-        read_blocks(config, f"{self.folder}/config.json")
+        reader_of(config, f"{self.folder}/config.json")
         other = self.folder / "hf_quant_config.json"
         if config.get("quantization_config") or not other.exists():
             return

@@ -18,11 +18,11 @@ from penstock.model.weights.files import open_regular, parse_json_object
 
 HEADER_BYTES_MAX = 32 << 20          # 200,000 tensors; parsing takes about 10x that in memory
 DIMS_MAX = 8
-DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "U8": 1,
-               "I64": 8, "BOOL": 1}
+DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "U8": 1, "I8": 1,
+               "I32": 4, "I64": 8, "BOOL": 1}
 # Types that a file may have in tensors that nothing reads, in bits.
-_OTHER_BITS = {"F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "I8": 8, "I16": 16,
-               "U16": 16, "I32": 32, "U32": 32, "U64": 64, "C64": 64, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8}
+_OTHER_BITS = {"F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "I16": 16,
+               "U16": 16, "U32": 32, "U64": 64, "C64": 64, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8}
 # Tensors that every family computes or does without: old buffers of RoPE, static scales of an fp8 KV cache
 # and of activations.
 _BESIDE = re.compile(r"\.rotary_emb\.\w+$|\.(q|k|v|kv|prob|attn|input|output|activation)_scale$")

@@ -1,0 +1,1 @@
+"""Quantised checkpoints: one reader per format, chosen by `quant_method` from a table."""
