@@ -55,7 +55,9 @@ refused with status 400. Where the levels of a config disagree about a tied head
 # `quant_method` -> what opens, and what its weights are once loaded.
 _FLOATS = "floats of `--dtype`"
 _FORMATS = {
-    "fp8": ("e4m3 with `weight_block_size`", "floats on a CPU; on a GPU fp8"),
+    "fp8": ("e4m3 with `weight_block_size`, or with a scale per tensor or row and `activation_scheme`",
+            "floats on a CPU; blocks on a GPU fp8"),
+    "fbgemm_fp8": ("e4m3 with a scale per row", _FLOATS),
     "compressed-tensors": ("`pack-quantized` int4 and int8 (group, channel, asymmetric, `actorder`); "
                            "`int-quantized` int8; `float-quantized` fp8 (tensor, channel, block)", _FLOATS),
     "awq": ("`version` gemm, 4 bits, zero points", _FLOATS),

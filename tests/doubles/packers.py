@@ -113,6 +113,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Packer]] = {
                     partial(compressed_int, group=8, bits=8)),
     "int8": (compressed_config("int-quantized"), compressed_int8),
     "fp8": (compressed_config("float-quantized", type="float"), compressed_fp8),
+    "fbgemm": ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, compressed_fp8),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 8, "zero_point": True, "version": "gemm"},
             partial(awq, group=8)),
     "gptq": (_GPTQ, partial(gptq, group=16, symmetric=False)),

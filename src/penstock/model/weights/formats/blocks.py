@@ -1,10 +1,12 @@
-"""fp8 weights with a scale for each block of rows and columns, as DeepSeek-V3 and others ship them."""
+"""fp8 weights with a scale for each block of rows and columns, as DeepSeek-V3 and others ship them; or with one
+for each row or for all, as Mistral's and fbgemm's are."""
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from penstock.config.base.errors import ConfigError, show
+from penstock.model.weights.formats.reader import FLOATS, check
 from penstock.model.weights.fp8 import Blocks
 from penstock.model.weights.safetensors_file import StoredTensor
 
@@ -47,3 +49,39 @@ class BlocksReader:
         from penstock.model.weights.formats.values import scaled
 
         return scaled(module["weight"], module[SCALE], self.blocks.rows, self.blocks.cols)
+
+
+class RowsReader:
+    """`quant_method` fp8 without a `weight_block_size`, and fbgemm_fp8. Activations are not quantised."""
+
+    label = "fp8"
+    beside = frozenset(("weight", "weight_scale", SCALE))
+
+    def __init__(self, given: Mapping[str, Any], where: str) -> None:
+        """What decides is in the files."""
+
+    def parts(self, module: Mapping[str, StoredTensor], where: str) -> tuple[str, ...]:
+        entry = module.get("weight")
+        if entry is None or entry.dtype != "F8_E4M3":
+            return ()
+        if len(entry.shape) != 2:
+            raise ConfigError(f"{where}; supported: two dimensions, each expert in tensors of its own")
+        name = SCALE if SCALE in module else "weight_scale"
+        scale, rows = module.get(name), entry.shape[0]
+        one = scale is not None and scale.shape in ((), (1,), (1, 1), (rows,))
+        check(scale, name, FLOATS, scale.shape if scale is not None and one else (rows, 1), where)
+        return "weight", name
+
+    def read(self, module: Mapping[str, Tensor]) -> Tensor:
+        from penstock.model.weights.formats.values import in_blocks
+
+        weight = module["weight"]
+        [scale] = (tensor for name, tensor in module.items() if name != "weight")
+        rows = 1 if scale.numel() > 1 else weight.shape[0]
+        return in_blocks(weight, scale.reshape(-1, 1), None, rows, weight.shape[1])
+
+
+def fp8_reader(given: Mapping[str, Any], where: str) -> BlocksReader | RowsReader:
+    """Return the reader of `quant_method` fp8: without blocks the config says how activations are scaled."""
+    rows = given.get("weight_block_size") is None and given.get("activation_scheme") in ("static", "dynamic")
+    return RowsReader(given, where) if rows else BlocksReader(given, where)

@@ -5,14 +5,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.config.base.errors import ConfigError, show
-from penstock.model.weights.formats.blocks import BlocksReader
+from penstock.model.weights.formats.blocks import BlocksReader, RowsReader, fp8_reader
 from penstock.model.weights.formats.compressed import CompressedReader
 from penstock.model.weights.formats.gptq import AwqReader, GptqReader
 from penstock.model.weights.formats.reader import WeightReader
 from penstock.model.weights.fp8 import MXFP4, Blocks
 
 READERS: dict[str, Callable[[Mapping[str, Any], str], WeightReader]] = {
-    "fp8": BlocksReader,
+    "fp8": fp8_reader,
+    "fbgemm_fp8": RowsReader,
     "compressed-tensors": CompressedReader,
     "awq": AwqReader,
     "gptq": GptqReader,
