@@ -232,7 +232,7 @@ def test_who_is_not_tried_again_would_not_fit(monkeypatch: pytest.MonkeyPatch) -
 def test_a_row_whose_pages_still_load_costs_the_same_at_any_length() -> None:
     costs = []
     for pages in (20, 400):
-        e = Engine(2, hbm_pages=pages + 8, dram_pages=8 * pages, max_len=8 * pages)
+        e = Engine(2, hbm_pages=pages + 8, dram_pages=8 * pages, max_len=8 * pages, hit_pages=1_000)
         prompt = tuple(range(8 * pages - 40))
         for rid, tokens in enumerate((prompt, prompt[::-1], (5, *prompt))):
             e.drain(Arrived(RequestId(rid), tokens, 1))        # the later ones evict the first

@@ -319,6 +319,26 @@ def test_a_long_request_gives_up_its_pages_in_portions_and_at_once_if_they_are_n
     assert d.finished() == dict.fromkeys((9, 1, 2), Outcome.LENGTH)
 
 
+def test_a_dropped_request_gives_up_its_pages_in_portions_and_begins_with_them_again() -> None:
+    d = Driver(take_pages=4, hit_pages=8, step_tokens=64, rows=2, hbm_pages=64)
+    d.arrive(9, range(900, 904), 40)
+    d.arrive(1, range(40), 20)
+    while d.core.live[LONG].num_output < 2:
+        d.retire()
+    r, table = d.core.live[LONG], d.core.live[LONG].tables[0]
+    named = len(r.path)
+    d.tell(Dropped(LONG))
+    [gone] = d.core.kv.leaving
+    assert gone.tables == [table] and 0 < named - len(gone.path) <= 2 and r.tables != [table]
+    while r.phase is Phase.DROPPED:
+        before, left = len(r.path), len(gone.path)
+        d.retire()
+        assert len(r.path) - before <= 8 and left - len(gone.path) <= 2
+    assert r.retired == 4 * named
+    d.run()
+    assert d.finished() == {9: Outcome.LENGTH, 1: Outcome.LENGTH} and d.core.counters["drops"] == 1
+
+
 def test_a_promotion_loads_few_pages_at_once() -> None:
     """What it and others miss meanwhile comes over the same link. The page that was open is one more."""
     d, loads = Driver(hbm_pages=40, dram_pages=400, hot_pages=2, load_pages=2, max_len=256), list[int]()

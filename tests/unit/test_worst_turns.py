@@ -34,13 +34,10 @@ def not_yet(case, size, reason, rows=64):
 
 @pytest.mark.parametrize(("case", "size", "rows"), [
     ("admission", 16_384, 64), ("abort", 32_768, 64), ("decoding", 64, 64), ("short-no-host", 64, 64),
-    ("queue", 500, 64), ("pause", 16_384, 64),
-    not_yet("hits", 16_384, "a hit takes all of its pages in one turn"),
-    not_yet("forks", 2_048, "all choices of a prompt get their rows in one turn"),
+    ("queue", 500, 64), ("pause", 16_384, 64), ("hits", 32_768, 64), ("forks", 2_048, 64), ("drop", 32_768, 64),
     not_yet("resume", 16_384, "a resume takes all pages in one turn"),
     not_yet("spill", 16_384, "a spill looks at all pages in one turn"),
     not_yet("promote", 16_384, "a promotion looks at all pages in one turn", rows=16),
-    not_yet("drop", 16_384, "a drop gives up all pages in one turn, and finds them again in one"),
     ("short-line", 3_000, 16),
     ("flush", 2_048, 64),
 ])

@@ -53,7 +53,8 @@ def check(core: CoreState, pairs: Mapping[PeerId, Pairing]) -> None:
         pinned += back.pins
         named += back.path
     for r in kv.leaving:
-        assert r.phase is Phase.DONE and not (r.moves or any(r.reserve) or any(t.hot for t in r.tables))
+        assert r.phase in (Phase.DONE, Phase.DROPPED) and r.row is None
+        assert not (r.moves or any(r.reserve) or any(t.hot for t in r.tables))
         _columns(kv, r, pinned, read, pages)
         named += r.path
     moved = [copy for flight in kv.moves.flying.values() for pair in flight.pairs for copy in pair]

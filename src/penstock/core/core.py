@@ -70,7 +70,9 @@ class Core(CoreState):
             self.kv.saves_left = self.cfg.save_pages
         self._hear(events)
         if events:
-            self.kv.hits_left, self.kv.parts_left = self.cfg.hit_pages, PARTS
+            # A turn that gives up pages has less of its share left for hits.
+            self.kv.hits_left = self.cfg.hit_pages - self.kv.part * self.kv.gives_up
+            self.kv.parts_left = PARTS
             self.kv.leave(all=not self.running)
         if events or not self.running:
             self.kv.tree.give_up_flushed(self.cfg.take_pages)
@@ -82,10 +84,11 @@ class Core(CoreState):
             plan = schedule.plan(self)
             self.kv.drain()
             idle = (self.edges_taken, self.kv.freed) == before and not self.admission.is_due()
+            if plan is None and idle and self.kv.gives_up and not (self.in_flight and self.running):
+                self.kv.leave(all=True)        # no more than PARTS portions of that were given up
+                self.kv.hits_left = 1 << 60    # what is refused now would be given up, and tried again, for ever
+                continue
             if plan is None and idle and not self.in_flight:      # no event may come that makes these go on
-                if self.kv.gives_up:           # no more than PARTS portions of that were given up
-                    self.kv.leave(all=True)
-                    continue
                 if self.is_saving:
                     self.kv.saves_left = 1 << 60
                     continue

@@ -1,6 +1,7 @@
 """What the core knows of one request. Data only; `Core` decides and `KVCache` moves units."""
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -152,13 +153,20 @@ class Request:
         self.invalid_through = self.last_issue
         self.excused += 1
 
-    def restart(self, tokens: int) -> None:
-        """So many of its tokens have KV, and no step in flight computes more."""
-        self.computed = self.retired = tokens
-
     def hint(self, nodes: Sequence[Node]) -> None:
         """The pages that its tokens begin with, as far as the tree has not lost them since."""
         self.known = nodes
+
+    def hand_over(self, tables: list[PageTable]) -> Request:
+        """A request that has all pages of this one, which begins anew with empty tables."""
+        other = copy.copy(self)
+        self.path, self.tables, self.moves = [], tables, set()
+        self.reserve = [[] for _ in tables]
+        return other
+
+    def restart(self, tokens: int) -> None:
+        """So many of its tokens have KV, and no step in flight computes more."""
+        self.computed = self.retired = tokens
 
     def take_prefix(self) -> Sequence[list[HbmPage]]:
         """Of each group the pages that need no look, once."""

@@ -3,8 +3,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-WHOLE = 1 << 60                     # of `hit_pages`: a turn has no bound
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheGroup:
@@ -61,8 +59,8 @@ class CoreConfig:
                                         # left to send when that ends; 0: as any other
     take_pages: int = 512               # of each group that an admission takes at once: the rest is promised
     save_pages: int = 256               # page table entries that paused requests save in one turn
-    hit_pages: int = WHOLE              # cached pages that requests which wait match and pin in one turn, if
-                                        # another has a row; by default all of them, see ADR 0079
+    hit_pages: int = 512                # cached pages that waiting requests match, or pin, in one turn, if another
+                                        # request has a row, see ADR 0079
     admissions: int = 64                # requests that a turn admits whatever the step has use for, see
                                         # `Admission.is_full`; the others follow in later turns
     load_pages: int = 64                # of each promotion that fly up at once, beside what rows miss

@@ -96,7 +96,8 @@ class CoreState(Queues):
             return trial
         r.phase, r.place = target, place
         keep = (*holds, *self.may_hold[target, place])
-        leaves = target is Phase.DONE and self.kv.is_long(r)       # it gives up its pages in later turns
+        # Whether it gives up its pages in later turns.
+        leaves = target in (Phase.DONE, Phase.DROPPED) and self.kv.is_long(r)
         self.kv.release(r, [x for x in Lease if x not in keep and not (leaves and x in PAGES)])
         if target is Phase.LOADING:
             r.borrows = bool(r.path) or r.delivered > 0
@@ -107,7 +108,10 @@ class CoreState(Queues):
         if target in (Phase.DROPPED, Phase.DONE):
             r.kv_epoch += 1
             r.moves = set()                    # its pages wait for them behind fences
-            (self.kv.leaving.append if leaves else self.kv.forget_path)(r)
+            if leaves:
+                self.kv.leaving.append(r if target is Phase.DONE else r.hand_over(self.kv.tables()))
+            else:
+                self.kv.forget_path(r)
         elif (source, target) == (Phase.PROMOTING, Phase.RESIDENT):
             promote.leave_host(self.kv, r)
         elif trigger is Trigger.STAY:          # its host pages are not complete, nor will they be

@@ -99,6 +99,7 @@ def draw(seed: int, mode: str = "") -> Scenario:
     sc = replace(sc, cfg=replace(sc.cfg, take_pages=parts.choice((1, 2, 5, 512)),
                                  load_pages=parts.choice((1, 3, 64)),
                                  save_pages=Random(f"saves {seed}").choice((1, 3, 256, 256))))
+    sc = replace(sc, cfg=replace(sc.cfg, hit_pages=2 * sc.cfg.take_pages))
     if sc.pair and seed % 5 == 3:
         sc = replace(sc, net=replace(sc.net, rooms=Random(f"rooms {seed}").choice((0.3, 0.8))))
     sc = replace(sc, damages=damages, speeds=speeds, jumps=rng.choice((0, 0, 0, 0, 1, 3)))

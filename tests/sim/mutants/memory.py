@@ -4,13 +4,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import cast
 
 from mutants.registry import Real, holding, instead_of, mutant, swapped
 from penstock.core import faults
 from penstock.core.core import Core
 from penstock.core.kv import allocate, moves, offload, page_table, sealing
-from penstock.core.kv.allocate import KVCache, Load
+from penstock.core.kv.allocate import Entry, KVCache, Load
 from penstock.core.kv.moves import Moves
+from penstock.core.kv.page_table import PageTable
+from penstock.core.kv.pages import Pages
 from penstock.core.kv.pool import Arena, Fence, Pool
 from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree
 from penstock.core.lifecycle import Lease, Phase
@@ -249,3 +252,30 @@ def ended_request_keeps_what_was_lost(real: Real, core: Core, event: Moved) -> N
     leaving, core.kv.leaving = core.kv.leaving, deque()
     real(core, event)
     core.kv.leaving = leaving
+
+
+@instead_of(Request, "hand_over", mode="take_pages=1")
+def dropped_request_keeps_its_pages(real: Real, r: Request, tables: list[PageTable]) -> Request:
+    """Who is dropped is admitted with the tables that give up their pages in portions."""
+    other = real(r, tables)
+    r.tables = other.tables
+    return cast("Request", other)
+
+
+@instead_of(allocate, "_pin", mode="take_pages=1")
+def half_a_hit_gets_a_row(real: Real, kv: Pages, r: Request, entry: Entry) -> bool:
+    """A hit that takes several turns ends with the first of them."""
+    done = bool(real(kv, r, entry))
+    if not done and r in kv.entering and r.path:
+        del entry.nodes[len(r.path):]
+        return entry.found is not None
+    return done
+
+
+@instead_of(KVCache, "lacks", mode="take_pages=1")
+def hit_under_way_keeps_its_pins(real: Real, kv: KVCache, tier: Tier, want: Sequence[int]) -> int:
+    """Rows give way before the part of a prefix that a waiting request has pinned."""
+    entering, kv.entering = kv.entering, {}
+    short = int(real(kv, tier, want))
+    kv.entering = entering
+    return short

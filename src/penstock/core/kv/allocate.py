@@ -28,7 +28,6 @@ from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.lifecycle import Lease, Phase, Place
 from penstock.core.plan import HbmPage, Row, Tier
 from penstock.core.request import FAILED_SAVES_MAX, Request
-from penstock.core.settings import WHOLE
 
 
 class KVCache(Pages):
@@ -189,11 +188,11 @@ def _name(kv: Pages, r: Request, place: Place) -> Entry | None:
             entry.is_fresh = True
     while entry.found or _match(kv, r, entry):
         if not _pin(kv, r, entry):
-            if r not in kv.entering and kv.cfg.hit_pages >= WHOLE:      # it ends earlier than what was named
+            if r not in kv.entering:           # it ends earlier than what was named
                 return _name(kv, r, place)
-            if entry.found or r not in kv.entering:
+            if entry.found:
                 return None
-        elif entry.is_fresh or (entry.by and entry.again):
+        elif entry.is_fresh or (entry.by and entry.again and kv.rows.held):
             break
         else:                                  # the tree may know more by now
             entry.again, entry.by, entry.end, entry.found = bool(entry.by), {}, None, None

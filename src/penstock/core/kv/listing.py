@@ -60,8 +60,15 @@ class Matching:
     def extend(self, r: Request, path: list[Node], stored: bool = False, most: int = 1 << 60) -> bool:
         """Match up to `most` pages more. False: there are more of them."""
         node = path[-1] if path else self.tree.roots.get(r.arrived.namespace)
-        for _ in range(most):
-            if node is None or (node := self._next(r, node, len(path), stored)) is None:
+        size, at, flushed = self.cfg.page_size, len(path), self.tree.flushed
+        whole = [g for g, t in enumerate(r.tables) if not t.reach]
+        end = min((r.num_tokens - 1) // size, r.cached_max // size)
+        device = self.device[whole[0]] if len(whole) == 1 else None
+        for i in range(at, min(end, at + most)):
+            if node is None or (node := node.child(r.page_key(i, size))) is None or node.last_used <= flushed:
+                return True
+            copy = node.copies.get(device) if device is not None else None
+            if (copy is None or copy.bad) and not all([self.is_reachable(node, g, stored) for g in whole]):
                 return True
             path.append(node)
         return node is None or self._next(r, node, len(path), stored) is None

@@ -88,7 +88,7 @@ class Headroom(NamedTuple):
 
 
 NONE_LEFT = Headroom()
-PARTS = 8            # of `take_pages`, that are given up in one turn for requests that lack pages
+PARTS = 8            # portions that are given up in one turn for requests that lack pages
 
 
 class Pages(Matching):
@@ -115,6 +115,7 @@ class Pages(Matching):
         self.leaving = deque[Request]()          # have ended, and have pages that nobody has needed yet
         self.returned = deque[Returned]()
         self.entering: dict[Request, Entering] = {}
+        self.part = max(1, cfg.take_pages // 2)  # pages that go at once, see `leave`
         self.hits_left = cfg.hit_pages           # of this turn
         self.parts_left = PARTS                  # the same, of what `leave` gives up for who lacks pages
         self.saves_left = cfg.save_pages         # the same: entries of paused requests
@@ -196,9 +197,12 @@ class Pages(Matching):
         """How much is missing for `want`, with all that can be had, also of requests that have ended, and
         of those that wait and have pinned a part of their prefix, the last first: as much of that as may still
         be given up in this turn. More comes in the next, see `is_short`."""
-        while (short := self.arenas[tier].lacks(want)) and (self.gives_up or self.entering):
+        while short := self.arenas[tier].lacks(want):
             if not self.gives_up:
-                self.abandon(next(reversed(self.entering)))
+                r = next((r for r, e in reversed(self.entering.items()) if e.pins or e.spare), None)
+                if r is None:
+                    break
+                self.abandon(r)
             elif not self.parts_left:
                 break
             else:
@@ -214,14 +218,13 @@ class Pages(Matching):
     def leave(self, *, all: bool = False) -> None:
         """Give up some pages of a request that has ended, or all of all. The last ones go first: what others
         may find is worth least where it ends."""
-        n = self.cfg.take_pages
+        n = self.part                          # of its path, and of each of its columns
         while self.returned:
-            self._return(self.returned[0], n)
+            self._return(self.returned[0], 2 * n)
             if not all:
                 return
         while self.leaving:
             r = self.leaving[0]
-            n = max(1, self.cfg.take_pages // 2)      # of its path, and of each of its columns
             keep = max(0, len(r.path) - n)     # the path first: what is pinned has no place in an order of eviction
             self.forget_path(r, keep)
             rest = False
@@ -260,24 +263,28 @@ class Pages(Matching):
 
     @property
     def hits_most(self) -> int:
-        """Pages that a request which waits may still match and pin in this turn: without a limit if no other
-        request has a row, and would wait."""
+        """Pages that a request which waits may still match and pin in this turn: all, if no other has a row."""
         return max(0, self.hits_left) if self.rows.held else 1 << 60
 
     def abandon(self, r: Request) -> None:
-        """`r`, which waits, gives up the part of its prefix that it has pinned."""
+        """`r`, which waits, gives up the part of its prefix that it has pinned, in portions: if it begins anew in
+        this turn, without a prefix cache too it finds that part again (sim seed 32127)."""
         if (entry := self.entering.pop(r, None)) is not None:
-            self.give_back(r, entry.pins + entry.spare)
+            self._give_back(r, entry.pins + entry.spare)
             r.hint(entry.nodes)
 
     def give_back(self, r: Request, pins: list[Copy]) -> None:
-        """In portions: these pins, and the path of `r`. All at once if no other request has a row: then
-        nothing waits for it, and no later turn need come in which the rest goes back."""
-        self.returned.append(back := Returned(pins, r.path))
+        """These pins, and the path of `r`, which was refused: in portions. All at once if no other request has a
+        row, or no step is in flight: then nothing waits for it, and no later turn need come for the rest."""
+        self._give_back(r, pins)
+        while self.returned and (not self.rows.held or self.hits_left > self.cfg.hit_pages):
+            self._return(self.returned[0], 1 << 60)
+
+    def _give_back(self, r: Request, pins: list[Copy]) -> None:
+        if pins or r.path:
+            self.returned.append(Returned(pins, r.path))
         r.hint(r.path)
         r.path = []
-        if not self.rows.held:
-            self._return(back, len(back.pins) + len(back.path))
 
     def lose_pins(self, lost: frozenset[Copy]) -> None:
         """Copies have gone: requests that wait and have pinned one give up what they have."""
