@@ -37,25 +37,26 @@ def check(core: CoreState, pairs: Mapping[PeerId, Pairing]) -> None:
     promised = {tier: [0] * len(kv.device) for tier in kv.arenas}
     pages: dict[TierGroup, list[int]] = {space: [] for space in kv.tree.spaces}
     running = set(core.running)
+    assert all([r.phase in (Phase.QUEUED, Phase.DROPPED, Phase.PAUSED) for r in kv.entering])
+    for entry in kv.entering.values():
+        pinned += entry.pins + entry.spare
+    for back in kv.returned:
+        pinned += back.pins
+        named += back.path
+    twice = Counter(pinned) if pinned else {}  # who is paused pins what it has once more for its row
     for r in core.live.values():
         _leases(core, r, running)
-        _columns(kv, r, pinned, read, pages)
+        _columns(kv, r, pinned, read, pages, twice)
         named += r.path
         assert r.phase in (Phase.LOADING, Phase.PREFILL) or not any(r.later), PROMISED
         for g, t in enumerate(r.tables):
             promised[Tier.DRAM if r.place is Place.HOST and t.hosted else Tier.HBM][g] += r.later[g]
     assert all([arena.promised == promised[tier] and arena.promises == sum(promised[tier])
                 for tier, arena in kv.arenas.items()]), PROMISED
-    assert all([r.phase in (Phase.QUEUED, Phase.DROPPED) for r in kv.entering])
-    for entry in kv.entering.values():
-        pinned += entry.pins + entry.spare
-    for back in kv.returned:
-        pinned += back.pins
-        named += back.path
     for r in kv.leaving:
         assert r.phase in (Phase.DONE, Phase.DROPPED) and r.row is None
         assert not (r.moves or any(r.reserve) or any(t.hot for t in r.tables))
-        _columns(kv, r, pinned, read, pages)
+        _columns(kv, r, pinned, read, pages, twice)
         named += r.path
     moved = [copy for flight in kv.moves.flying.values() for pair in flight.pairs for copy in pair]
     _tree(core, Counter(pinned) if pinned else {}, Counter(named) if named else {},
@@ -76,7 +77,7 @@ def check(core: CoreState, pairs: Mapping[PeerId, Pairing]) -> None:
 
 
 def _columns(kv: KVCache, r: Request, pinned: list[Copy], read: list[Copy],
-             pages: dict[TierGroup, list[int]]) -> None:
+             pages: dict[TierGroup, list[int]], twice: Mapping[Copy, int]) -> None:
     for t, device, host, reserve in zip(r.tables, kv.device, kv.host, r.reserve, strict=True):
         for space, column in ((device, t.device), (device, t.hot), (host, t.host)):
             if column:
@@ -88,7 +89,7 @@ def _columns(kv: KVCache, r: Request, pinned: list[Copy], read: list[Copy],
                     pinned += copies
                 for copy in copies:
                     if copy.node is None and copy not in kv.moves.detached:
-                        assert copy.pins == 1, f"request {r.rid}: a private page of two"
+                        assert copy.pins == 1 + twice.get(copy, 0), f"request {r.rid}: a private page of two"
                         pages[space].append(copy.page)
         pages[host] += reserve
         assert all([(copy.loose is None) == (i < r.hot_units) for i, copy in enumerate(t.hot)]), LOOSE

@@ -7,7 +7,7 @@ given up with it: it is computed once more without them, and only if that succee
 from __future__ import annotations
 
 from penstock.core.kv.prefix_tree import Node
-from penstock.core.lifecycle import Trigger
+from penstock.core.lifecycle import Phase, Trigger
 from penstock.core.plan import Outcome, Unstore
 from penstock.core.request import Request
 from penstock.core.state import CoreState
@@ -30,7 +30,8 @@ def damaged(core: CoreState, r: Request) -> None:
     for q in _naming(core, own[:1]):
         if q in kv.entering:                   # it has no row yet, and has read none of them
             kv.abandon(q)
-            continue
+            if q.phase is not Phase.PAUSED:
+                continue
         core.counters["computed_again"] += 1
         compute_again(core, q)
     kv.leave(all=True)

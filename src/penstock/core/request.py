@@ -159,9 +159,15 @@ class Request:
 
     def hand_over(self, tables: list[PageTable]) -> Request:
         """A request that has all pages of this one, which begins anew with empty tables."""
+        other = self.part(self.tables, self.path)
+        self.path, self.tables = [], tables
+        return other
+
+    def part(self, tables: list[PageTable], path: list[Node]) -> Request:
+        """A request without a row that has these pages of this one, to give them up in later turns."""
         other = copy.copy(self)
-        self.path, self.tables, self.moves = [], tables, set()
-        self.reserve = [[] for _ in tables]
+        other.tables, other.path, other.row, other.phase = tables, path, None, Phase.DROPPED
+        other.moves, other.reserve = set(), [[] for _ in tables]
         return other
 
     def restart(self, tokens: int) -> None:

@@ -270,12 +270,3 @@ def half_a_hit_gets_a_row(real: Real, kv: Pages, r: Request, entry: Entry) -> bo
         del entry.nodes[len(r.path):]
         return entry.found is not None
     return done
-
-
-@instead_of(KVCache, "lacks", mode="take_pages=1")
-def hit_under_way_keeps_its_pins(real: Real, kv: KVCache, tier: Tier, want: Sequence[int]) -> int:
-    """Rows give way before the part of a prefix that a waiting request has pinned."""
-    entering, kv.entering = kv.entering, {}
-    short = int(real(kv, tier, want))
-    kv.entering = entering
-    return short

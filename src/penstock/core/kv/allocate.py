@@ -137,7 +137,9 @@ def enter(kv: Pages, r: Request, place: Place, headroom: Headroom) -> Trial:
             if place is Place.HOST and r.failed_saves >= FAILED_SAVES_MAX:
                 kv.forget_path(r)            # computed in host pages, nothing is to be copied
                 r.restart(0)
-        claim = Claim(kv, r)
+        if (resumed := _resume(kv, r, place)) is None:
+            return UNDERWAY
+        claim, ways = resumed.claim, resumed.ways
     for g, way in enumerate(ways):
         _way(kv, r, g, place, claim, way)
     claim.promise(place, [w.later for w in ways])
@@ -164,6 +166,27 @@ def enter(kv: Pages, r: Request, place: Place, headroom: Headroom) -> Trial:
             if t.hosted and t.end(r.computed) < len(t.device) and not r.later[g]:
                 mirror(kv, g, t, len(t.device) - 1)
     return True
+
+
+def _resume(kv: Pages, r: Request, place: Place) -> Entry | None:
+    """Pin what a request that was saved, fetched or received needs of what it has, as far as this turn allows.
+    None: the next turn goes on."""
+    entry = kv.entering.get(r)
+    assert entry is None or isinstance(entry, Entry)
+    if entry is None or entry.place is not place:
+        kv.abandon(r)
+        claim = Claim(kv, r)
+        entry = Entry(place, [], claim.needed, claim.spare, claim=claim, ways=[Way() for _ in r.tables])
+    if r.phase is Phase.PAUSED:
+        kv.entering[r] = entry
+        for g, way in enumerate(entry.ways):
+            at, most = len(way.up), kv.hits_most
+            ended = _have(kv, r, g, place, entry.claim, way, most)
+            kv.hits_left -= len(way.up) - at
+            if not ended:
+                return None
+        del kv.entering[r]
+    return entry
 
 
 def _name(kv: Pages, r: Request, place: Place) -> Entry | None:
@@ -309,18 +332,27 @@ def _way(kv: Pages, r: Request, g: int, place: Place, claim: Claim, way: Way) ->
     # A window moves on: its pages are taken as they are needed. Of everything else so many are sure to come.
     end = t.end(r.computed + 1) if t.group.reach else min(t.end(known), done + kv.cfg.take_pages)
     way.later = 0 if t.group.reach else t.end(known) - end
-    begin = t.begin(r.computed)
     hosted = place is Place.HOST and t.hosted
-    if not way.up:
-        way.up = [None] * begin
-        way.down = [None] * begin if hosted else []
-    for i in range(len(way.up), done):
-        _page(kv, r, g, i, kv.node(r, t, i), way, claim, place)
+    _have(kv, r, g, place, claim, way, done)
     for _ in range(len(way.up), end):
         if hosted:
             way.down.append(claim.want(Tier.DRAM, g))
         way.up.append(None if hosted else claim.want(Tier.HBM, g))
     way.buffer = [claim.want(Tier.HBM, g) for _ in range(r.hot_units if hosted else 0)]
+
+
+def _have(kv: Pages, r: Request, g: int, place: Place, claim: Claim, way: Way, most: int) -> bool:
+    """Up to `most` more of the pages of group g that have KV become its way's. Returns whether those are all."""
+    t, at = r.tables[g], len(way.up)
+    done = t.end(r.computed)
+    if not at:
+        at = t.begin(r.computed)
+        way.up = [None] * at
+        way.down = [None] * at if place is Place.HOST and t.hosted else []
+    end = min(done, at + most)
+    for i in range(at, end):
+        _page(kv, r, g, i, kv.node(r, t, i), way, claim, place)
+    return end == done
 
 
 def _page(kv: Pages, r: Request, g: int, i: int, node: Node | None, way: Way, claim: Claim,
@@ -367,10 +399,30 @@ def _take(kv: Pages, r: Request, g: int, way: Way) -> list[Node]:
     _start(kv, r, g, way.loads, up=True)
     _start(kv, r, g, way.saves, up=False)
     t.first = t.begin(r.computed)
-    kv.let_go(r, g, *t.replace(way.up, way.down))
+    _let_go(kv, r, g, *t.replace(way.up, way.down))
     on_host = [n for i in range(len(way.down)) if own(way.up, i) is None
                and (n := kv.node(r, t, i)) is not None]
     return [*on_host, *(f.node for f in way.loads if f.node is not None)]
+
+
+def _let_go(kv: Pages, r: Request, g: int, device: list[Copy | None], host: list[Copy | None]) -> None:
+    """`r` has new columns: what it had before is unpinned, unless it is in both; much of the tree's later."""
+    t, late = r.tables[g], max(len(device), len(host)) > kv.cfg.take_pages
+    for space, old, new in ((kv.device[g], device, t.device), (kv.host[g], host, t.host)):
+        for i, copy in enumerate(old):
+            if copy is None:
+                continue
+            if i < len(new) and new[i] is copy:
+                unpin(copy)
+            elif not late or copy.node is None:      # a Move may read what is private
+                kv.unpin(r, space, copy)
+            else:
+                continue
+            old[i] = None
+    if late:
+        tables = kv.tables()
+        tables[g].replace(device, host)
+        kv.leaving.append(r.part(tables, []))
 
 
 def _start(kv: Pages, r: Request, g: int, fills: list[Load], *, up: bool) -> None:

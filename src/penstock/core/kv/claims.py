@@ -82,7 +82,8 @@ class Claim:
         """Take nothing."""
         if self._later is not None:
             self._kv.promise(self._r, *self._later, -1)
-        if self._path and len(self.needed) + len(self.spare) > self._kv.cfg.hit_pages:
+        later = self._path or self._r.phase is Phase.PAUSED
+        if later and len(self.needed) + len(self.spare) > self._kv.cfg.hit_pages:
             self._kv.give_back(self._r, self.needed + self.spare)
             return why
         self._give_back(self.spare)

@@ -41,8 +41,10 @@ class PageTable:
         """Entries that positions below `tokens` need."""
         return -(-tokens // self.unit)
 
-    def replace(self, device: list[Copy | None], host: list[Copy | None]) -> tuple[Column, Column]:
-        """Take these columns. Returns those that were there before."""
+    def replace(self, device: list[Copy | None], host: list[Copy | None],
+                ) -> tuple[list[Copy | None], list[Copy | None]]:
+        """Take these columns. Returns those that were there before: they are the caller's now."""
+        assert isinstance(self.device, list) and isinstance(self.host, list)
         old = self.device, self.host
         self.device, self.host = device, host
         return old
@@ -135,6 +137,13 @@ def cut(column: Column, n: int) -> list[Copy]:
     assert isinstance(column, list)
     del column[-n:]
     return [copy for copy in last if copy is not None]
+
+
+def split(column: Column, n: int, to: Column) -> None:
+    """The first n entries become those of another column, which is empty."""
+    assert isinstance(column, list) and isinstance(to, list) and not to
+    to += column[:n]
+    column[:n] = [None] * len(to)
 
 
 def move(column: Column, i: int, to: Column) -> Copy:

@@ -15,7 +15,7 @@ from penstock.core.kv.moves import Moves
 from penstock.core.kv.page_table import Column, PageTable, cut, give_up, own, pin, read, take, take_all, unpin
 from penstock.core.kv.pool import Arena, Fence, Pool
 from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree, fix
-from penstock.core.lifecycle import Place
+from penstock.core.lifecycle import Phase, Place
 from penstock.core.plan import Group, StepId, Tier
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
@@ -61,7 +61,7 @@ Trial: TypeAlias = Literal[True] | Refused
 
 @dataclass(slots=True, eq=False)
 class Entering:
-    """What a request that waits has pinned so far, of a prefix too long for one turn: of its path."""
+    """What a request that waits has pinned so far, of what is too long for one turn."""
 
     place: Place
     nodes: list[Node]              # what was matched: not all of it is named yet
@@ -271,7 +271,8 @@ class Pages(Matching):
         this turn, without a prefix cache too it finds that part again (sim seed 32127)."""
         if (entry := self.entering.pop(r, None)) is not None:
             self._give_back(r, entry.pins + entry.spare)
-            r.hint(entry.nodes)
+            if entry.nodes:
+                r.hint(entry.nodes)
 
     def give_back(self, r: Request, pins: list[Copy]) -> None:
         """These pins, and the path of `r`, which was refused: in portions. All at once if no other request has a
@@ -281,10 +282,12 @@ class Pages(Matching):
             self._return(self.returned[0], 1 << 60)
 
     def _give_back(self, r: Request, pins: list[Copy]) -> None:
-        if pins or r.path:
-            self.returned.append(Returned(pins, r.path))
-        r.hint(r.path)
-        r.path = []
+        path = [] if r.phase is Phase.PAUSED else r.path      # who is paused named it before
+        if pins or path:
+            self.returned.append(Returned(pins, path))
+        if r.phase is not Phase.PAUSED:
+            r.hint(path)
+            r.path = []
 
     def lose_pins(self, lost: frozenset[Copy]) -> None:
         """Copies have gone: requests that wait and have pinned one give up what they have."""
@@ -455,18 +458,6 @@ class Pages(Matching):
             fix(copy)
             away = any(move in self.moves.to_peer for move in r.moves)
             space.pool.release([copy.page], Fence(copy.used, frozenset(r.moves), away))
-
-    def let_go(self, r: Request, g: int, device: Column, host: Column) -> None:
-        """`r` has new columns: what it had before is unpinned, unless it is in both."""
-        t = r.tables[g]
-        for space, old, new in ((self.device[g], device, t.device), (self.host[g], host, t.host)):
-            for i, copy in enumerate(old):
-                if copy is None:
-                    continue
-                if i < len(new) and new[i] is copy:
-                    unpin(copy)
-                else:
-                    self.unpin(r, space, copy)
 
     def name_path(self, r: Request, *, stored: bool = False) -> Found:
         """The request names what `match` finds, and nothing else any more."""

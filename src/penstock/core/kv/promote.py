@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterable
 
 from penstock.core.kv.claims import Claim
-from penstock.core.kv.page_table import add, enter_pinned, is_own, move, put, read
+from penstock.core.kv.page_table import add, enter_pinned, is_own, move, put, read, split
 from penstock.core.kv.pages import Headroom, Pages, Trial
 from penstock.core.kv.prefix_tree import Copy, Node, lend
 from penstock.core.plan import Tier
@@ -121,10 +121,16 @@ def stop_reload(kv: Pages, r: Request) -> None:
 
 def leave_host(kv: Pages, r: Request) -> None:
     """A row that has come back to the device keeps only the mirrors of what is not sealed."""
-    for g, t in enumerate(r.tables):
-        for i in range(len(t.host)):
-            if t.host[i] is not None and (not t.hosted or kv.node(r, t, i) is not None):
+    tables = kv.tables()
+    for g, (t, left) in enumerate(zip(r.tables, tables, strict=True)):
+        n = len(r.path) * kv.cfg.page_size // t.unit if t.hosted else len(t.host)
+        if n > kv.cfg.take_pages:
+            split(t.host, n, left.host)
+        for i in range(min(n, len(t.host))):
+            if t.host[i] is not None:
                 kv.drop_entry(r, g, t.host, i)
+    if any([left.host for left in tables]):
+        kv.leaving.append(r.part(tables, []))  # it gives them up in later turns
 
 
 def load(kv: Pages, r: Request, g: int, entries: list[tuple[int, Node]]) -> None:
