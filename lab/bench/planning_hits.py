@@ -18,8 +18,8 @@ from collections.abc import Callable
 from penstock.core.core import Core
 from penstock.core.plan import Arrived, Event, Moved, RequestId, Retired, StepPlan
 from penstock.core.settings import CoreConfig
-from penstock.serve import collector
-from penstock.serve.engine.main import FULL
+from penstock.config.base import collector
+from penstock.engine.process import FULL
 
 DECODING = 8                 # rows that decode beside
 FIRST = RequestId(1)

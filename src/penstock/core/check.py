@@ -112,7 +112,7 @@ def _tree(core: CoreState, pins: dict[Copy, int], refs: dict[Node, int], moves: 
             assert node.banished or not parent.banished, "a good page that builds on a damaged one"
             if node.refs:
                 assert node.refs == refs.pop(node, 0), REFS
-            assert node.copies or node.refs or node.children, "an empty node stays"
+            assert node.first or node.refs or node.children, "an empty node stays"
             assert node.serves == core.kv.tree.is_serving(node), "who can go on behind a page is forgotten"
             for space, copy in node.copies.items():
                 assert copy.node is node
@@ -170,7 +170,7 @@ def _kept_promises(core: CoreState) -> None:
             space = (kv.device if tier is Tier.HBM else kv.host)[0]
             waits = [back.pins for back in kv.returned] + [e.pins + e.spare for e in kv.entering.values()]
             busy |= {id(copy) for pins in waits for copy in pins
-                     if copy.node is not None and copy.node.copies.get(space) is copy}
+                     if copy.node is not None and copy.node.find(space) is copy}
             if tier is Tier.HBM:
                 busy |= {id(up) for r in core.live.values() if r.phase is Phase.PAUSED and not r.is_saved
                          for t in r.tables if t.hosted for up, down in zip(t.device, t.host, strict=False)
@@ -214,7 +214,7 @@ def _tables(core: CoreState, r: Request) -> None:
             assert copy.ready or r.phase is Phase.LOADING or copy.filled_by in r.waits, where
             if copy.node is not None:          # else it is private
                 node = kv.node(r, t, i)
-                assert node is not None and node.copies.get(space) is copy, (where, i)
+                assert node is not None and node.find(space) is copy, (where, i)
         if r.phase is Phase.PROMOTING and t.hosted:
             coming = [(g, i) for i, copy in enumerate(t.device) if copy is None or not copy.ready]
             assert coming == [entry for entry in r.loading if entry in coming], where

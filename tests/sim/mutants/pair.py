@@ -28,7 +28,7 @@ from penstock.core.request import Request
 SLOW_WRITES = ",deaths=3,write=60,delay=0.1,patience=20"
 # The connection breaks while the prefill engine has pushes to plan, and a full pipeline.
 CUT_OFF = (",rows=1,cuts=8,deaths=0,keep=1,delay=0.1,hold=0,report=0,step=3,requests=14"
-           ",prompt_max=20,step_tokens=4,span=20")
+           ",prompt_max=20,step_tokens=4,span=20,hit_pages=512")
 # Prompts are computed, dropped for others, and loaded when their grant comes.
 LATE_GRANTS = (",delay=60,deaths=0,fail=0,requests=20,span=20,prompt_max=20,new_max=6,hbm_pages=28"
                ",dram_pages=400,hot_pages=0,page_size=1,prefix_cache=1,wait_pages=1000")

@@ -262,14 +262,14 @@ def _pin(kv: Pages, r: Request, entry: Entry) -> bool:
     whole = [g for g, t in enumerate(r.tables) if not t.reach]
     for i in range(at, min(len(nodes), at + kv.hits_most)):
         node = nodes[i]
-        if (node.parent is not last or node.banished or kv.tree.is_flushed(node) or not node.copies
+        if (node.parent is not last or node.banished or kv.tree.is_flushed(node) or node.first is None
                 or not all([kv.is_reachable(node, g) for g in whole])):
             del nodes[i:]
             entry.end, entry.found, entry.by = None, None, {}
             break
         path.append(node)
         for g in whole:                        # pinned first: then it has no place in an order of eviction
-            way, copy = entry.ways[g], node.copies.get(kv.device[g])
+            way, copy = entry.ways[g], node.find(kv.device[g])
             if copy is None or copy.bad or (entry.place is Place.HOST and r.tables[g].hosted):
                 _page(kv, r, g, i, node, way, entry.claim, entry.place)
             else:
@@ -433,10 +433,10 @@ def _start(kv: Pages, r: Request, g: int, fills: list[Load], *, up: bool) -> Non
     nodes: list[Node] = []
     for f in fills:
         f.target.partial = f.source.partial
-        if f.node is not None and dst not in f.node.copies and not f.source.partial:
+        if f.node is not None and f.node.find(dst) is None and not f.source.partial:
             f.target.ready = False
             kv.tree.attach(f.node, dst, f.target)
-        if f.node is not None and f.target.node is f.node and f.node.copies.get(src) is f.source:
+        if f.node is not None and f.target.node is f.node and f.node.find(src) is f.source:
             nodes.append(f.node)
         else:
             tokens = min(r.computed - f.entry * t.unit, t.unit)

@@ -41,7 +41,7 @@ class Matching:
 
     def is_reachable(self, node: Node, g: int, stored: bool = False) -> bool:
         """Whether a request can get this page on the device: it is there, coming, or below."""
-        below = node.copies.get(self.host[g])
+        below = node.find(self.host[g])
         if stored and (not below.bad if below is not None else node.ready(self.disk[g])):
             return True
         return node.good(self.device[g]) is not None or (below is not None and below.ready)
@@ -67,7 +67,7 @@ class Matching:
         for i in range(at, min(end, at + most)):
             if node is None or (node := node.child(r.page_key(i, size))) is None or node.last_used <= flushed:
                 return True
-            copy = node.copies.get(device) if device is not None else None
+            copy = node.find(device) if device is not None else None
             if (copy is None or copy.bad) and not all([self.is_reachable(node, g, stored) for g in whole]):
                 return True
             path.append(node)
@@ -195,7 +195,7 @@ def listed(kv: Matching, r: Request, present: bytes) -> bool:
 def _remember(kv: Matching, node: Node, groups: int) -> bool:
     """False: there is no slot to be had."""
     for g, space in enumerate(kv.disk):
-        if groups >> g & 1 and space not in node.copies:
+        if groups >> g & 1 and node.find(space) is None:
             if not kv.moves.slot(g):
                 return False
             kv.tree.attach(node, space, Copy(space.pool.acquire(1)[0]))

@@ -85,7 +85,7 @@ class Moves:
     def move_nodes(self, nodes: list[Node], src: TierGroup, dst: TierGroup) -> None:
         """Fill the copies that `nodes` have in `dst` from those in `src`."""
         if nodes:
-            pairs = [(n.copies[src], n.copies[dst]) for n in nodes]
+            pairs = [(n.copy_in(src), n.copy_in(dst)) for n in nodes]
             self._plan_nodes(self._fly(FlyingMove(src, dst, pairs, nodes)))
 
     def _plan_nodes(self, move: MoveId) -> None:
@@ -98,7 +98,7 @@ class Moves:
     def _join(self, move: MoveId, nodes: list[Node]) -> None:
         """These pages go with a Move that is not planned yet. From now on nobody evicts what it reads."""
         flight = self.flying[move]
-        pairs = [(n.copies[flight.src], n.copies[flight.dst]) for n in nodes]
+        pairs = [(n.copy_in(flight.src), n.copy_in(flight.dst)) for n in nodes]
         self._board(move, pairs)
         flight.pairs += pairs
         flight.nodes += nodes
@@ -257,7 +257,7 @@ class Moves:
     def discard_node(self, node: Node) -> None:
         """Give up the copies of a page that is not worth keeping, once nobody names it."""
         for space in tuple(node.copies):
-            copy = node.copies.get(space)
+            copy = node.find(space)
             if copy is not None and not (node.refs or copy.pins or copy.moves):
                 self.tree.forget(node, space)
 
@@ -272,7 +272,7 @@ class Moves:
         while self._to_store and 2 * (self._at_store + num) < self.cfg.store_pages:
             g, node = self._to_store.popleft()
             space = self.disk[g]
-            if (node.banished or not node.ready(self.host[g]) or space in node.copies
+            if (node.banished or not node.ready(self.host[g]) or node.find(space) is not None
                     or not self.slot(g) or not node.ready(self.host[g])):
                 continue                       # for a slot its KV may have gone, and its state with that
             self.tree.attach(node, space, Copy(space.pool.acquire(1)[0], ready=False))

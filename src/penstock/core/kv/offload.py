@@ -47,7 +47,7 @@ def _perhaps_bare(kv: Pages, r: Request, g: int, begin: int, end: int) -> list[i
     host, size, unit = kv.host[g], kv.cfg.page_size, r.tables[g].unit
     nodes = r.path[(begin + 1) * unit // size - 1:end * unit // size:unit // size]
     bare = [i for i, node in enumerate(nodes, begin)
-            if (copy := node.copies.get(host)) is None or not copy.ready]
+            if (copy := node.find(host)) is None or not copy.ready]
     return [*bare, *range(begin + len(nodes), end)]
 
 
@@ -71,9 +71,9 @@ def _save_some(kv: Pages, r: Request, g: int, begin: int, end: int) -> None:
     for i in _perhaps_bare(kv, r, g, begin, end):
         node, mine = kv.node(r, t, i), own(t.device, i)
         if node is None or own(t.host, i) is not None or (
-                kv.take_host_copy(node, g, mine) or kv.host[g] in node.copies):
+                kv.take_host_copy(node, g, mine) or node.find(kv.host[g]) is not None):
             continue
-        if kv.device[g] not in node.copies and mine is not None and not mine.partial:
+        if node.find(kv.device[g]) is None and mine is not None and not mine.partial:
             kv.tree.attach(node, kv.device[g], mine)      # the tree's was evicted: ours serves
         if node.ready(kv.device[g]):
             bare.append(node)
@@ -148,6 +148,8 @@ def let_go_of_device(kv: Pages, r: Request) -> None:
             if below.filled_by in flying:
                 flying[below.filled_by].savers[r] = None
         elif below is not None:
+            if (up := own(t.device, i)) is not None and up.node is None:
+                kv.abandon(r)                  # it resumes, and has pinned what is its own (sim seed 31767)
             kv.drop_entry(r, g, t.device, i)
     r.unsaved = left
     r.is_saving = bool(left)
@@ -183,5 +185,5 @@ def lose(kv: Pages, r: Request, lost: Collection[Copy]) -> bool:
                     if (r.phase is Phase.PAUSED and column is t.host and node is not None
                             and node.ready(kv.device[g])):
                         if own(t.device, i) is None:
-                            put(t.device, i, node.copies[kv.device[g]])
+                            put(t.device, i, node.copy_in(kv.device[g]))
     return found

@@ -394,7 +394,7 @@ class Pages(Matching):
 
     def _unmap(self, node: Node, space: TierGroup) -> None:
         """Who reads this page reads it on the host from now on."""
-        for r in node.copies[space].readers:
+        for r in node.copy_in(space).readers:
             assert isinstance(r, Request)
             t = r.tables[space.group]
             i = node.depth * self.cfg.page_size // t.unit - 1

@@ -60,7 +60,7 @@ def read(kv: Pages, r: Request) -> None:
             if node.good(kv.device[g]):
                 continue
             r.more = not left
-            if (not left or kv.host[g] in node.copies or not node.ready(kv.disk[g])
+            if (not left or node.find(kv.host[g]) is not None or not node.ready(kv.disk[g])
                     or not kv.make_free(Tier.DRAM, kv.one_page(g))):
                 break
             copy = Copy(kv.host[g].pool.acquire(1)[0], ready=False)

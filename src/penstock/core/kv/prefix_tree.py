@@ -70,26 +70,50 @@ class Copy:
     inner: bool = False            # a state whose node leads to another state, and nowhere else
     used: StepId = StepId(0)       # last issued step that may touch it
     filled_by: MoveId = MoveId(0)    # the Move that fills it, while it is not ready
+    space: TierGroup | None = None   # of a node's copy: where it is,
+    next: Copy | None = None         # and the node's copy in the next space
 
 
 @dataclass(slots=True, eq=False)
 class Node:
     """A sealed page: its tokens, its place, its copies. `refs` requests have it in their path.
 
-    Nearly all nodes have one child at most: a dict for it would take 232 bytes."""
+    Nearly all nodes have one child at most, and one to three copies: a dict for either would take 232 bytes."""
 
     key: Sequence[int]             # see `pack`; of a root its namespace
     parent: Node | None            # None: a root, whose key is its namespace
     depth: int
     only: Node | None = None       # its child, if it has one,
     more: dict[Sequence[int], Node] | None = None  # or its children
-    copies: dict[TierGroup, Copy] = field(default_factory=dict)
+    first: Copy | None = None      # its copies, each with the `next`, in the order in which they came
     refs: int = 0
     last_used: int = 0             # the tree's clock when the last request left it, or IN_USE
     banished: bool = False         # damaged, or computed from what is: nobody finds it
     reused: bool = False           # a request has begun with it
     serves: bool = True            # of models with states: there is one here or behind it
     digest: bytes = b""            # its key in storage, when somebody has asked for it
+
+    def find(self, space: TierGroup) -> Copy | None:
+        """Its copy in this space, if there is one."""
+        copy = self.first
+        while copy is not None and copy.space is not space:
+            copy = copy.next
+        return copy
+
+    def copy_in(self, space: TierGroup) -> Copy:
+        """The same of a space that it must have a copy in."""
+        copy = self.find(space)
+        assert copy is not None, f"{space}: no copy of this page"
+        return copy
+
+    @property
+    def copies(self) -> dict[TierGroup, Copy]:
+        """By space; a new dict: see `find`."""
+        found, copy = dict[TierGroup, Copy](), self.first
+        while copy is not None:
+            assert copy.space is not None
+            found[copy.space], copy = copy, copy.next
+        return found
 
     @property
     def children(self) -> Mapping[Sequence[int], Node]:
@@ -128,12 +152,12 @@ class Node:
         return unpack(self.key)
 
     def ready(self, space: TierGroup) -> bool:
-        copy = self.copies.get(space)
+        copy = self.find(space)
         return copy is not None and copy.ready
 
     def good(self, space: TierGroup) -> Copy | None:
         """The copy that is there or on its way, unless reading it has failed."""
-        copy = self.copies.get(space)
+        copy = self.find(space)
         return None if copy is None or copy.bad else copy
 
 
@@ -257,9 +281,17 @@ class Tree:
         self.update_evictable(parent)
 
     def attach(self, node: Node, space: TierGroup, copy: Copy) -> None:
-        assert space not in node.copies and copy.node is None
-        space.joined += bool(node.copies)      # what is new to the tree nobody has missed
-        node.copies[space], copy.node = copy, node
+        last = node.first
+        if last is None:
+            node.first = copy
+        else:
+            space.joined += 1                  # what is new to the tree nobody has missed
+            while last.space is not space and last.next is not None:
+                last = last.next
+            assert last.space is not space
+            last.next = copy
+        assert copy.node is None
+        copy.node, copy.space = node, space
         if space.states:
             copy.inner = self.is_inner(node, space)
             self._look_above(node.parent, (space,))
@@ -267,8 +299,16 @@ class Tree:
 
     def detach(self, node: Node, space: TierGroup) -> Copy:
         """This copy is not the tree's any more. What is left of the node is to be looked at again."""
-        copy = node.copies.pop(space)
-        copy.node = None
+        copy = node.copy_in(space)
+        if node.first is copy:
+            node.first = copy.next
+        else:
+            before = node.first
+            while before is not None and before.next is not copy:
+                before = before.next
+            assert before is not None
+            before.next = copy.next
+        copy.node = copy.space = copy.next = None
         if space.states and not copy.inner:      # else the state before it leads to the same one as it did
             self._look_above(node.parent, (space,))
         copy.inner = False
@@ -282,7 +322,7 @@ class Tree:
         node.refs += 1
         if node.last_used != IN_USE:
             node.last_used = IN_USE
-            if node.copies:
+            if node.first is not None:
                 self.update_evictable(node)      # its place in the eviction orders is another now
 
     def unref(self, path: Sequence[Node]) -> None:
@@ -298,7 +338,7 @@ class Tree:
 
     # ---------------------------------------------------------------- eviction
     def evictable(self, node: Node, space: TierGroup) -> bool:
-        copy = node.copies.get(space)
+        copy = node.find(space)
         return copy is not None and not copy.pins and copy.loose is not None
 
     def update_evictable(self, node: Node) -> None:
@@ -306,7 +346,7 @@ class Tree:
         or remove it if nothing is left of it."""
         self._enter(node)
         gone: Node | None = node
-        while gone is not None and not (gone.copies or gone.only or gone.more or gone.refs):
+        while gone is not None and not (gone.first or gone.only or gone.more or gone.refs):
             if gone.parent is None:
                 self.roots.pop(gone.key[0], None)
             elif gone.parent.child(gone.key) is gone:
@@ -318,8 +358,10 @@ class Tree:
     def _enter(self, node: Node) -> None:
         """Into the eviction orders, at its place by now: a copy that can be had has one, which moves."""
         serves = node.serves or node.refs
-        for space, copy in node.copies.items():
-            if copy.moves or copy.pins or not copy.ready:
+        following = node.first
+        while (copy := following) is not None:
+            following, space = copy.next, copy.space
+            if copy.moves or copy.pins or not copy.ready or space is None:
                 continue                       # who made it so has said so, see `fix`
             if copy.loose is None:
                 lend(copy, space.pool)
@@ -405,7 +447,7 @@ class Tree:
         leaves the path between the two, where so far nobody has."""
         while node.only is not None:
             node = node.only
-            if space in node.copies:
+            if node.find(space) is not None:
                 return True
         return False
 
@@ -414,15 +456,15 @@ class Tree:
         no more."""
         for space in spaces:
             last = node
-            while last is not None and space not in last.copies:
+            while last is not None and last.find(space) is None:
                 last = last.parent
-            if last is not None and last.copies[space].inner != (inner := self.is_inner(last, space)):
-                last.copies[space].inner = inner
+            if last is not None and last.copy_in(space).inner != (inner := self.is_inner(last, space)):
+                last.copy_in(space).inner = inner
                 self.update_evictable(last)
 
     def is_serving(self, node: Node) -> bool:
         """Whether somebody can go on from this page or behind it: of models with states where one is."""
-        return not self._states or any([space in node.copies for space in self._states]) or any(
+        return not self._states or any([node.find(space) is not None for space in self._states]) or any(
             [child.serves for child in node.children.values()])
 
     def _look_serving(self, node: Node | None) -> None:

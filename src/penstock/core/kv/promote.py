@@ -143,9 +143,9 @@ def load(kv: Pages, r: Request, g: int, entries: list[tuple[int, Node]]) -> None
         assert source is not None and target is not None
         if target.filled_by:
             continue
-        if up not in node.copies:
+        if node.find(up) is None:
             kv.tree.attach(node, up, target)
-        private |= node.copies[up] is not target or node.copies.get(down) is not source
+        private |= node.copy_in(up) is not target or node.find(down) is not source
         target.ready = False
         pairs.append((source, target))
     kv.moves.move_sealed(pairs, down, up, r if private else None)

@@ -32,11 +32,11 @@ def seal(kv: Pages, r: Request) -> None:
         device, host, unit = kv.device[g], kv.host[g], t.unit
         for i in range(first * size // unit, known * size // unit):
             node = path[(i + 1) * unit // size - 1]
-            there, up = node.copies, t.device[i] if i < len(t.device) else None
+            up = t.device[i] if i < len(t.device) else None
             down = t.host[i] if i < len(t.host) else None
             # What storage is still to bring has been computed here: a read that hangs keeps it from nobody.
             known_below = False
-            if host in there:
+            if node.find(host) is not None:
                 mine = up or down
                 mine = None if mine is None or mine.partial else mine
                 known_below = kv.take_host_copy(node, g, mine) is not None
@@ -51,7 +51,7 @@ def seal(kv: Pages, r: Request) -> None:
                     load(kv, r, g, [(i, node)])
             if not lower:
                 continue
-            if host not in there and node.ready(device):
+            if node.find(host) is None and node.ready(device):
                 new.append(node)
             elif stores and not known_below and node.ready(host):
                 store.append((g, node))            # written there at the source: no copy will end
@@ -66,7 +66,7 @@ def seal(kv: Pages, r: Request) -> None:
 
 
 def _share(tree: Tree, node: Node, space: TierGroup, copy: Copy) -> None:
-    if (copy.node is None and not copy.partial and space not in node.copies
+    if (copy.node is None and not copy.partial and node.find(space) is None
             and (copy.ready or copy.filled_by)):
         tree.attach(node, space, copy)
 
@@ -108,7 +108,7 @@ def _catch_up(kv: Pages) -> None:
     for late, device, host in zip(kv.late, kv.device, kv.host, strict=True):
         while late and (host.pool.free or kv.make_free(Tier.DRAM, kv.one_page(host.group))):
             node = late.popleft()
-            if node.ready(device) and host not in node.copies and not node.banished:
+            if node.ready(device) and node.find(host) is None and not node.banished:
                 kv.tree.attach(node, host, Copy(host.pool.acquire(1)[0], ready=False))
                 # At once: room for the next may be made of who has ended, and without a prefix cache of all
                 # that was theirs (sim seed 921, draft_tokens=3).
