@@ -87,7 +87,7 @@ _END = """
 - Layers after the last, modules outside of the model, `rotary_emb` buffers and static scales (`k_scale`,
   `v_scale`, `input_scale`) are skipped. The log says in one line what was not read.
 - A weight or bias in a layer of the model that its family does not have is refused by name: without it the
-  model would be another one.
+  model would be another one. Biases of zeros, which AutoGPTQ writes for every matrix, are skipped.
 - `hf_quant_config.json` counts as `quantization_config`."""
 
 # Published repositories, by family; those of tests/data/configs are read by a test.

@@ -209,7 +209,7 @@ def test_wrong_tensors_are_refused_by_name() -> None:
         model.load(name, torch.zeros(8, 16))
     for unknown in ("model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.k_proj.bias"):
         with pytest.raises(ConfigError, match=f"{unknown}', which a model of this"):
-            model.load(unknown, torch.zeros(8))
+            model.load(unknown, torch.ones(8))
     with pytest.raises(ConfigError, match=r"lm_head.weight' has shape"):
         model.load("lm_head.weight", torch.zeros(3, 3))
 

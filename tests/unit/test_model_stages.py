@@ -168,6 +168,18 @@ def test_either_name_of_a_tied_tensor_is_enough_for_a_stage():
     assert not middle.wants(EMBED) and not middle.wants("lm_head.weight")
 
 
+def test_a_bias_of_zeros_that_the_model_does_not_have_is_skipped():
+    """AutoGPTQ writes one for every matrix. A bias of a norm says that the norm is another."""
+    model = registry.build(LLAMA, dtype=torch.float32, linear=lambda w, b: F.silu)
+    shapes = dict(registry.tensor_shapes(LLAMA))
+    rows = shapes["model.layers.2.mlp.up_proj.weight"][0]
+    model.load("model.layers.2.mlp.up_proj.bias", torch.zeros(rows))
+    for name, bias in (("mlp.up_proj", torch.ones(rows)), ("mlp.up_proj", torch.zeros(rows + 1)),
+                       ("input_layernorm", torch.zeros(shapes["model.norm.weight"]))):
+        with pytest.raises(ConfigError, match="does not have"):
+            model.load(f"model.layers.2.{name}.bias", bias)
+
+
 @pytest.mark.parametrize("name, ignored", [
     ("model.layers.4.mlp.up_proj.weight", True), ("visual.proj.weight", True), ("mtp.norm.weight", True),
     ("model.layers.1.mlp.odd.weight", False), ("model.layers.2.self_attn.q_proj.bias", False),

@@ -236,7 +236,8 @@ class Slots:
         self._bundles.setdefault(name, (pieces, {}))[1].setdefault(shape, rows)
 
     def load(self, name: str, tensor: Tensor | Packed) -> None:
-        """Raises ConfigError on an unknown or repeated name, a wrong shape or a dtype not float."""
+        """Raises ConfigError on an unknown or repeated name, a wrong shape or a dtype not float. A bias of zeros
+        that the model does not have is no error."""
         if name in self._bundles:
             pieces, forms = self._bundles[name]
             shape = tuple(tensor.shape)
@@ -249,6 +250,8 @@ class Slots:
                 flat = flat[num_rows:]
             return
         if name not in self._places and name not in self._foreign:
+            if self._adds_nothing(name, tensor):
+                return
             raise ConfigError(
                 f"the checkpoint holds {name!r}, which a model of this config.json does not have"
             )
@@ -262,6 +265,15 @@ class Slots:
             self.num_bytes += (part.num_bytes if isinstance(part, Packed) else
                                part.numel() * slot.dtype.itemsize)
             slot.fill(first_row, part)
+
+    def _adds_nothing(self, name: str, tensor: Tensor | Packed) -> bool:
+        """Whether it is a bias of zeros of a matrix without one: AutoGPTQ writes them."""
+        weight = f"{name.removesuffix('bias')}weight"
+        if not name.endswith(".bias") or (weight not in self._places and weight not in self._foreign):
+            return False
+        shape = self._shape(weight)
+        return len(shape) == 2 and tuple(tensor.shape) == shape[:1] and isinstance(tensor, Tensor) and (
+            not bool(tensor.any()))
 
     def wants(self, name: str) -> bool:
         """Not of what another lane has."""
