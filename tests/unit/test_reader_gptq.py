@@ -1,6 +1,7 @@
 """AWQ, GPTQ v1 and v2, AutoRound: the order of values in a word, stored zero points, groups, and refusals."""
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -105,3 +106,16 @@ def test_what_cannot_be_read_is_refused_before_a_weight_is(case: str, tmp_path: 
     with pytest.raises(ConfigError, match=words) as caught:
         open_checkpoint(locate(str(tmp_path)))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("form", ["awq", "int4 asymmetric"])
+def test_a_packed_head_of_a_wrapper_is_a_head_of_its_own(form: str, tmp_path: Path) -> None:
+    """The levels of such a config disagree about `tie_word_embeddings`: the names in the files decide."""
+    given, packer = packers.FORMATS[form]
+    parts = {f"lm_head.{part}": t for part, t in packer(weight(16, 24))[0].items()}
+    text = {"model_type": "qwen3_5_text", "tie_word_embeddings": True}
+    config = {"model_type": "qwen3_5", "text_config": text, "quantization_config": given}
+    for tensors, tied in ((parts, False), ({"model.language_model.embed_tokens.weight": weight(16, 24)}, True)):
+        written(tmp_path, given, tensors)
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert locate(str(tmp_path)).config["tie_word_embeddings"] is tied
