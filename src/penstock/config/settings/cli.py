@@ -189,8 +189,8 @@ def add_flags(parser: Parser, *, model_required: bool = True,
     """Adds MODEL and the flags of the tree, one help group per section; those `without`, as
     "section.field", are refused as flags of `serve`."""
     parser.usage = f"{parser.prog} {'MODEL' if model_required else '[MODEL]'} [flags]"
-    parser.epilog = ("SIZE is bytes, or a number with K, M, G, T (powers of 1,024) or KB, MB, GB, "
-                     "TB. Flags of other engines whose feature is not built are refused by name: "
+    parser.epilog = ("SIZE is bytes, or a number with K, M, G, T or KiB to TiB (powers of 1,024), or KB, MB, "
+                     "GB, TB (powers of 1,000). Flags of other engines whose feature is not built are refused by name: "
                      "docs/reference/flags.md lists them.")
     # Optional for argparse: `config_from` says it better when it is missing.
     parser.add_argument("model", nargs="?", metavar="MODEL",

@@ -68,8 +68,8 @@ class ModelConfig:
     model: Annotated[str, "folder, .gguf file, hub id, or 'demo'"]
     tokenizer: Annotated[str | None, "folder or file of the tokenizer (default: the model's own)",
                          Alias("--tokenizer-path")] = None
-    served_model_name: Annotated[tuple[str, ...], "model names in the HTTP API; an answer has the name that the "
-                                 "request gave, else the first (default: the model's)"] = ()
+    served_model_name: Annotated[tuple[str, ...], "model names in the HTTP API; a response repeats the name in "
+                                 "the request, else has the first (default: the model's)"] = ()
     dtype: Annotated[Dtype, "compute and KV type. auto: float32 on a CPU; on a GPU the checkpoint's type, or "
                      "bfloat16 for GGUF and float16. gguf (CPU): float32 compute, weights stay quantised"] = "auto"
     load_format: Annotated[LoadFormat, "file format of the weights; dummy makes random weights from "
@@ -82,9 +82,9 @@ class ModelConfig:
     hf_overrides: Annotated[str | None, "JSON object: fields that replace those of config.json; for longer "
                             "contexts also as --rope-scaling JSON, the rope_scaling alone",
                             Alias("--json-model-override-args")] = None
-    generation_config: Annotated[str, "generation_config.json with the sampling values of requests that name "
-                                 "none: auto (the model's), none or vllm (no file: temperature and top_p 1), or "
-                                 "a folder"] = "auto"
+    generation_config: Annotated[str, "defaults of sampling parameters. auto: the model's "
+                                 "generation_config.json; none or vllm: temperature and top_p 1; or a folder with "
+                                 "such a file"] = "auto"
     override_generation_config: Annotated[
         str | None, "JSON object: temperature, top_k, top_p, min_p, repetition_penalty that replace the "
         "model's"] = None
@@ -108,28 +108,30 @@ class ModelConfig:
 class KVConfig:
     page_size: Annotated[int, "tokens per KV page: 1 to 256", Alias("--block-size")] = 16
     state_interval: Annotated[int | None, "recurrent models: tokens between two states that are cached for later "
-                              "prompts, a multiple of --page-size (default: as many tokens as have KV of a "
-                              "quarter of a state's size, at least 128)"] = None
+                              "prompts, a multiple of --page-size (default: the number of tokens whose KV takes "
+                              "a quarter of one state's size, at least 128)"] = None
     kv_cache_memory_bytes: Annotated[int | None, "GPU memory for KV, of each rank (default: measured at start; "
                                      "see --gpu-memory-utilization)", Bytes()] = None
     gpu_memory_utilization: Annotated[float | None, "share of the GPU's memory for weights, activations and KV "
                                       "(default: 0.9). On a CPU: share of the free memory for KV (default: 0.3)",
                                       Alias("--mem-fraction-static")] = None
     kv_offloading_size: Annotated[
-        str | None, "host memory for KV: a size (a plain number is GiB), a multiple of the GPU's KV cache (2x), "
-        "auto (half of what is free), or 0 for none (default: 0; auto with --kv-storage, or if requests may "
-        "decode from host memory)", HostSize()] = None
-    host_decode: Annotated[HostDecode | None, "decode from host memory (sparse attention): auto when the GPU's "
-                           "KV cache is full, always, or off (default: auto for models with sparse "
-                           "attention)"] = None
-    sparse_top_k: Annotated[int | None, "tokens that each KV head selects and reads in a decode step, for models "
-                            "without a selector of their own; default and largest value of a request"] = None
+        str | None, "CPU (host) memory for KV: a size (a plain number is GiB), a multiple of the GPU's KV cache "
+        "(2x), auto (half of what is free), or 0 for none (default: auto with --kv-storage, a DSA model or "
+        "--sparse-top-k, unless --host-decode is off; else 0)", HostSize()] = None
+    host_decode: Annotated[HostDecode | None, "decode requests whose KV is in host memory, for DSA models and "
+                           "with --sparse-top-k. auto: when the GPU's KV cache is full; always; off (default: "
+                           "auto for these, off for all others)"] = None
+    sparse_top_k: Annotated[int | None, "turns on sparse decode for GQA models: tokens that each KV head selects "
+                            "and reads per step. A request may ask for fewer (default: off; DSA models have an "
+                            "indexer)"] = None
     sparse_block_size: Annotated[int, "tokens that are selected together: 4 to 16, a divisor of --page-size"] = 8
     sparse_dense_layers: Annotated[tuple[str, ...], "layers that read all of their KV, which stays on the GPU: "
                                    "0,1 for example"] = ()
     hot_buffer_tokens: Annotated[int | None, "maximum size of a request's GPU hot buffer, in tokens. It starts at "
-                                 "what a step selects plus one page, and grows while GPU pages are idle (default: "
-                                 "4 times what a step selects, or what all draft positions select)"] = None
+                                 "the tokens that one step selects plus one page, and grows while GPU pages are free "
+                                 "(default: 4 times the tokens that one step selects; with speculation at least "
+                                 "those of all draft positions)"] = None
     prefix_cache: Annotated[bool, "reuse the KV of earlier requests for prompts that begin alike",
                             Alias("--enable-prefix-caching"),
                             Inverse("--disable-radix-cache")] = True
@@ -142,17 +144,17 @@ class KVConfig:
                               "characters (default: a key in the folder, or in the user's cache)"] = None
     kv_storage_policy: Annotated[StoragePolicy, "how long a request waits for stored pages. timeout: while "
                                  "reading is faster than computing; wait_complete: until all have come; "
-                                 "best_effort: until the scheduler takes it",
+                                 "best_effort: until the request is scheduled",
                                  Alias("--hicache-storage-prefetch-policy")] = "timeout"
     kv_storage_write_policy: Annotated[StorageWrites, "pages to store. write_through: all; "
                                        "write_through_selective: prefixes that a second request has used; none: "
-                                       "read stored pages, and write and delete none",
+                                       "read only, nothing is written or deleted",
                                        Alias("--hicache-write-policy")] = "write_through"
     kv_cache_dtype: Annotated[Kept, "type of an MLA KV cache: auto is the compute type; fp8 is fp8_e4m3 with "
                               "a scale per 128 values"] = "auto"
-    sparse_metadata_dtype: Annotated[Kept, "type of what sparse attention selects by: indexer keys (DSA models; "
-                                     "auto is that of --kv-cache-dtype), or per-block key minima and maxima "
-                                     "(--sparse-top-k; auto is the compute type)"] = "auto"
+    sparse_metadata_dtype: Annotated[Kept, "type of the data by which sparse decode ranks tokens. DSA models: "
+                                     "indexer keys, auto means that of --kv-cache-dtype. --sparse-top-k: key minimum "
+                                     "and maximum of each block, auto means the compute type"] = "auto"
 
     @property
     def is_readonly(self) -> bool:
@@ -232,7 +234,7 @@ class DeviceConfig:
                   Alias("--expert-parallel-size", "--ep-size", "-ep")] = 1
     step_timeout_s: Annotated[float, "seconds after which a rank that still computes one step counts as hung",
                               Alias("--watchdog-timeout")] = 300.0
-    backends: Annotated[tuple[str, ...], "kernel implementations by operation, e.g. linear=reference "
+    backends: Annotated[tuple[str, ...], "kernel backends by operation, e.g. linear=reference "
                         "(`penstock doctor` lists them)"] = ()
 
     @property
@@ -248,7 +250,7 @@ class DeviceConfig:
 class ServerConfig:
     host: Annotated[str, "address to bind"] = "127.0.0.1"
     dp: Annotated[int, "data parallelism: engines at this address, each with memory of its own; a prompt goes to "
-                  "the engine that has its prefix cached, else to one with little to do",
+                  "the engine that has its prefix cached, else to the least loaded one",
                   Alias("--data-parallel-size", "--dp-size", "-dp")] = 1
     port: Annotated[int, "TCP port; 0 takes a free one and prints it"] = 8000
     api_key: Annotated[str | None, "key that clients must send; other users of this machine see it in the "
@@ -268,9 +270,9 @@ class ServerConfig:
                                "clipped_max_tokens in usage; off: refuse it with a 400"] = False
     body_bytes_max: Annotated[int | None, "largest request body (default: 16 bytes per token of the context, at "
                               "least 4 MiB)", Bytes()] = None
-    router_dialect: Annotated[RouterDialect, "protocol of a router that sends each prompt to a prefill and a "
-                              "decode instance; sglang: no GET /version, by which smg would take this server "
-                              "for vLLM"] = "off"
+    router_dialect: Annotated[RouterDialect, "protocol of a router in front of this server, with or without "
+                              "disaggregation; sglang also hides GET /version, by which smg would take this "
+                              "server for vLLM"] = "off"
     metrics_dialect: Annotated[MetricsDialect | None, "export metrics under the names of vLLM or SGLang too, for "
                                "routers and dashboards that know those"] = None
     log_level: Annotated[Literal["debug", "info", "warning", "error"], "least severe messages that are "
@@ -291,21 +293,23 @@ class PairConfig:
     prefill_replicas: Annotated[int, "prefill instances on this machine; needs --decode-replicas"] = 0
     decode_replicas: Annotated[int, "decode instances on this machine, which answer requests; needs "
                                "--prefill-replicas"] = 0
-    disaggregation_mode: Annotated[PairMode | None, "role of this engine: prefill computes prompts; decode has "
-                                   "the HTTP address and sends prompts to prefill instances"] = None
+    disaggregation_mode: Annotated[PairMode | None, "role of this instance: decode answers HTTP requests and "
+                                   "sends their prompts to prefill instances. Behind a router (--router-dialect) "
+                                   "both answer HTTP"] = None
     disaggregation_connect: Annotated[tuple[str, ...], "decode: addresses of prefill instances, HOST:PORT, "
-                                      "unix:PATH or unix:@NAME, separated by commas; the least busy one computes "
-                                      "a prompt"] = ()
+                                      "unix:PATH or unix:@NAME, separated by commas; the least loaded one "
+                                      "prefills a prompt"] = ()
     disaggregation_listen: Annotated[str | None, "prefill: address to listen on for decode instances, HOST:PORT, "
                                      "unix:PATH or unix:@NAME"] = None
     disaggregation_transfer_backend: Annotated[
-        TransferBackend, "transfer of KV: stream uses the connection of both instances; nixl and mooncake read it "
-        "directly and encrypt nothing. Both instances need the same value"] = "stream"
-    disaggregation_fallback: Annotated[PairFallback, "decode, without a prefill instance: compute prompts itself, "
-                                       "or refuse them with 503"] = "compute"
+        TransferBackend, "transfer of KV. stream: over the TCP or unix connection of the instances; nixl, mooncake: "
+        "the decode instance reads the prefill instance's memory, unencrypted. Both instances need the same "
+        "value"] = "stream"
+    disaggregation_fallback: Annotated[PairFallback, "decode, without a prefill instance: prefill locally, "
+                                       "or refuse prompts with 503"] = "compute"
     disaggregation_timeout_s: Annotated[float | None, "seconds to wait for the other instance. decode: for the KV "
-                                        "of a prompt, before computing it itself (default: 300); prefill, behind "
-                                        "a router: for the instance that takes a prompt (default: 30)"] = None
+                                        "of a prompt, before it prefills locally (default: 300); prefill, behind "
+                                        "a router: for the decode instance that fetches the KV (default: 30)"] = None
     disaggregation_allow: Annotated[tuple[str, ...], "decode: hosts that a router may name as prefill instances, "
                                     "separated by commas (default: any)"] = ()
 
@@ -362,11 +366,11 @@ class ClusterConfig:
 
     cluster_key_file: Annotated[str | None, "file with the secret of all nodes and instances, at least 16 "
                                 "characters (default: $PENSTOCK_CLUSTER_KEY)"] = None
-    cluster_tls: Annotated[bool, "TLS to the prefill instance, on the decode instance"] = False
+    cluster_tls: Annotated[bool, "on a decode instance: connect to prefill instances by TLS"] = False
     cluster_tls_cert: Annotated[str | None, "TLS between machines: PEM file with a certificate and its key, on "
                                 "the prefill instance and on all nodes"] = None
-    cluster_insecure: Annotated[bool, "no TLS between machines: KV and messages are neither secret nor "
-                                "authenticated on the network"] = False
+    cluster_insecure: Annotated[bool, "allow connections between machines without TLS, which are refused "
+                                "otherwise: KV and messages are then neither secret nor authenticated"] = False
     heartbeat_timeout_s: Annotated[float | None, "seconds without a heartbeat after which a rank, node or instance "
                                    "counts as dead (default: 6 for ranks, 5 for nodes, 10 for instances)"] = None
 
