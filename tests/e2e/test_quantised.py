@@ -7,6 +7,8 @@ import pytest
 from packers import FORMATS, packed_checkpoint
 from pipeline_engine import CONFIG, PROMPTS, Pipeline
 
+from penstock.config.base.errors import ConfigError
+
 DENSE = {**CONFIG, "num_hidden_layers": 2}
 MOE = {**CONFIG, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 2,
        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True,
@@ -46,3 +48,11 @@ def test_experts_of_two_ranks(tmp_path: Path) -> None:
     packed, plain = packed_checkpoint(tmp_path, MOE, "awq")
     assert played(packed, tp=2)[0] == played(plain)[0]
     assert played(packed, tp=2, ep=2)[0] == played(plain)[0]
+
+
+def test_a_format_that_is_named_must_be_the_checkpoints(tmp_path: Path) -> None:
+    packed, plain = packed_checkpoint(tmp_path, DENSE, "awq")
+    assert played(packed, quantization="awq_marlin")[0] == played(plain)[0]
+    for folder, named in ((packed, "gptq"), (plain, "awq")):
+        with pytest.raises(ConfigError, match="leave the flag out"):
+            played(folder, quantization=named)

@@ -50,6 +50,7 @@ SET: dict[str, tuple[str, Any]] = {
     "--generation-config vllm": ("model.generation_config", "vllm"),
     "--override-generation-config {}": ("model.override_generation_config", "{}"),
     "--sampling-defaults openai": ("model.generation_config", "none"),
+    "--quantization fp8": ("model.quantization", "fp8"),
     "--served-model-name a b": ("model.served_model_name", ("a", "b")),
     f'--hf-overrides {{"rope_scaling":{YARN}}}': ("model.hf_overrides", f'{{"rope_scaling":{YARN}}}'),
     f"--rope-scaling {YARN}": ("model.hf_overrides", json.dumps({"rope_scaling": json.loads(YARN)})),
@@ -169,7 +170,7 @@ def test_layers_on_the_gpu_are_all_or_none() -> None:
     ("--disable-prefix-caching", "--no-enable-prefix-caching"), ("--enable-overlap-schedule", None),
     ("--disable-hisparse", None), ("--trust-remote-codes", None),
     ("--enable-loras", None), ("--compilation-configs", None), ("--dry-run", None), ("--zzz", None),
-    ("--quantisation", None)])
+    ("--quantisation", "--quantization")])
 def test_only_what_is_taken_is_proposed(typed: str, proposed: str | None) -> None:
     with pytest.raises(ConfigError, match=f"{typed} is not a flag") as e:
         parse([typed])

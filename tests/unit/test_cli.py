@@ -114,7 +114,7 @@ def test_asking_for_what_happens_anyway_changes_nothing(line: str) -> None:
     ("--kv-transfer-config {}", "--disaggregation-mode"),
     ("--kv-cache-dtype fp8_e5m2", "KV cache of another type"), ("--device tpu", "NVIDIA GPU"),
     ("--trust-remote-code", "security"), ("--trust_remote_code", "security"),
-    ("--quantization awq", "quantised"), ("--speculative-eagle-topk 2", "not a tree"),
+    ("--quantization bitsandbytes", "choose from auto, fp8"), ("--speculative-eagle-topk 2", "not a tree"),
     ("--speculative-algorithm EAGLE", "nextn. and eagle3 are what"), ("--speculative-config {}", "say how"),
     ('--speculative-config \'{"method": "medusa"}\'', "method medusa: ngram, mtp"),
     ('--speculative-config \'{"method": "eagle3", "model": 3}\'', "model is 3: a folder"),

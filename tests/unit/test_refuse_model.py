@@ -17,6 +17,7 @@ ALL_BUT = {"sparse_top_k": 512, "sparse_dense_layers": ["0", "1", "2"]}
 # One row for every entry of OF_MODEL, in its order: a model, options refused for it, options at the edge.
 CASES: tuple[tuple[ModelFacts, dict[str, object], dict[str, object]], ...] = (
     (replace(DENSE, context=512), {"max_model_len": 513}, {"max_model_len": 512}),
+    (replace(DENSE, quantised="awq"), {"quantization": "gptq"}, {"quantization": "awq"}),
     (DENSE, {"dtype": "gguf"}, {"dtype": "bfloat16"}),
     (replace(LATENT, topk=0), {"sparse_top_k": 512}, {}),
     (LATENT, {"sparse_top_k": 512}, {"sparse_top_k": 16}),
@@ -64,8 +65,22 @@ def test_refusal_trips_alone_and_not_at_its_edge(index: int) -> None:
     ({"pp": 2, "pp_layers": ["1", "4"]},
      "--pp 2, --pp-layers 1,4: this model has 4 layers, of which each stage takes one or more"),
     ({"pp": 5}, "--pp 5, no --pp-layers: this model has 4 layers, of which each stage takes one or more"),
+    ({"quantization": "awq"}, "--quantization awq: the weights of tiny are floats, and weights are not quantised when "
+     "they are loaded: leave the flag out, or take a checkpoint in that format"),
     ({"dtype": "gguf"}, "--dtype gguf: tiny is not a .gguf file: leave the flag out")])
 def test_what_was_given_and_what_is_allowed_is_said(options: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError) as e:
         check_model(from_options("tiny", options), DENSE)
     assert str(e.value) == said
+
+
+@pytest.mark.parametrize(("typed", "format"), [
+    ("awq", "awq"), ("awq_marlin", "awq"), ("GPTQ", "gptq"), ("gptq_marlin", "gptq"), ("auto_round", "auto-round"),
+    ("inc", "auto-round"), ("compressed-tensors", "compressed-tensors"), ("compressed_tensors", "compressed-tensors"),
+    ("fp8", "fp8"), ("mxfp4", "mxfp4"), ("gguf", "gguf"), ("none", ""), ("none", "awq"), ("auto", "gptq")])
+def test_a_format_of_weights_by_the_names_of_cards_is_taken_for_a_checkpoint_in_it(typed: str, format: str) -> None:
+    config = from_options("tiny", {"quantization": typed})
+    check_model(config, replace(DENSE, quantised=format))
+    if config.model.quantization != "auto":
+        with pytest.raises(ConfigError, match="leave the flag out"):
+            check_model(config, DENSE)

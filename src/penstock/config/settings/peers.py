@@ -34,7 +34,10 @@ _MARKS = {
               "nano_v3", "mimo", "interns1", "olmo3", "holo2"),
     "minimax_m2_append_think": ("minimax_append_think",), "kimi_vl": ("kimi",), "seed_oss": ("seed",),
     "mistral": ("magistral",)}
-_PARSERS = {"tool_call_parser": _CALLS, "reasoning_parser": _MARKS}
+# Names of formats of weights: theirs of the kernels that compute with them, too.
+_WEIGHTS = {"auto": ("none", "null", ""), "awq": ("awq_marlin",), "gptq": ("gptq_marlin",), 
+            "auto-round": ("auto_round", "inc"), "compressed-tensors": ("compressed_tensors", "w8a8_int8", "w8a8_fp8")}
+_PARSERS = {"tool_call_parser": _CALLS, "reasoning_parser": _MARKS, "quantization": _WEIGHTS}
 # Names of the peers' for what is not read here.
 _NOT_READ = {
     "tool_call_parser": frozenset((
@@ -49,20 +52,21 @@ _NOT_READ = {
 
 
 def parser(field: str, flag: str, text: str) -> str:
-    """Return our name of the parser that a peer calls `text`, and `text` for any other field or name.
+    """Return our name of the parser, or format of weights, that a peer calls `text`; `text` for any other.
 
     Raises ConfigError: the peers read such answers, and nothing here does.
     """
     if field not in _PARSERS:
         return text
     name = text.lower().replace("-", "_").replace(".", "_")
-    if name in _NOT_READ[field]:
+    if name in _NOT_READ.get(field, ()):
         what, otherwise = (("calls of tools in this format are", "requests with tools are then refused")
                            if field == "tool_call_parser" else
                            ("reasoning in this form is", "it is then part of the text"))
         raise ConfigError(f"{flag} {text}: {what} not read here: leave the flag out ({otherwise}), or name a "
                           "format that the model writes as well")
-    return next((ours for ours, names in _PARSERS[field].items() if name in names), name)
+    own = text.lower() if field == "quantization" else name
+    return next((ours for ours, names in _PARSERS[field].items() if name in names), own)
 
 
 def speculation(name: str, text: str) -> list[str]:

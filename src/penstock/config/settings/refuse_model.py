@@ -17,6 +17,7 @@ from penstock.config.settings.tree import Config, KVConfig
 class ModelFacts:
     """What a model's files say of it.
 
+    quantised           the format of its weights in config.json, gguf, or "": they are floats
     name, load_format   of `ModelFiles`              layers    all of them, whatever the stage
     context             tokens of prompt and output that its files allow, stretched by a RoPE scaling
     topk                tokens that the model itself chooses for each query; 0: it reads all
@@ -31,6 +32,7 @@ class ModelFacts:
     name: str
     load_format: str
     layers: int
+    quantised: str = ""
     context: int = 1 << 20
     topk: int = 0
     kv_heads: bool = True
@@ -44,11 +46,12 @@ class ModelFacts:
     @property
     def words(self) -> Mapping[str, str]:
         """What `Refusal.why` may name."""
-        return {f.name: str(getattr(self, f.name)) for f in fields(self)} | {"last": str(self.layers - 1)}
+        return {f.name: str(getattr(self, f.name)) for f in fields(self)} | {
+            "last": str(self.layers - 1), "quantised": self.quantised or "floats"}
 
 
 STATE_MAX = (1 << 20) - 1024    # of a frame of a pair's stream, `transfer.codec.PAYLOAD_MAX` at least
-WORDS = {"name": "NAME", "last": "N-1", **dict.fromkeys(        # in docs, without a model
+WORDS = {"name": "NAME", "last": "N-1", "quantised": "FORMAT", **dict.fromkeys(        # in docs, without a model
     ("layers", "context", "topk", "heads", "experts", "vocab", "width", "state_bytes"), "N")}
 
 
@@ -71,6 +74,9 @@ OF_MODEL: tuple[Refusal[ModelFacts], ...] = (
     Refusal(lambda c, m: (c.model.max_model_len or 0) > m.context, ("model.max_model_len",),
             "this model's context is {context} tokens; --rope-scaling stretches it, with a JSON object that "
             "docs/guides/sparse-decode.md shows"),
+    Refusal(lambda c, m: c.model.quantization not in ("auto", m.quantised), ("model.quantization",),
+            "the weights of {name} are {quantised}, and weights are not quantised when they are loaded: leave the "
+            "flag out, or take a checkpoint in that format"),
     Refusal(lambda c, m: c.model.dtype == "gguf" and m.load_format != "gguf", ("model.dtype",),
             "{name} is not a .gguf file: leave the flag out"),
     Refusal(lambda c, m: c.kv.sparse_top_k is not None and not m.topk and not m.kv_heads,

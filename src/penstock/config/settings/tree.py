@@ -41,6 +41,7 @@ class Secret:
 
 Dtype = Literal["auto", "float32", "bfloat16", "gguf"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+Quantization = Literal["auto", "fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq", "auto-round", "mxfp4", "gguf"]
 HostDecode = Literal["auto", "always", "off"]
 ToolCallParser = Literal["auto", "none", "deepseek_v3", "deepseek_v31", "deepseek_v32", "glm", "hermes",
                          "kimi_k2", "llama3_json", "minimax_m2", "mistral", "qwen3_coder", "seed_oss"]
@@ -74,6 +75,8 @@ class ModelConfig:
                      "bfloat16 for GGUF and float16. gguf (CPU): float32 compute, weights stay quantised"] = "auto"
     load_format: Annotated[LoadFormat, "file format of the weights; dummy makes random weights from "
                            "config.json"] = "auto"
+    quantization: Annotated[Quantization, "format of the checkpoint's weights, which is detected; another format is "
+                            "refused, and weights are not quantised at load", Alias("-q")] = "auto"
     max_model_len: Annotated[int | None, "context length: tokens of prompt and output (default: the model's)",
                              Alias("--context-length", "--ctx-size", "-c")] = None
     revision: Annotated[str | None, "branch, tag or commit of a hub id (default: main)"] = None

@@ -133,10 +133,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     _value("", "--load-format", neutral=("auto", "safetensors", "gguf", "dummy"),
            instead="choose from auto, safetensors, gguf, dummy; pickled checkpoints (.bin, .pt) "
                    "are refused, because loading them runs code"),
-    _value("quantised compute", "--quantization", neutral=_NONE,
-           instead="a checkpoint says itself what it is (fp8, compressed-tensors, awq, gptq, auto-round, "
-                   "GGUF); its weights are dequantised when they are loaded, fp8 blocks on a GPU when they are "
-                   "used; --dtype gguf keeps those of a GGUF packed"),
     _value("offloading weights", "--cpu-offload-gb", "--n-cpu-moe", "-ncmoe", neutral=("0", "0.0")),
     _value("offloading weights", "--override-tensor", "-ot", "--offload-backend", neutral=_NONE),
     _switch("offloading weights", "--cpu-moe", "-cmoe"),

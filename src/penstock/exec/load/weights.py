@@ -38,7 +38,7 @@ from penstock.model.source.overrides import Noted
 from penstock.model.weights import mxfp4
 from penstock.model.weights.checkpoint import open_checkpoint
 from penstock.model.weights.codes import PACKED, Packed, codes_bytes
-from penstock.model.weights.formats.table import read_blocks, reader_of
+from penstock.model.weights.formats.table import format_of, read_blocks, reader_of
 from penstock.model.weights.locate import ModelFiles, files_of, locate
 from penstock.model.weights.slots import LinearFactory
 
@@ -102,6 +102,7 @@ def facts_of(files: ModelFiles) -> ModelFacts:
     spec = families.read_spec_of(noted)
     noted.check(files.overrides, files.own_config, files.name, inside=files.wrapper is not None)
     return ModelFacts(name=files.name, load_format=files.load_format, layers=spec.num_layers,
+                      quantised=format_of(files.config) if files.gguf is None else "gguf",
                       context=spec.rope.max_position, kv_heads="paged_attention" in spec.attention.ops,
                       **families.numbers_of(spec))
 

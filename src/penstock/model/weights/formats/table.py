@@ -21,6 +21,12 @@ READERS: dict[str, Callable[[Mapping[str, Any], str], WeightReader]] = {
 }
 
 
+def format_of(config: Mapping[str, Any]) -> str:
+    """Return `quant_method` of a config.json, read here or not; "" of weights that are floats."""
+    given = config.get("quantization_config") or {}
+    return str(given.get("quant_method", "") if isinstance(given, dict) else given)
+
+
 def reader_of(config: Mapping[str, Any], where: str) -> WeightReader | None:
     """Return the reader of a model's quantised weights; None: they are floats, or experts in MXFP4, see
     `weights.mxfp4`. Raises ConfigError: a format that is not read."""
