@@ -15,10 +15,10 @@ FAKE = Path(__file__).with_name("engine_fake.py")
 MAKES = f"""
 import functools, os, signal, sys
 from penstock.llm import llm as library
-from penstock.text.model_text import Text
+from penstock.text.model_text import ModelText
 library.EngineClient = functools.partial(library.EngineClient, argv=[sys.executable, "-P", {str(FAKE)!r}])
 library.files_of = lambda model: None
-library.open_text = lambda config, files: Text(None, None, (9,))
+library.open_text = lambda config, files: ModelText(None, None, (9,))
 
 def work():
     llm = library.LLM("fake")
