@@ -10,10 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from penstock.config.base.errors import ConfigError
 from penstock.model import registry
 from penstock.model.weights.checkpoint import open_checkpoint
 from penstock.model.weights.locate import locate
@@ -154,6 +156,14 @@ def read(folder: Path, given: dict[str, Any], parts: dict[str, torch.Tensor]) ->
     found = dict(open_checkpoint(locate(str(folder))).tensors())
     assert sorted(found) == ["a.b.weight", "lm_head.weight"] and found["lm_head.weight"].equal(other)
     return found["a.b.weight"]
+
+
+def refused(folder: Path, given: dict[str, Any] | None, parts: dict[str, torch.Tensor], said: str) -> None:
+    """A checkpoint with such a module is refused before a weight is read, in one line that matches `said`."""
+    written(folder, given, {f"a.b.{part}": t for part, t in parts.items()})
+    with pytest.raises(ConfigError, match=said) as caught:
+        open_checkpoint(locate(str(folder)))
+    assert "\n" not in str(caught.value)
 
 
 def weight(rows: int, columns: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def gpu(monkeypatch) -> dict[str, int]:
-    """A GPU of 1,000 MiB: bytes that torch holds, those of them that nobody uses, and those of others."""
+    """A GPU of 1,000 MiB: bytes that torch holds, those of them that are free, and those of others."""
     now = {"held": 0, "idle": 0, "others": 100 * MIB}
 
     def empty() -> None:
@@ -38,7 +38,7 @@ def test_parts_of_a_gpus_memory_are_all_that_is_in_use(gpu) -> None:
     assert sum(use.parts.values()) == (gpu["held"] + gpu["others"]) == 695 * MIB
     assert line.startswith("GPU memory in use: 695.0 MiB, of which 250.0 MiB weights, 10.0 MiB kernels'")
     assert line.endswith("; the largest step takes up to 7.0 MiB more")
-    assert use.info("rank_1_")["rank_1_gpu_kv_bytes"] == 280 * MIB
+    assert use.info()["gpu_kv_bytes"] == 280 * MIB
 
 
 def test_a_cpu_has_no_parts() -> None:

@@ -30,7 +30,7 @@ SGLANG = {"num_running_reqs": "gauge", "num_queue_reqs": "gauge", "token_usage":
           "e2e_request_latency_seconds": "histogram", "queue_time_seconds": "histogram"}
 
 
-def told(dialect, engines=(STATS,), *, reads_host=False, metrics=None):
+def families(dialect, engines=(STATS,), *, reads_host=False, metrics=None):
     """Families by name without the prefix of the dialect."""
     metrics = metrics or Metrics()
     metrics.speak(dialect, "m", 16, Usage(reads_host))
@@ -46,7 +46,7 @@ def value(family, **labels):
 
 @pytest.mark.parametrize("dialect, names", [("vllm", VLLM), ("sglang", SGLANG)])
 def test_each_name_has_its_type_and_the_labels_that_routers_select_by(dialect, names):
-    found = told(dialect)
+    found = families(dialect)
     assert {name: family.type for name, family in found.items()} == names
     samples = [sample for family in found.values() for sample in family.samples]
     assert {s.labels["model_name"] for s in samples} == {"m"} and {s.labels["engine"] for s in samples} == {"0"}
@@ -55,7 +55,7 @@ def test_each_name_has_its_type_and_the_labels_that_routers_select_by(dialect, n
 
 
 def test_values_of_vllm():
-    found = told("vllm")
+    found = families("vllm")
     assert value(found["num_requests_running"]) == 3 and value(found["num_requests_waiting"]) == 2
     assert value(found["kv_cache_usage_perc"]) == value(found["gpu_cache_usage_perc"]) == 30 / 40
     assert value(found["prefix_cache_hits"]) == value(found["gpu_prefix_cache_hits"]) == 35
@@ -64,7 +64,7 @@ def test_values_of_vllm():
 
 
 def test_values_of_sglang():
-    found = told("sglang")
+    found = families("sglang")
     assert value(found["num_running_reqs"]) == 3 and value(found["num_queue_reqs"]) == 2
     assert value(found["token_usage"]) == 30 / 40 and value(found["cache_hit_rate"]) == 0.35
     assert value(found["num_used_tokens"]) == 480 and value(found["max_total_num_tokens"]) == 640
@@ -72,7 +72,7 @@ def test_values_of_sglang():
 
 
 def test_host_pages_are_room_where_decode_reads_them():
-    found = told("vllm", reads_host=True)
+    found = families("vllm", reads_host=True)
     assert value(found["kv_cache_usage_perc"]) == 50 / 200
     assert value(found["cache_config_info"], num_gpu_blocks="200") == 1
     assert Usage.of({"hot_buffer_tokens": 2112}).pages(STATS) == 200
@@ -83,7 +83,7 @@ def test_several_engines_have_their_numbers_and_what_the_server_counts_is_there_
     metrics = Metrics()
     metrics.ttft.observe(0.1)
     metrics.finished.labels("stop").inc()
-    found = told("vllm", (STATS, STATS | {"requests_running": 7.0}), metrics=metrics)
+    found = families("vllm", (STATS, STATS | {"requests_running": 7.0}), metrics=metrics)
     assert value(found["num_requests_running"], engine="0") == 3
     assert value(found["num_requests_running"], engine="1") == 7
     [count] = [s.value for s in found["time_to_first_token_seconds"].samples if s.name.endswith("_count")]

@@ -5,11 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from packers import read, weight, written
-
-from penstock.config.base.errors import ConfigError
-from penstock.model.weights.checkpoint import open_checkpoint
-from penstock.model.weights.locate import locate
+from packers import read, refused, weight
 
 STATIC = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
 FBGEMM = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
@@ -34,6 +30,4 @@ def test_elements_are_multiplied_by_their_scale(case: str, tmp_path: Path) -> No
     ({"weight": CODE, "weight_scale": torch.ones(10, 1)}, r"is F32 of shape \(10, 1\), expected .* of \(6, 1\)"),
     ({"weight": CODE[None], "weight_scale": torch.ones(1)}, "each expert in tensors of its own")])
 def test_scales_that_do_not_fit_are_refused(tensors: dict[str, torch.Tensor], words: str, tmp_path: Path) -> None:
-    written(tmp_path, FBGEMM, {f"a.{name}": t for name, t in tensors.items()})
-    with pytest.raises(ConfigError, match=words):
-        open_checkpoint(locate(str(tmp_path)))
+    refused(tmp_path, FBGEMM, tensors, words)

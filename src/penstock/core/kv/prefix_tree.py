@@ -285,7 +285,7 @@ class Tree:
         if last is None:
             node.first = copy
         else:
-            space.joined += 1                  # what is new to the tree nobody has missed
+            space.joined += 1                  # what is new to the tree was not missed
             while last.space is not space and last.next is not None:
                 last = last.next
             assert last.space is not space

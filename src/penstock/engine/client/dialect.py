@@ -24,7 +24,7 @@ _PREFIX_HITS = ("prefix_hbm_hits", "prefix_dram_hits", "prefix_disk_hits")
 
 
 class Usage:
-    """How full an engine's KV cache is, for whoever sends it the next request.
+    """How full an engine's KV cache is, for a router that chooses among engines.
 
     reads_host   whether decode can read KV from host memory: then its pages are room for requests too, and
                  the device alone would look full all day
@@ -39,14 +39,15 @@ class Usage:
         return cls(reads_host=info.get("hot_buffer_tokens", 0) > 0)
 
     def pages(self, stats: Mapping[str, float]) -> float:
+        """Return the pages that there are, used and free. stats: by the core's names, as everywhere here."""
         return sum(stats.get(f"{tier}_pages", 0.0) for tier in self._tiers)
 
     def used(self, stats: Mapping[str, float]) -> float:
-        """Pages that requests hold; those that are only cached are room."""
+        """Return the pages that requests hold; those that are only cached are room."""
         return sum(stats.get(f"{tier}_pages_in_use", 0.0) for tier in self._tiers)
 
     def share(self, stats: Mapping[str, float]) -> float:
-        """0 to 1."""
+        """Return the part of the pages that requests hold, 0 to 1."""
         return min(1.0, self.used(stats) / max(1.0, self.pages(stats)))
 
 

@@ -25,7 +25,7 @@ class MemoryUse:
         """What was reserved since the last call is for `part`, and `outside` bytes that torch knows nothing of."""
         if not self._cuda:
             return
-        torch.cuda.empty_cache()                # what nobody holds is no part of it
+        torch.cuda.empty_cache()                # freed blocks are no part of it
         reserved = torch.cuda.memory_reserved()
         self.parts[part] = self.parts.get(part, 0) + reserved - self._reserved + outside
         self._reserved, self._outside = reserved, self._outside + outside
@@ -41,6 +41,6 @@ class MemoryUse:
         later = f"; the largest step takes up to {show_size(workspace)} more" if workspace else ""
         return f"GPU memory in use: {show_size(total - free)}, of which {taken}{later}"
 
-    def info(self, prefix: str = "") -> dict[str, int]:
-        """For /server_info."""
-        return {f"{prefix}gpu_{part}_bytes": n for part, n in self.parts.items()}
+    def info(self) -> dict[str, int]:
+        """Return the parts in bytes, by their names in /server_info."""
+        return {f"gpu_{part}_bytes": n for part, n in self.parts.items()}

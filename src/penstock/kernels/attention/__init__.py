@@ -1,1 +1,1 @@
-"""Ops that attend: over pages, chunks, chosen units, latent rows."""
+"""Ops that attend: over pages, chunks, chosen units, MLA KV entries."""

@@ -56,10 +56,9 @@ def version() -> str:
 def probe(platform: Platform) -> str:
     """Return the versions of NVRTC, and of Triton for shapes that no kernel in C++ takes. Raises Unusable."""
     from penstock.kernels.c.build import triton_version
-    told = f"Triton {triton_version()}"
     if "sm_90" not in platform.features:
         raise Unusable(f"compiled for {ARCH} only")
-    return f"NVRTC {version()}, {told} for other shapes"
+    return f"NVRTC {version()}, Triton {triton_version()} for other shapes"
 
 
 def compiled(source: Path, **defines: int) -> bytes:

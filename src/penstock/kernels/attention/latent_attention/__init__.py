@@ -38,12 +38,12 @@ class LatentAttention(Protocol):
 
 
 def _probe(platform: Platform) -> str:
-    told = f"Gluon of {probe(platform)}"
+    found = f"Gluon of {probe(platform)}"
     if "sm_90" not in platform.features:
         raise Unusable("written for sm_90 only")
     with contextlib.suppress(Unusable):
-        told += f", for prompts NVRTC {device.version()}"
-    return f"{told}, for 64 heads of 512 values or a multiple, and Triton for other shapes"
+        found += f", for prompts NVRTC {device.version()}"
+    return f"{found}, for 64 heads of 512 values or a multiple, and Triton for other shapes"
 
 
 OP: Op[LatentAttention] = Op("latent_attention", (

@@ -1,4 +1,4 @@
-// Queries of a prompt over the latent rows chosen for each: 64 heads, 512 values and 64 other dims of a row, bfloat16.
+// Queries of a prompt over the MLA KV entries ("rows") chosen for each: 64 heads, 512 values and 64 other dims of a row, bfloat16.
 //
 // A processor has one block, which takes queries one after another. Its third warp group copies rows, 64 at a time,
 // into two buffers. The first group scores the rows of buffer 0, the second those of buffer 1; each sums half of the

@@ -1,5 +1,5 @@
-"""Queries of a prompt over chosen latent rows in CUDA C++, on Hopper: as many blocks as processors, that take one
-query after another.
+"""Attention of a prompt over selected MLA KV entries in CUDA C++, on Hopper: as many blocks as processors, which
+take one query after another.
 
 Imported only where a CUDA device was asked for. What cannot be had runs in Gluon.
 """

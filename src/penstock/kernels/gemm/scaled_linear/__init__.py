@@ -24,10 +24,10 @@ _LEAST = 89                     # the first architecture that converts e4m3
 
 
 def _probe(platform: Platform) -> str:
-    told = lazy_probe(platform)
+    found = lazy_probe(platform)
     if not any(f.startswith("sm_") and int(f[3:]) >= _LEAST for f in platform.features):
         raise Unusable(f"{platform.gpu} has no fp8 (sm_{_LEAST})")
-    return told
+    return found
 
 
 OP: Op[Pack] = Op("scaled_linear", (
