@@ -161,8 +161,7 @@ def migration() -> str:
     rows += [(name, f"`{old.SIZE}`: {form}") for name, form in forms.items()]
     rows += [(name, f"`{new.replace('=', ' ')}`") for name, new in old.SWITCHED.items()]
     rows += [("--kv-storage-sync", "none: a checksum finds pages that a power loss took"),
-             ("--kv-storage-write-rate", "none: pages are stored as fast as the storage takes them"),
-             ("--timeout-keep-alive", "none: 65 s")]
+             ("--kv-storage-write-rate", "none: pages are stored as fast as the storage takes them")]
     return "\n".join([_MIGRATION, *(f"| `{name}` | {new} |" for name, new in rows), _OTHERS]) + "\n"
 
 

@@ -2,9 +2,11 @@
 from __future__ import annotations
 
 import signal
+import socket
+import time
 
 import pytest
-from http_server import Server, error, events
+from http_server import WAIT_S, Server, error, events
 
 from penstock.api.native import UNBUILT_PATHS
 
@@ -163,3 +165,18 @@ def test_a_path_that_is_not_built_is_refused_by_name(shared):
         told = error(shared.http.get(path), 404)
         assert told["code"] == "not_found" and "/openapi.json" in told["message"]
     assert not set(UNBUILT_PATHS) & set(shared.http.get("/openapi.json").json()["paths"])
+
+
+def test_an_idle_connection_stays_open_for_so_many_seconds(tmp_path):
+    server = Server(tmp_path, "--timeout-keep-alive", "1")
+    try:
+        base = server.http.base_url
+        with socket.create_connection((base.host, base.port), timeout=WAIT_S) as idle:
+            idle.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert idle.recv(1 << 16).startswith(b"HTTP/1.1 200")
+            began = time.monotonic()
+            while idle.recv(1 << 16):
+                pass
+            assert 0.5 < time.monotonic() - began < 30
+    finally:
+        assert server.end(signal.SIGTERM) == 0

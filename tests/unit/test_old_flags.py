@@ -55,12 +55,11 @@ def test_old_switch_means_a_value_of_another_flag(name: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("argv, said", [
     ("--kv-storage-sync", "--kv-storage-sync: .*leave it out"),
-    ("--kv-storage-write-rate 1M", "--kv-storage-write-rate 1M: .*--kv-storage-write-policy"),
-    ("--timeout-keep-alive 5", "--timeout-keep-alive 5: .*65 s")])
+    ("--kv-storage-write-rate 1M", "--kv-storage-write-rate 1M: .*--kv-storage-write-policy")])
 def test_removed_flag_is_refused_with_what_to_do(argv: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parsed(*argv.split())
-    assert parsed("--no-kv-storage-sync") == parsed("--timeout-keep-alive", "65") == parsed()
+    assert parsed("--no-kv-storage-sync") == parsed()
 
 
 def test_seconds_to_wait_for_the_other_instance_follow_the_role() -> None:

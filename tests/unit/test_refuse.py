@@ -106,6 +106,7 @@ CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
      {"cors_origins": ["https://chat.example.com", "*"], "api_key": "k"}),
     ({"cors_origins": ["https://chat.example.com"]}, {"cors_origins": ["http://localhost:3000"]}),
     ({"body_bytes_max": 1023}, {"body_bytes_max": 1024}),
+    ({"timeout_keep_alive": 0}, {"timeout_keep_alive": 1}),
     ({"drain_s": -0.5}, {"drain_s": 0}),
     ({"prefill_replicas": 1}, {"prefill_replicas": 2, "decode_replicas": 3}),
     ({"prefill_replicas": 1, "decode_replicas": 1, **DECODE}, DECODE),

@@ -55,7 +55,6 @@ DEAD_S = 1.0           # for new ones to hear it: a closed port says less
 # Middle collections to a full one of the cycle collector, which takes 50 to 75 ms with 512 requests: one in
 # 14,000 requests. Cycles of requests that a middle one has seen wait for it, 130 bytes a request.
 FULL = 50
-KEEP_ALIVE_S = 65      # longer than clients and proxies keep a connection, which else send into a closed one
 CLOSING_S = 5          # for connections to close after the last answer
 
 
@@ -269,7 +268,7 @@ class _Server:
                 descriptors.raise_limit(), api.metrics.refused.inc)),  # type: ignore[arg-type]
             ws="none", lifespan="off", log_config=None,
             access_log=logs.logs_access(config.server), server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=CLOSING_S)
+            timeout_keep_alive=config.server.timeout_keep_alive, timeout_graceful_shutdown=CLOSING_S)
         server = _Uvicorn(settings)
         settings.load()
         settings.ssl = self._tls

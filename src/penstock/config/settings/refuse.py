@@ -425,6 +425,7 @@ REFUSED: tuple[Refusal[Machine], ...] = (
             ("server.cors_origins", "server.api_key_file"),
             "without API keys only local pages may send requests: also give --api-key-file"),
     _outside("server.body_bytes_max", 1024, 1 << 30, "1KiB to 1GiB"),
+    _outside("server.timeout_keep_alive", 1, 86_400, "1 to 86400 seconds"),
     _outside("server.drain_s", 0, 3600, "0 to 3600 seconds"),
     *PAIR,
     *NODES,

@@ -288,6 +288,8 @@ class ServerConfig:
                           Inverse("--disable-uvicorn-access-log")] = None
     log_level_http: Annotated[HttpLogLevel | None, "log level of the HTTP server itself (default: warning)",
                               Alias("--uvicorn-log-level")] = None
+    timeout_keep_alive: Annotated[int, "seconds that an idle connection stays open: longer than clients and "
+                                  "proxies keep one, which otherwise send a request into a closed one"] = 65
     drain_s: Annotated[float, "seconds that SIGTERM gives running requests"] = 30.0
 
 

@@ -210,8 +210,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
            instead="--ssl-certfile and --ssl-keyfile are there"),
     _value("more than one API process", "--api-server-count", "--tokenizer-worker-num",
            neutral=("1",)),
-    _value("", "--timeout-keep-alive", neutral=("65",),
-           instead="leave it out: an idle connection stays open for 65 s, longer than clients and proxies keep one"),
     _value("another root path", "--root-path", neutral=_NONE),
     _value("", "--allowed-methods", "--allowed-headers", neutral=('["*"]', *_NONE),
            instead="all of them are allowed: leave it out, and say which pages may ask with --cors-origins"),
