@@ -115,6 +115,7 @@ def test_states_of_mamba(config, kind, monkeypatch):
         engine.drain()
         assert tuple(engine.got[rid]) == dense(LONG, 4, "mamba")
     assert engine.started[21].hbm_tokens == 32
+    assert not engine.ex.stats()["executor_nonfinite_rows_total"], "a step of damaged states was computed again"
 
 
 class Late:

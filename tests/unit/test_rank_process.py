@@ -8,6 +8,7 @@ from collections import deque
 from queue import SimpleQueue
 from types import SimpleNamespace
 
+import pytest
 from printable import vocabulary
 
 from penstock.config.request.grammar import Grammar
@@ -108,6 +109,26 @@ def test_a_rank_is_asked_once_for_a_grammar_and_says_when_no_step_would_wait():
             process._handle(wire.decode_to_rank(process._front.receive()))
             news.get(timeout=20)
         assert len(rank._compiled) <= COMPILED_MAX // 2 + 1 and not rank.compiled(grammar)
+    finally:
+        there.close()
+        here.close()
+
+
+def test_lines_that_a_rank_logs_are_no_answers():
+    """On a GPU it logs what its memory is used for, in front of Ready."""
+    here, there = socket.socketpair()
+    crew = SimpleNamespace(tell=lambda: None, ranks=[], hang=lambda of, s: (_ for _ in ()).throw(TimeoutError))
+    rank = RankProcess(crew, 0, wire.Channel(here), None)
+    process = object.__new__(Process)
+    process._front, process._index, process._use = wire.Channel(there), 0, SimpleNamespace(parts={"kv": 5})
+    try:
+        for _ in range(2):
+            process._log("GPU memory in use")
+        process.send(wire.Ready(b"", process._use.parts))
+        process._log("and one more")
+        assert rank.answer(20) == wire.Ready(b"", {"kv": 5})
+        with pytest.raises(TimeoutError):
+            rank.answer(0.05)
     finally:
         there.close()
         here.close()

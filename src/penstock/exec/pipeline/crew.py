@@ -152,9 +152,11 @@ class RankProcess:
         self._channel.cut()
 
     def answer(self, timeout_s: float) -> wire.FromRank:
-        """Raises ConfigError when the rank refuses, RankDied when it is gone or hangs."""
+        """What it reports next; lines that it has logged meanwhile (Loading) only show that it lives. Raises
+        ConfigError when the rank refuses, RankDied when it is gone or says nothing for `timeout_s`."""
         try:
-            message = self._answers.get(timeout=timeout_s)
+            while isinstance(message := self._answers.get(timeout=timeout_s), wire.Loading):
+                pass
         except Empty:
             # It may wait for another: who has plans and does not report is named.
             self._crew.hang([rank for rank in self._crew.ranks if rank.queued] or [self], timeout_s)
@@ -224,8 +226,7 @@ class Crew:
         one has not got on for as long as a hang takes."""
         found, limit = [], max(self.timeout_s, LOADING_S)
         for rank in self.ranks:
-            while isinstance(message := rank.answer(limit), wire.Loading):
-                pass
+            message = rank.answer(limit)
             assert isinstance(message, wire.Loaded)
             check_identity(rank.index, message.identity, want)
             found.append(message)

@@ -112,7 +112,7 @@ ToRank = Begin | Met | Pools | Words | Measure | Compile | Open | Close | Given 
 
 # ---------------------------------------------------------------- rank -> front
 class Loading(_Message, frozen=True):
-    """It has just told the log how far it is, before Loaded."""
+    """It has just written a line to the log: it is alive. At any time until it serves."""
 
 
 class Loaded(_Message, frozen=True):
