@@ -301,16 +301,19 @@ def test_a_rank_that_stops_loading_is_named_with_the_time(model, monkeypatch, ca
 
 
 def test_a_rank_that_loads_slowly_is_waited_for_while_it_says_how_far_it_is():
-    class Slow:
-        index, said = 0, [wire.Loading(), wire.Loading(), wire.Loaded({"dtype": "float32"}, 1, 1, 1)]
+    asked = []                                              # how long to wait for each message
+    said = [wire.Loading(), wire.Loading(), wire.Loaded({"dtype": "float32"}, 1, 1, 1)]
 
-        def answer(self, timeout_s):
-            assert timeout_s == crews.LOADING_S             # of each, not of all
-            return self.said.pop(0)
+    class Said:
+        def get(self, timeout):
+            asked.append(timeout)
+            return said.pop(0)
 
-    crew = object.__new__(Crew)
-    crew.ranks, crew.timeout_s = [Slow()], 1.0
+    rank, crew = object.__new__(crews.RankProcess), object.__new__(Crew)
+    rank.index, rank._crew, rank._answers = 0, crew, Said()
+    crew.ranks, crew.timeout_s = [rank], 1.0
     assert [one.weight_bytes for one in crew.loaded({"dtype": "float32"})] == [1]
+    assert asked == [crews.LOADING_S] * 3                   # of each, not of all
 
 
 def test_a_hang_is_noticed_by_who_only_looks_now_and_then(monkeypatch):
