@@ -313,7 +313,7 @@ def abort(s: Scene, n: int) -> Iterator[Engine]:
     yield e
     e.measure()
     e.turn(plan.Aborted(r.rid))
-    e.until(lambda: not e.core.kv.leaving)
+    e.until(lambda: not e.core.kv.freeing)
     e.turns(s.after)
 
 

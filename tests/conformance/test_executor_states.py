@@ -19,7 +19,7 @@ from prompts_engine import CONFIG, PROMPTS, STATE, Engine, dense, model, play
 from penstock.core.kv.page_table import PageTable
 from penstock.core.kv.pages import Pages
 from penstock.core.kv.pool import Fence
-from penstock.core.kv.prefix_tree import Tree, fix
+from penstock.core.kv.prefix_tree import Tree, unmark_evictable
 from penstock.core.plan import Aborted, Dropped, Outcome, Paused, RequestId
 from penstock.exec.drafts.drafter import NGram
 from penstock.exec.rank import Stepped
@@ -292,8 +292,8 @@ def an_inner_state_is_freed_too_early(mp):
     def call(self, node):
         right(self, node)
         for space, copy in node.copies.items():
-            if copy.inner and copy.loose is not None:
-                fix(copy)
+            if copy.inner and copy.evictable_in is not None:
+                unmark_evictable(copy)
                 space.pool.release([copy.page], Fence(copy.used))
     mp.setattr(Tree, "update_evictable", call)
 

@@ -194,7 +194,7 @@ def resizing(engine: Engine, every: int = 2):
     """A script: hot buffers that have grown lose all of that every few turns, and may grow again."""
     def script(turn):
         if turn % every == 0:
-            engine.core.kv.shrink([1 << 30] * len(engine.core.cfg.groups))
+            engine.core.kv.trim_hot_buffers([1 << 30] * len(engine.core.cfg.groups))
         return ()
     return script
 

@@ -237,9 +237,9 @@ class SpacesMachine(RuleBasedStateMachine):
             pages = [node.copies[space].page for node in nodes if space in node.copies]
             pages += [mirror.page for where, mirror in self.twins.values() if where is space]
             assert sorted(pages) == sorted(space.pool.held), "a page without a node, or with two"
-            assert space.pool.loose == sum(self.tree.evictable(x, space) for x in nodes) == sum(
+            assert space.pool.num_evictable == sum(self.tree.evictable(x, space) for x in nodes) == sum(
                 c.ready and not (c.pins or c.moves) for x in nodes for s, c in x.copies.items() if s is space)
-            assert len(space.order) + len(space.read) == space.pool.loose, "a page has one entry"
+            assert len(space.order) + len(space.read) == space.pool.num_evictable, "a page has one entry"
             for copy in space.order:
                 assert copy.number >> ENTRY_BITS == place(copy.node, copy), "an entry has the wrong place"
             assert [c.number for c in space.order] == sorted({c.number for c in space.order})

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from penstock.core.kv.page_table import pin, unpin
 from penstock.core.kv.pool import Pool
-from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree, fix
+from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree, unmark_evictable
 from penstock.core.plan import Group, StepId, Tier
 
 SIZE = 2
@@ -63,7 +63,7 @@ class TreeMachine(RuleBasedStateMachine):
             copy = Copy(self.host.pool.acquire(1)[0], ready=False, moves=1)
             self.tree.attach(node, self.host, copy)
             node.copies[self.device].moves += 1
-            fix(node.copies[self.device])      # as `Moves` does
+            unmark_evictable(node.copies[self.device])  # as `Moves` does
             self.flying.append(node)
 
     @precondition(lambda self: self.flying)

@@ -174,8 +174,8 @@ WRITTEN_BY_SEVERAL = {
     "computed": "a step is issued in `schedule` and ends in `retire`",
     "num_placeholders": "the same",
     "capacity": "pages come on the way in, and as a row grows",
-    "waits": "`core` says for which loads, `schedule` which of them still fly",
-    "awaits": "each phase that ends by itself says what for",
+    "step_depends_on": "`core` says for which loads, `schedule` which of them still fly",
+    "blocked_on": "each phase that ends by itself says what for",
     "is_saved": "each phase in which a request is parked means its own pages",
     "prefetch_pending": "it is queued in `state`, and taken from the queue in `core`",
 }

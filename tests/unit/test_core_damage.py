@@ -94,7 +94,7 @@ def test_a_request_that_fails_before_the_one_whose_pages_it_reads_is_computed_ag
     second = core.advance([Retired(first.step, ()), Arrived(RequestId(1), PROMPT[:7], 9)]).plan
     r = core.live[RequestId(1)]
     assert second is not None and second.rids == (0, 1) and second.samples == (True, True)
-    assert r.borrows and r.path
+    assert r.shares_pages and r.path
     shown = r.path[0]
     fourth = core.advance([Retired(second.step, ((5,), ())), Aborted(RequestId(1), True)])
     assert not [o for o in fourth.outputs if isinstance(o, Finished)]
@@ -108,7 +108,7 @@ def test_a_request_that_fails_before_the_one_whose_pages_it_reads_is_computed_ag
         if plan is None:
             break
         events = [Retired(plan.step, ((6,),) * sum(plan.samples))]
-    assert not core.live and not r.borrows and r.tokens[7:] == [6] * 9
+    assert not core.live and not r.shares_pages and r.tokens[7:] == [6] * 9
     assert shown.banished, "it was sound without them"
 
 

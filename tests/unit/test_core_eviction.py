@@ -93,10 +93,10 @@ def test_a_blocked_head_takes_a_few_portions_a_turn_of_a_long_request_that_has_e
     d.tell(Aborted(RequestId(2)))
     pool, turns = d.core.kv.device[0].pool, 0
     while d.phase(3) is Phase.QUEUED:
-        before = len(pool.held) - pool.loose
+        before = len(pool.held) - pool.num_evictable
         d.retire()
         turns += 1
-        assert before - (len(pool.held) - pool.loose) <= (PARTS + 1) * 4      # one portion goes in any turn
+        assert before - (len(pool.held) - pool.num_evictable) <= (PARTS + 1) * 4  # one portion goes in any turn
     assert turns > 5
     d.run()
     assert 3 in d.finished()

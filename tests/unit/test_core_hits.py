@@ -30,7 +30,7 @@ def cached(**settings: object) -> Driver:
     d = Driver(**(sizes | settings))
     d.arrive(9, range(4), 200)
     d.arrive(1, PROMPT, 1)
-    while 1 in d.core.live or d.core.kv.leaving:
+    while 1 in d.core.live or d.core.kv.freeing:
         d.retire()
     return d
 
@@ -63,14 +63,14 @@ def test_a_hit_alone_is_taken_in_one_turn() -> None:
 @pytest.mark.parametrize("turns", range(1, 11))
 def test_an_abort_in_the_middle_of_a_hit_leaves_nothing(turns: int) -> None:
     d = cached()
-    loose = d.core.kv.arenas[Tier.HBM].loose
+    loose = d.core.kv.arenas[Tier.HBM].num_evictable
     d.arrive(2, PROMPT, 4)
     for _ in range(turns):
         d.retire()
     d.tell(Aborted(RequestId(2)))
-    while d.core.kv.returned or d.core.kv.leaving:
+    while d.core.kv.returned or d.core.kv.freeing:
         d.retire()
-    assert not d.core.kv.entering and d.core.kv.arenas[Tier.HBM].loose == loose
+    assert not d.core.kv.entering and d.core.kv.arenas[Tier.HBM].num_evictable == loose
 
 
 def test_a_hit_under_way_gives_way_to_who_needs_its_pages() -> None:
@@ -79,7 +79,7 @@ def test_a_hit_under_way_gives_way_to_who_needs_its_pages() -> None:
     while pins(d) < 8:
         d.retire()
     kv = d.core.kv
-    can = kv.device[0].pool.free + kv.arenas[Tier.HBM].loose
+    can = kv.device[0].pool.free + kv.arenas[Tier.HBM].num_evictable
     kv.parts_left = 2
     assert kv.lacks(Tier.HBM, [can + 8]) == 4 and not kv.entering and kv.returned
     kv.parts_left = 2                          # the next turn
@@ -180,8 +180,8 @@ def test_a_cached_page_takes_less_than_seven_hundred_bytes() -> None:
     try:
         d.core.advance([Arrived(RequestId(1), tuple(range(1 << 20, (1 << 20) + 16 * pages + 1)), 1)])
         d.core.advance([Retired(StepId(1), ((7,),))])
-        while d.core.kv.leaving:
-            d.core.kv.leave(all=True)
+        while d.core.kv.freeing:
+            d.core.kv.free_gradually(all=True)
         used = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()

@@ -99,7 +99,7 @@ def test_a_load_that_fails_when_the_row_that_waited_for_it_is_on_its_way_to_the_
     d.arrive(2, range(17), max_new=9, selects=True)
     (load,) = d.moves
     r = d.core.live[RequestId(2)]
-    assert load.dst is Tier.HBM and load.id in r.waits and r.phase is Phase.RESIDENT
+    assert load.dst is Tier.HBM and load.id in r.step_depends_on and r.phase is Phase.RESIDENT
     assert claims.drop_mirrors(d.core.kv, r)
     d.tell(Spilled(RequestId(2)))
     assert d.phase(2) is Phase.STAGING

@@ -273,7 +273,7 @@ def test_the_head_is_tried_when_pages_behind_a_fence_have_come() -> None:
     assert plan is not None
     r = core.live[RequestId(1)]
     assert r.phase is Phase.QUEUED
-    r.num_preemptions = r.excused = 2
+    r.num_preemptions = r.forced_preemptions = 2
     core.advance([Aborted(RequestId(2))])      # its last step is in flight
     play(core, [*events, *answers(plan)], steps=3)
     assert core.live[RequestId(0)].phase is Phase.HOSTED

@@ -153,7 +153,7 @@ def test_who_pauses_keeps_on_the_device_what_the_host_has_promised_to_another() 
             d.land()
     d.arrive(1, range(100, 138), 4, selects=True)
     d.retire()
-    assert d.phase(1) is Phase.PREFILL and d.core.kv.arenas[Tier.DRAM].promises
+    assert d.phase(1) is Phase.PREFILL and d.core.kv.arenas[Tier.DRAM].num_reserved
     d.tell(Paused(SHORT))
     d.retire()
     (table,) = d.core.live[SHORT].tables
@@ -204,7 +204,7 @@ def test_half_a_pause_gives_back_all_that_it_has(event: Event) -> None:
     d.tell(event)
     assert r.save_at is None and not any(r.reserve)
     d.run()
-    assert not d.core.live and d.core.kv.arenas[Tier.DRAM].pools[0].loose == len(
+    assert not d.core.live and d.core.kv.arenas[Tier.DRAM].pools[0].num_evictable == len(
         d.core.kv.arenas[Tier.DRAM].pools[0].held)
 
 
@@ -281,13 +281,13 @@ def test_a_long_prompt_takes_its_pages_as_it_comes_to_them_and_nobody_else_gets_
     d = Driver(take_pages=2, step_tokens=8, rows=2)
     d.arrive(1, range(40), 4)
     pool, arena = d.core.kv.device[0].pool, d.core.kv.arenas[Tier.HBM]
-    assert len(pool.held) == 2 and arena.promised == [8]
+    assert len(pool.held) == 2 and arena.reserved == [8]
     d.arrive(2, range(100, 124), 4)
     for _ in range(4):
         assert (d.phase(1), d.phase(2)) == (Phase.PREFILL, Phase.QUEUED)
-        assert len(pool.held) + arena.promises == 10
+        assert len(pool.held) + arena.num_reserved == 10
         d.retire()
-    assert (len(pool.held), arena.promised) == (10, [0])
+    assert (len(pool.held), arena.reserved) == (10, [0])
     d.run()
     assert d.finished() == {1: Outcome.LENGTH, 2: Outcome.LENGTH}
     assert d.core.counters["drops"] == d.core.counters["pauses"] == 0
@@ -299,7 +299,7 @@ def test_who_ends_in_the_middle_of_its_prompt_is_promised_nothing_any_more() -> 
     d.arrive(2, range(100, 140), 4)
     d.tell(Aborted(RequestId(1)))
     d.run()
-    assert d.core.kv.arenas[Tier.HBM].promises == 0 and d.finished()[2] is Outcome.LENGTH
+    assert d.core.kv.arenas[Tier.HBM].num_reserved == 0 and d.finished()[2] is Outcome.LENGTH
 
 
 def test_a_long_request_gives_up_its_pages_in_portions_and_at_once_if_they_are_needed() -> None:
@@ -310,9 +310,9 @@ def test_a_long_request_gives_up_its_pages_in_portions_and_at_once_if_they_are_n
     while 1 in d.core.live:
         d.retire()
     for _ in range(8):
-        free.append(pool.loose)
+        free.append(pool.num_evictable)
         d.retire()
-    assert free == sorted(free) and free[0] < free[-1] < 10 and d.core.kv.leaving, free
+    assert free == sorted(free) and free[0] < free[-1] < 10 and d.core.kv.freeing, free
     d.arrive(2, range(200, 244), 1)
     assert d.phase(2) is Phase.PREFILL
     d.run()
@@ -328,7 +328,7 @@ def test_a_dropped_request_gives_up_its_pages_in_portions_and_begins_with_them_a
     r, table = d.core.live[LONG], d.core.live[LONG].tables[0]
     named = len(r.path)
     d.tell(Dropped(LONG))
-    [gone] = d.core.kv.leaving
+    [gone] = d.core.kv.freeing
     assert gone.tables == [table] and 0 < named - len(gone.path) <= 2 and r.tables != [table]
     while r.phase is Phase.DROPPED:
         before, left = len(r.path), len(gone.path)

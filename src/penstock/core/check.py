@@ -39,7 +39,7 @@ def check(core: CoreState, pairs: Mapping[PeerId, Pairing]) -> None:
     running = set(core.running)
     assert all([r.phase in (Phase.QUEUED, Phase.DROPPED, Phase.PAUSED) for r in kv.entering])
     for entry in kv.entering.values():
-        pinned += entry.pins + entry.spare
+        pinned += entry.pins + entry.optional
     for back in kv.returned:
         pinned += back.pins
         named += back.path
@@ -48,12 +48,12 @@ def check(core: CoreState, pairs: Mapping[PeerId, Pairing]) -> None:
         _leases(core, r, running)
         _columns(kv, r, pinned, read, pages, twice)
         named += r.path
-        assert r.phase in (Phase.LOADING, Phase.PREFILL) or not any(r.later), PROMISED
+        assert r.phase in (Phase.LOADING, Phase.PREFILL) or not any(r.reserved_pages), PROMISED
         for g, t in enumerate(r.tables):
-            promised[Tier.DRAM if r.place is Place.HOST and t.hosted else Tier.HBM][g] += r.later[g]
-    assert all([arena.promised == promised[tier] and arena.promises == sum(promised[tier])
+            promised[Tier.DRAM if r.place is Place.HOST and t.hosted else Tier.HBM][g] += r.reserved_pages[g]
+    assert all([arena.reserved == promised[tier] and arena.num_reserved == sum(promised[tier])
                 for tier, arena in kv.arenas.items()]), PROMISED
-    for r in kv.leaving:
+    for r in kv.freeing:
         assert r.phase in (Phase.DONE, Phase.DROPPED) and r.row is None
         assert not (r.moves or any(r.reserve) or any(t.hot for t in r.tables))
         _columns(kv, r, pinned, read, pages, twice)
@@ -92,7 +92,7 @@ def _columns(kv: KVCache, r: Request, pinned: list[Copy], read: list[Copy],
                         assert copy.pins == 1 + twice.get(copy, 0), f"request {r.rid}: a private page of two"
                         pages[space].append(copy.page)
         pages[host] += reserve
-        assert all([(copy.loose is None) == (i < r.hot_units) for i, copy in enumerate(t.hot)]), LOOSE
+        assert all([(copy.evictable_in is None) == (i < r.hot_units) for i, copy in enumerate(t.hot)]), LOOSE
 
 
 def _reads(r: Request) -> bool:
@@ -103,7 +103,7 @@ def _reads(r: Request) -> bool:
 def _tree(core: CoreState, pins: dict[Copy, int], refs: dict[Node, int], moves: dict[Copy, int],
           read: dict[Copy, int], pages: dict[TierGroup, list[int]]) -> None:
     orders: Counter[tuple[TierGroup, bool]] = Counter()
-    loose = Counter([copy.loose for r in core.kv.grown for t in r.tables for copy in t.hot[r.hot_units:]])
+    evictable = Counter([copy.evictable_in for r in core.kv.grown for t in r.tables for copy in t.hot[r.hot_units:]])
     stack = list(core.kv.tree.roots.values())
     while stack:
         parent = stack.pop()
@@ -126,8 +126,8 @@ def _tree(core: CoreState, pins: dict[Copy, int], refs: dict[Node, int], moves: 
                 pages[space].append(copy.page)
                 assert len(copy.readers) == (read.pop(copy, 0) if copy.readers else 0), READ
                 can_be_had = copy.ready and not (copy.moves or copy.pins)
-                assert (copy.loose is not None) == can_be_had, LOOSE
-                loose[space.pool] += can_be_had
+                assert (copy.evictable_in is not None) == can_be_had, LOOSE
+                evictable[space.pool] += can_be_had
                 if can_be_had:
                     order = space.read if copy.readers else space.order
                     assert copy.order is order and copy.number >> ENTRY_BITS == place(node, copy), ORDER
@@ -140,7 +140,7 @@ def _tree(core: CoreState, pins: dict[Copy, int], refs: dict[Node, int], moves: 
     assert all(copy.node is None for copy in pins), PINS
     assert all(copy.node is None for copy in moves), MOVES
     for space in core.kv.tree.spaces:
-        assert space.pool.loose == loose[space.pool], f"{space}: {LOOSE}"
+        assert space.pool.num_evictable == evictable[space.pool], f"{space}: {LOOSE}"
         for reads, order in enumerate((space.order, space.read)):
             assert len(order) == orders[space, bool(reads)], f"{space}: {ORDER}"
 
@@ -151,7 +151,7 @@ def _queues(core: CoreState) -> None:
     assert len(core.running) + len(core.waiting) == len(core.live)
     core.check_queues()
     line = sorted([r for r in core.live.values() if r.is_runnable], key=lambda r: r.key)
-    assert core.runnable == line and core.candidates == [r for r in line if not r.asked]
+    assert core.runnable == line and core.candidates == [r for r in line if not r.lookup_keys]
 
 
 def _kept_promises(core: CoreState) -> None:
@@ -161,14 +161,14 @@ def _kept_promises(core: CoreState) -> None:
     Pages of several groups may lie scattered over slabs when they are wanted: then somebody gives way."""
     kv = core.kv
     for tier, arena in kv.arenas.items() if len(kv.device) == 1 else ():
-        if arena.promises and (short := arena.lacks([0] * len(arena.pools))):
+        if arena.num_reserved and (short := arena.lacks([0] * len(arena.pools))):
             busy = {id(copy) for flight in kv.moves.flying.values() for pair in flight.pairs
                     for space, copy in zip((flight.src, flight.dst), pair, strict=True)
                     if space.tier is tier and not copy.pins}
-            busy |= {id(copy) for r in kv.leaving for t in r.tables
+            busy |= {id(copy) for r in kv.freeing for t in r.tables
                      for copy in (t.device if tier is Tier.HBM else t.host) if copy is not None}
             space = (kv.device if tier is Tier.HBM else kv.host)[0]
-            waits = [back.pins for back in kv.returned] + [e.pins + e.spare for e in kv.entering.values()]
+            waits = [back.pins for back in kv.returned] + [e.pins + e.optional for e in kv.entering.values()]
             busy |= {id(copy) for pins in waits for copy in pins
                      if copy.node is not None and copy.node.find(space) is copy}
             if tier is Tier.HBM:
@@ -198,7 +198,7 @@ def _leases(core: CoreState, r: Request, running: set[Request]) -> None:
         _tables(core, r)
     assert r.phase in (Phase.PAUSED, Phase.STAGING, Phase.RECEIVING) or not r.is_saved
     assert r.phase is Phase.PROMOTING or not r.loading, where
-    assert r.num_preemptions - r.excused <= PREEMPTIONS_MAX, (where, "gave way too often")
+    assert r.num_preemptions - r.forced_preemptions <= PREEMPTIONS_MAX, (where, "gave way too often")
 
 
 def _tables(core: CoreState, r: Request) -> None:
@@ -211,7 +211,7 @@ def _tables(core: CoreState, r: Request) -> None:
         for i in range(max(t.begin(r.retired), t.first), t.end(r.capacity)):
             copy = column[i]
             assert copy is not None, (where, t.group.name, i)
-            assert copy.ready or r.phase is Phase.LOADING or copy.filled_by in r.waits, where
+            assert copy.ready or r.phase is Phase.LOADING or copy.filled_by in r.step_depends_on, where
             if copy.node is not None:          # else it is private
                 node = kv.node(r, t, i)
                 assert node is not None and node.find(space) is copy, (where, i)

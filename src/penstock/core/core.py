@@ -73,7 +73,7 @@ class Core(CoreState):
             # A turn that gives up pages has less of its share left for hits.
             self.kv.hits_left = self.cfg.hit_pages - self.kv.part * self.kv.gives_up
             self.kv.parts_left = PARTS
-            self.kv.leave(all=not self.running)
+            self.kv.free_gradually(all=not self.running)
         if events or not self.running:
             self.kv.tree.give_up_flushed(self.cfg.take_pages)
         # To a fixed point: planning may free, freeing may admit. Each request moves a few times at most.
@@ -85,7 +85,7 @@ class Core(CoreState):
             self.kv.drain()
             idle = (self.edges_taken, self.kv.freed) == before and not self.admission.is_due()
             if plan is None and idle and self.kv.gives_up and not (self.in_flight and self.running):
-                self.kv.leave(all=True)        # no more than PARTS portions of that were given up
+                self.kv.free_gradually(all=True)  # no more than PARTS portions of that were given up
                 self.kv.hits_left = 1 << 60    # what is refused now would be given up, and tried again, for ever
                 continue
             if plan is None and idle and not self.in_flight:      # no event may come that makes these go on
@@ -127,7 +127,7 @@ class Core(CoreState):
                 + len(arena.free) * arena.pools[0].per_slab,
                 f"{tier.value}_pages_free": free,
                 f"{tier.value}_pages_held": sum(len(p.held) for p in arena.pools),
-                f"{tier.value}_pages_in_use": sum(len(p.held) - p.loose for p in arena.pools),
+                f"{tier.value}_pages_in_use": sum(len(p.held) - p.num_evictable for p in arena.pools),
                 f"{tier.value}_pages_fenced": sum(p.in_limbo for p in arena.pools),
                 f"{tier.value}_evictions": sum(space.evicted for space in spaces),
             }
@@ -174,7 +174,7 @@ class Core(CoreState):
                         faults.damaged(self, r)
                     else:
                         self.end(r, Outcome.ABORT)
-                        self.kv.leave(all=False)
+                        self.kv.free_gradually(all=False)
             case Stopped(rid, count):
                 if (r := self.live.get(rid)) is not None and count <= r.num_output:
                     self.end(r, Outcome.STOP)
@@ -182,7 +182,7 @@ class Core(CoreState):
                 self.request_edge(event.rid, WISHES[type(event)])
             case Spilled(rid):
                 if (r := self.live.get(rid)) is not None and reclaim.may_spill(self, r):
-                    r.excused += bool(reclaim.spill(self, r))
+                    r.forced_preemptions += bool(reclaim.spill(self, r))
             case Flushed():
                 self.kv.flush()
             case Expired(rid, phase, visit):
@@ -193,7 +193,7 @@ class Core(CoreState):
                 self.rates = event
             case Listed(rid, visit, present):
                 r = self.live.get(rid)
-                if r is not None and r.visit == visit and r.asked:
+                if r is not None and r.visit == visit and r.lookup_keys:
                     self.look_up(r, listing.listed(self.kv, r, present))
             case HotUse(_, rows):
                 self.residency.hear(rows)
@@ -233,7 +233,7 @@ class Core(CoreState):
         """Somebody outside wishes an edge; ignored where the tables do not have it."""
         r = self.live.get(rid)
         if r is not None and (r.phase, trigger) in self.edges and not r.is_pushed:
-            r.excused += bool(self.transition(r, trigger))
+            r.forced_preemptions += bool(self.transition(r, trigger))
 
     def _expire(self, r: Request) -> None:
         if r.phase is Phase.QUEUED or (r.phase is Phase.DROPPED and not r.started):
@@ -253,9 +253,9 @@ class Core(CoreState):
         # What is in no table is not looked for there.
         gone = frozenset([copy for copy in lost if copy.pins or copy.readers])
         for r in list(self.live.values()) if lost else ():
-            if gone or event.id in r.waits:
+            if gone or event.id in r.step_depends_on:
                 self.copies_lost(r, event.id, gone)
-        for r in kv.leaving if lost else ():
+        for r in kv.freeing if lost else ():
             offload.lose(kv, r, gone)
         if gone:
             kv.lose_pins(gone)
@@ -274,12 +274,12 @@ class Core(CoreState):
     def copies_lost(self, r: Request, id: MoveId, lost: Collection[Copy]) -> None:
         """Copies have gone that `r` may count on, or that steps in flight have waited for."""
         counted = offload.lose(self.kv, r, lost)
-        r.excused += counted or id in r.waits
-        if id in r.waits:                      # perhaps of a row that it has given up
+        r.forced_preemptions += counted or id in r.step_depends_on
+        if id in r.step_depends_on:            # perhaps of a row that it has given up
             r.invalid_through = r.last_issue
         if r.grant is not None and r.pushed > r.grant.start and counted:
             self.end(r, Outcome.LOST)         # what it has sent may be wrong
-        elif id in r.waits and (r.phase, Trigger.DROP) in self.edges:
+        elif id in r.step_depends_on and (r.phase, Trigger.DROP) in self.edges:
             self.transition(r, Trigger.DROP)
         elif r.phase is Phase.STAGING and counted:
             self.transition(r, Trigger.STAY)
@@ -302,7 +302,7 @@ class Core(CoreState):
                 self.update_parked(r)
                 if not kv.is_complete(r):
                     self.transition(r, Trigger.DROP)  # it had lost a page before that
-            if (r.phase is Phase.FETCHING and r.more and kv.moves.reads_left
+            if (r.phase is Phase.FETCHING and r.has_more and kv.moves.reads_left
                     and prefetch.is_fetched(kv, r)):
                 prefetch.read(kv, r)
                 self.update_parked(r)
@@ -312,7 +312,7 @@ class Core(CoreState):
             self._fetch()
         self.admission.admit()
         for r in list(self.transient):
-            if r.awaits and not any([copy.ready for copy in r.awaits]):
+            if r.blocked_on and not any([copy.ready for copy in r.blocked_on]):
                 continue                       # tables are long: it looks when one of these has landed
             if r.phase is Phase.LOADING:
                 self._start(r)
@@ -332,10 +332,10 @@ class Core(CoreState):
         missing = allocate.missing(r)
         if missing is None or len(missing) > self.cfg.wait_pages:
             most = self.cfg.wait_pages + 1     # as long as these are missing, too many are
-            r.awaits = (missing[-most:] if missing is not None
+            r.blocked_on = (missing[-most:] if missing is not None
                        else allocate.last_missing(t.host for t in r.tables))
             return
-        r.waits = sorted({copy.filled_by for copy in missing})
+        r.step_depends_on = sorted({copy.filled_by for copy in missing})
         self.transition(r, Trigger.LANDED)
         if not r.started:
             self.started(r)

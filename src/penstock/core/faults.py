@@ -21,7 +21,7 @@ def damaged(core: CoreState, r: Request) -> None:
         return                                 # a step that read what has been given up since
     path = kv.tainted_by(r)
     found, own = path[:r.own_from], path[r.own_from:]
-    if r.borrows and not r.retried:
+    if r.shares_pages and not r.retried:
         r.retried, r.doubted = True, found
         core.counters["computed_again"] += 1
         compute_again(core, r)
@@ -34,7 +34,7 @@ def damaged(core: CoreState, r: Request) -> None:
                 continue
         core.counters["computed_again"] += 1
         compute_again(core, q)
-    kv.leave(all=True)
+    kv.free_gradually(all=True)
     _banish(core, own)                         # no request names them: they go at once
 
 

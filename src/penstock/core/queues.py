@@ -72,7 +72,7 @@ class Queues:
     def update_parked(self, r: Request) -> None:
         """What `r` waits for, without a row, has changed: copies, a grant, the KV that a peer computes."""
         paused = r.phase is Phase.PAUSED
-        keep(self.saving, r, not is_bare(r) if paused else r.phase is Phase.FETCHING and r.more)
+        keep(self.saving, r, not is_bare(r) if paused else r.phase is Phase.FETCHING and r.has_more)
         keep(self.stranded, r, paused and is_stranded(r))
         if self._cfg.role != "unified":
             keep(self.ungranted, r, r.phase is Phase.SENDING and r.grant is None)
@@ -107,7 +107,7 @@ class Queues:
                 demand.add(counted, demand.at_end(self._cfg, r, r.place, grown))
             assert total == counted, "pages that running requests need"
         assert self.saving == [r for r in live if (r.phase is Phase.PAUSED and not is_bare(r)) or (
-            r.phase is Phase.FETCHING and r.more)]
+            r.phase is Phase.FETCHING and r.has_more)]
         assert self.stranded == [r for r in paused if is_stranded(r)]
         sending, receiving = self.by_phase[Phase.SENDING], self.by_phase[Phase.RECEIVING]
         assert self.ungranted == [r for r in sending if r.grant is None]

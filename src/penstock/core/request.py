@@ -72,13 +72,13 @@ class Request:
     failed_saves: int = 0                     # times that copies to the host have failed it, in a row
     num_preemptions: int = 0                   # times it gave up its row or its KV
     passed_over: int = 0                       # steps that had no token for its short prompt
-    excused: int = 0                           # times something from outside may have made it do so
+    forced_preemptions: int = 0                # times something from outside may have made it do so
     started: bool = False                      # Started was sent
     visit: int = 0                             # phases entered so far: names one stay in a phase
     loads: int = 0                             # pages of its path that were not on the device
     fetched: int = 0                           # pages that came from storage
-    more: bool = False                         # while it fetches: not all of its pages are asked for
-    coming: list[tuple[int, Node]] | None = None  # while it fetches: the first page, and its
+    has_more: bool = False                     # while it fetches: not all of its pages are asked for
+    next_missing: list[tuple[int, Node]] | None = None  # while it fetches: the first page, and its
                                                # group, that has not come; empty: all have; None: look
 
     # What the planner need not look at, see `schedule`. Every change of phase ends it.
@@ -86,7 +86,7 @@ class Request:
     unchanged_until: int = 0                   # while `computed` is below, a step only counts on
     append_until: int = 0                      # while `retired` is below, a result only counts on
 
-    awaits: list[Copy] = field(default_factory=list)  # its phase lasts until one of these is ready
+    blocked_on: list[Copy] = field(default_factory=list)  # its phase lasts until one of these is ready
     loading: list[tuple[int, int]] = field(default_factory=list)  # while promoted: group and entry of pages
                                                # that are not in place
 
@@ -104,12 +104,12 @@ class Request:
     prefix: Sequence[list[HbmPage]] = ()       # of each group: pages on the device that its path begins with,
                                                # as it got its row; empty: look at the table
     is_in_place: bool = False                  # all that it got with its row was in place
-    cut: Mapping[int, int] = field(default_factory=dict)   # pages behind it, by the group that lacks a part
+    lost_by_group: Mapping[int, int] = field(default_factory=dict)  # pages behind it, by the group that lacks a part
     reserve: list[list[int]] = field(init=False)  # per group: host pages not used yet
-    later: list[int] = field(init=False)       # per group: pages that it is promised, and has not taken
+    reserved_pages: list[int] = field(init=False)  # per group: pages that it is promised, and has not taken
     is_runnable: bool = False                  # it waits for a row
-    asked: tuple[bytes, ...] = ()              # keys of its pages behind the first `asked_from`: storage was
-    asked_from: int = -1                       # asked for these, and it waits for the answer
+    lookup_keys: tuple[bytes, ...] = ()        # keys of its pages behind the first `lookup_from`: storage was
+    lookup_from: int = -1                      # asked for these, and it waits for the answer
     prefetch_pending: bool = False             # storage was not asked for it yet
     leader: Request | None = None              # a fork's, until that has begun to answer
     forks: list[Request] = field(default_factory=list)  # who waits for that
@@ -117,12 +117,12 @@ class Request:
     is_saving: bool = False                    # some of that is still being copied
     save_at: tuple[int, int] | None = None     # it is paused: so far, group and entry, it has saved its pages,
     unsaved: list[tuple[int, int]] = field(default_factory=list)  # but for those that are still being copied
-    borrows: bool = False                      # it began with pages that it may not have computed itself
+    shares_pages: bool = False                 # it began with pages that it may not have computed itself
     own_from: int = 1 << 60                    # pages behind so many of its path it may have computed itself
     retried: bool = False                      # it has failed, and is computed again without what is cached;
     doubted: list[Node] = field(default_factory=list)  # the pages that it had begun with
     moves: set[MoveId] = field(default_factory=set)  # flying copies of its private pages
-    waits: list[MoveId] = field(default_factory=list)  # loads that its next steps wait for
+    step_depends_on: list[MoveId] = field(default_factory=list)  # loads that its next steps wait for
 
     # What the device has not been told yet.
     device_len: list[int] = field(init=False)  # per group: entries it knows of
@@ -133,7 +133,7 @@ class Request:
     def __post_init__(self) -> None:
         self.rid = self.arrived.rid
         self.reserve = [[] for _ in self.tables]
-        self.later = [0] * len(self.tables)
+        self.reserved_pages = [0] * len(self.tables)
         self.remapped = [{} for _ in self.tables]
         self.device_len = [0] * len(self.tables)
 
@@ -142,7 +142,7 @@ class Request:
         """It is in another phase: what was true of the last one is not any more."""
         self.visit += 1
         self.issued, self.unchanged_until, self.append_until = None, 0, 0
-        self.awaits, self.coming, self.asked = [], None, ()
+        self.blocked_on, self.next_missing, self.lookup_keys = [], None, ()
         if self.phase is not Phase.PROMOTING:
             self.loading = []
         self.is_saved, self.is_saving, self.hot_wait_until = False, False, StepId(0)
@@ -151,7 +151,7 @@ class Request:
     def disown_steps(self) -> None:
         """No result of its steps in flight counts, through no fault of the planner."""
         self.invalid_through = self.last_issue
-        self.excused += 1
+        self.forced_preemptions += 1
 
     def hint(self, nodes: Sequence[Node]) -> None:
         """The pages that its tokens begin with, as far as the tree has not lost them since."""

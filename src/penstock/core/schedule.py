@@ -187,7 +187,7 @@ def _chunk(core: CoreState, r: Request, n: int, taken: reclaim.Taken) -> int:
     promised."""
     end = r.computed + n
     grown: Literal[True] | Shortage = True
-    if any(r.later):
+    if any(r.reserved_pages):
         core.kv.grow(r, end)                   # all at once, if it can
     while r.capacity < end and (grown := core.kv.grow(r, r.capacity + 1)):
         pass
@@ -293,9 +293,9 @@ class _News:
             self.remaps += _remaps(r)
         if r.is_resized:
             self.resizes += _resizes(r)
-        if r.waits:
-            r.waits = [m for m in r.waits if m in core.kv.moves.flying]
-            self.waits.update(dict.fromkeys(r.waits))
+        if r.step_depends_on:
+            r.step_depends_on = [m for m in r.step_depends_on if m in core.kv.moves.flying]
+            self.waits.update(dict.fromkeys(r.step_depends_on))
 
 
 def _issue(core: CoreState, step: StepId, chosen: list[ScheduledRow]) -> StepPlan:
@@ -350,7 +350,7 @@ def _columns(core: CoreState, step: StepId, chosen: list[ScheduledRow]) -> Colum
 def unchanged_until(r: Request) -> int:
     """Up to which position `r` decodes one token a step and nothing else happens to its row. Drafts
     and loads to wait for need a look each step."""
-    if (r.drafts or r.waits or r.issued is None
+    if (r.drafts or r.step_depends_on or r.issued is None
             or r.phase not in DECODING or r.num_tokens + r.num_placeholders != r.computed + 1):
         return 0
     return min(r.capacity, r.num_prompt + r.max_new - 1)

@@ -100,7 +100,7 @@ class CoreState(Queues):
         leaves = target in (Phase.DONE, Phase.DROPPED) and self.kv.is_long(r)
         self.kv.release(r, [x for x in Lease if x not in keep and not (leaves and x in PAGES)])
         if target is Phase.LOADING:
-            r.borrows = bool(r.path) or r.delivered > 0
+            r.shares_pages = bool(r.path) or r.delivered > 0
         if target in (Phase.LOADING, Phase.RECEIVING) and not r.retried:   # then it begins with none
             r.own_from = min(r.own_from, len(r.path))
         if source is Phase.LOADING:            # what the device has may be what does not get to the host
@@ -109,7 +109,7 @@ class CoreState(Queues):
             r.kv_epoch += 1
             r.moves = set()                    # its pages wait for them behind fences
             if leaves:
-                self.kv.leaving.append(r if target is Phase.DONE else r.hand_over(self.kv.tables()))
+                self.kv.freeing.append(r if target is Phase.DONE else r.hand_over(self.kv.tables()))
             else:
                 self.kv.forget_path(r)
         elif (source, target) == (Phase.PROMOTING, Phase.RESIDENT):
@@ -139,7 +139,7 @@ class CoreState(Queues):
         if waits is not r.is_runnable:
             (insert if waits else remove)(self.runnable, r)
         if waits or r.is_runnable:
-            keep(self.candidates, r, waits and not r.asked)
+            keep(self.candidates, r, waits and not r.lookup_keys)
         r.is_runnable = waits
 
     def enqueue(self, r: Request) -> None:
@@ -150,9 +150,9 @@ class CoreState(Queues):
 
     def look_up(self, r: Request, more: bool) -> None:
         """Ask storage for pages that the tree does not know; then for what is known to be there."""
-        r.asked = listing.keys(self.kv, r) if more else ()
-        if r.asked:
-            self.out.append(Lookup(r.rid, r.visit, r.asked))
+        r.lookup_keys = listing.keys(self.kv, r) if more else ()
+        if r.lookup_keys:
+            self.out.append(Lookup(r.rid, r.visit, r.lookup_keys))
         else:
             insert(self.prefetch_queue, r)
             r.prefetch_pending = True
@@ -204,7 +204,7 @@ class CoreState(Queues):
         self.counters["prefix_hbm_hits"] += hbm
         self.counters["prefix_dram_hits"] += dram
         self.counters["prefix_disk_hits"] += disk
-        for lacking, pages in r.cut.items():
+        for lacking, pages in r.lost_by_group.items():
             self.counters[f'prefix_cache_cut_total{{group="{self.cfg.groups[lacking].name}"}}'] += pages * g
         self.counters["prefix_recomputed"] += self.kv.recomputed(r)
         self.out.append(Started(r.rid, hbm, dram, disk, r.delivered))

@@ -395,7 +395,7 @@ class Judge(Watcher):
             return                             # nobody else ran, and a peer may keep its pages for ever
         for w in self.view.waiting:
             a = self.made[w.rid].arrived
-            if w.phase is Phase.QUEUED and a.leader is None and not w.asked:
+            if w.phase is Phase.QUEUED and a.leader is None and not w.lookup_keys:
                 assert (a.priority, w.key[1]) > mine, f"request {r.rid} overtook {w.rid}"
 
     # ---------------------------------------------------------------- who owns what

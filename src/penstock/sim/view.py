@@ -117,9 +117,9 @@ class View:
         """The same, of what nobody has, nor was promised; of several groups slabs, at worst."""
         arena = self._kv.arenas[tier]
         if len(arena.pools) == 1:
-            return arena.pools[0].free - arena.promises
+            return arena.pools[0].free - arena.num_reserved
         return len(arena.free) - sum([-(-n // pool.per_slab)
-                                      for n, pool in zip(arena.promised, arena.pools, strict=True)])
+                                      for n, pool in zip(arena.reserved, arena.pools, strict=True)])
 
     def longest(self, group: int) -> int:
         """Pages that a group can have on the device."""
@@ -261,7 +261,7 @@ class View:
 
 def refusable(core: Core, refuses: Callable[[], bool]) -> None:
     """Not a view, a fault: each way to take pages or rows asks `refuses` first."""
-    no = Shortage(Tier.HBM, [0] * len(core.cfg.groups), behind=False)
+    no = Shortage(Tier.HBM, [0] * len(core.cfg.groups), waits_for_fence=False)
 
     def faulty(real: Callable[..., Trial]) -> Callable[..., Trial]:
         return lambda *args, **kw: no if refuses() else real(*args, **kw)

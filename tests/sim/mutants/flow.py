@@ -146,7 +146,7 @@ class NoFixedPoint(Core):
     def advance(self, events: Sequence[Event]) -> Advance:
         self.out = []
         self._hear(events)
-        self.kv.leave(all=not self.running)
+        self.kv.free_gradually(all=not self.running)
         self.kv.tree.give_up_flushed(self.cfg.take_pages)
         self.kv.drain()
         self._progress()
@@ -160,7 +160,7 @@ def waits_instead_of_evicting(real: Real, kv: KVCache, tier: Tier, want: Sequenc
     return not kv.arenas[tier].short(want, promised=False) or Shortage(tier, want, False)
 
 
-@instead_of(reclaim, "promised", 200)
+@instead_of(reclaim, "reserved_will_come", 200)
 def second_victim_for_the_same_page(real: Real, core: Core, tier: Tier = Tier.HBM,
                                     taken: object = None) -> bool:
     """Promised pages are not counted before somebody else is disturbed."""
@@ -177,7 +177,7 @@ def pages_of_a_paused_request_are_promised_for_ever(real: Real, core: Core, r: R
 @instead_of(reclaim, "for_growth", 200)
 def oldest_gives_way(real: Real, core: Core, r: Request, tier: Tier, taken: reclaim.Taken) -> None:
     """Memory pressure takes the pages of the request that has waited longest."""
-    if not reclaim.promised(core):
+    if not reclaim.reserved_will_come(core):
         reclaim.yield_device(core, next(v for v in core.running if v not in taken
                                      and v.phase is not Phase.LOADING))
 
@@ -206,4 +206,4 @@ class SleepsOverHalfAPause(Core):
 @instead_of(Admission, "may_start")
 def half_saved_request_gets_a_row(real: Real, admission: Admission, r: Request) -> bool:
     """A pause that takes several turns may end between two of them, with the rest of its reserve."""
-    return bool(real(admission, r)) or (r.save_at is not None and not (r.moves or r.asked))
+    return bool(real(admission, r)) or (r.save_at is not None and not (r.moves or r.lookup_keys))

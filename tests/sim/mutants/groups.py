@@ -7,7 +7,7 @@ from mutants.registry import Real, instead_of, mutant, swapped
 from penstock.core import schedule
 from penstock.core.core import Core
 from penstock.core.kv import allocate, sealing
-from penstock.core.kv.allocate import KVCache, Way
+from penstock.core.kv.allocate import GroupAllocation, KVCache
 from penstock.core.kv.claims import Claim
 from penstock.core.kv.page_table import PageTable
 from penstock.core.kv.prefix_tree import Copy, Node, pack, unpack
@@ -46,7 +46,7 @@ def window_left_as_planned_without_a_fence(real: Real, kv: KVCache, r: Request, 
 
 
 # ---------------------------------------------------------------- prefix hits
-def _or_empty(real: Real, kv: KVCache, r: Request, g: int, i: int, node: Node | None, way: Way,
+def _or_empty(real: Real, kv: KVCache, r: Request, g: int, i: int, node: Node | None, way: GroupAllocation,
               claim: Claim, *, host: bool) -> Copy:
     try:
         copy: Copy = real(kv, r, g, i, node, way, claim, host=host)

@@ -8,7 +8,7 @@ from mutants.registry import Real, holding, instead_of, mutant
 from penstock.core import schedule
 from penstock.core.core import Core
 from penstock.core.kv import allocate, claims, offload, page_table, promote, sealing
-from penstock.core.kv.allocate import KVCache, Way
+from penstock.core.kv.allocate import GroupAllocation, KVCache
 from penstock.core.kv.claims import Claim
 from penstock.core.kv.pages import NONE_LEFT, Headroom, Trial
 from penstock.core.kv.pool import Pool
@@ -112,7 +112,7 @@ def hot_buffer_shrinks_and_the_device_is_not_told(real: Real, r: Request) -> lis
     return [z for z in resizes if len(z.pages) != r.hot_units or max([h.keeps for h in z.pages]) >= 0]
 
 
-@instead_of(KVCache, "shrink", mode=RESIZES)
+@instead_of(KVCache, "trim_hot_buffers", mode=RESIZES)
 def hot_buffer_shrinks_below_its_least(real: Real, kv: KVCache, want: Sequence[int], *,
                                        drafts: bool = False) -> None:
     """A row that has lent its hot buffer gets less of it back than a step reads."""
@@ -124,7 +124,7 @@ def hot_buffer_shrinks_below_its_least(real: Real, kv: KVCache, want: Sequence[i
         r.hot_units += 1
 
 
-@instead_of(KVCache, "shrink", mode=RESIZES)
+@instead_of(KVCache, "trim_hot_buffers", mode=RESIZES)
 def hot_pages_taken_back_without_a_fence(real: Real, kv: KVCache, want: Sequence[int], *,
                                          drafts: bool = False) -> None:
     """What a hot buffer gives up is free while a step in flight brings units there."""
@@ -136,7 +136,7 @@ def hot_pages_taken_back_without_a_fence(real: Real, kv: KVCache, want: Sequence
         r.last_issue = last
 
 
-@instead_of(promote, "lend", mode=RESIZES)
+@instead_of(promote, "mark_evictable", mode=RESIZES)
 def page_of_a_grown_buffer_is_not_counted(real: Real, copy: Copy, pool: Pool) -> None:
     """Of the pages that a hot buffer has beyond its least some are not among those that can be had."""
     if copy.page % 4:
@@ -155,9 +155,9 @@ def hot_buffer_grows_again_before_the_device_knows_that_it_shrank(real: Real, re
 
 
 # ---------------------------------------------------------------- on the way to the host
-@instead_of(allocate, "_way")
+@instead_of(allocate, "_allocate_group")
 def hot_buffer_skipped_on_resume(real: Real, kv: KVCache, r: Request, g: int, place: Place,
-                                 claim: Claim, way: Way) -> None:
+                                 claim: Claim, way: GroupAllocation) -> None:
     """One way to host pages forgets the hot buffer."""
     units, r.hot_units = r.hot_units, r.hot_units * (r.phase is not Phase.PAUSED)
     real(kv, r, g, place, claim, way)
@@ -202,7 +202,7 @@ def hot_buffer_takes_a_shared_page(real: Real, kv: KVCache, r: Request) -> Trial
     return ok
 
 
-@instead_of(reclaim, "promised", mode=LOANS)
+@instead_of(reclaim, "reserved_will_come", mode=LOANS)
 def second_victim_while_a_spill_is_promised(real: Real, core: Core, tier: Tier = Tier.HBM,
                                             taken: reclaim.Taken | None = None) -> bool:
     """While the pages of one spill are behind their fences, the next row is spilled."""
@@ -210,7 +210,7 @@ def second_victim_while_a_spill_is_promised(real: Real, core: Core, tier: Tier =
     return not spilled and bool(real(core, tier, taken))
 
 
-@instead_of(KVCache, "keep", mode=LOANS)
+@instead_of(KVCache, "pin_resident", mode=LOANS)
 def page_that_is_needed_again_can_be_had(real: Real, kv: KVCache, r: Request) -> None:
     """A row that is promoted counts on pages that it read, and others may still get them."""
 

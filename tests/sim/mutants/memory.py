@@ -213,12 +213,12 @@ def results_of_damaged_pages_count(real: Real, core: CoreState, r: Request) -> N
 
 
 # ---------------------------------------------------------------- what is counted
-@instead_of(page_table, "fix")
+@instead_of(page_table, "unmark_evictable")
 def pinned_page_counts_as_cached(real: Real, copy: Copy) -> None:
     """A cached page that a request takes is still counted among those that can be had."""
 
 
-@instead_of(moves, "fix")
+@instead_of(moves, "unmark_evictable")
 def page_that_is_copied_counts_as_cached(real: Real, copy: Copy) -> None:
     """A cached page that is being loaded or saved is counted among those that can be had."""
 
@@ -227,7 +227,7 @@ def page_that_is_copied_counts_as_cached(real: Real, copy: Copy) -> None:
 @instead_of(Arena, "lacks", mode="take_pages=1")
 def promised_pages_can_be_had(real: Real, arena: Arena, want: Sequence[int]) -> int:
     """Others take the pages that a prompt was admitted with and has not come to."""
-    with holding(arena, "promises", 0):
+    with holding(arena, "num_reserved", 0):
         return int(real(arena, want))
 
 
@@ -235,23 +235,23 @@ def promised_pages_can_be_had(real: Real, arena: Arena, want: Sequence[int]) -> 
 def promise_outlives_its_row(real: Real, kv: KVCache, r: Request, leases: Iterable[Lease]) -> None:
     """Who is dropped or aborted in the middle of its prompt keeps others from its pages for ever."""
     if Lease.ROW in leases:
-        r.later = [0] * len(r.later)
+        r.reserved_pages = [0] * len(r.reserved_pages)
     real(kv, r, leases)
 
 
-@instead_of(KVCache, "leave", mode="take_pages=1")
+@instead_of(KVCache, "free_gradually", mode="take_pages=1")
 def ended_request_is_forgotten(real: Real, kv: KVCache, *, all: bool = False) -> None:
     """A long request that has ended gives up the first portion of its pages alone."""
     real(kv, all=all)
-    kv.leaving.clear()
+    kv.freeing.clear()
 
 
 @instead_of(Core, "_landed", mode="take_pages=1,fail=0.5")
 def ended_request_keeps_what_was_lost(real: Real, core: Core, event: Moved) -> None:
     """A copy fails that only a request which has ended, and gives up its pages in portions, still names."""
-    leaving, core.kv.leaving = core.kv.leaving, deque()
+    leaving, core.kv.freeing = core.kv.freeing, deque()
     real(core, event)
-    core.kv.leaving = leaving
+    core.kv.freeing = leaving
 
 
 @instead_of(Request, "hand_over", mode="take_pages=1")

@@ -8,7 +8,7 @@ from mutants.registry import Real, holding, instead_of
 from penstock.core import schedule
 from penstock.core.core import Core
 from penstock.core.kv import allocate, promote, sealing
-from penstock.core.kv.allocate import KVCache, Way
+from penstock.core.kv.allocate import GroupAllocation, KVCache
 from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree
 from penstock.core.lifecycle import Phase, Trigger
 from penstock.core.pair.bridge import Pairing
@@ -66,8 +66,8 @@ FORCED = ("pair=0,hot_pages=2,model=1,fail=0.5,spills=60,drops=12,copy=0.3,again
           "page_size=2,wait_pages=1000,requests=14,hbm_pages=20,dram_pages=104,named=0")
 
 
-@instead_of(allocate, "_early", 200, first=300, mode=FORCED)
-def page_saved_while_its_load_flies(real: Real, ways: list[Way]) -> None:
+@instead_of(allocate, "_not_ready", 200, first=300, mode=FORCED)
+def page_saved_while_its_load_flies(real: Real, ways: list[GroupAllocation]) -> None:
     """A row that goes to the host copies a page down that is still on its way up."""
 
 

@@ -157,7 +157,7 @@ def stored_pages_of_selecting_decode_for_every_prompt(real: Real, r: Request, in
 @instead_of(listing, "listed", 400, mode=NAMED)
 def what_was_asked_for_is_taken_for_there(real: Real, kv: Pages, r: Request, present: bytes) -> bool:
     """Host pages are taken for misses."""
-    complete: bool = real(kv, r, bytes([(1 << len(kv.disk)) - 1]) * len(r.asked))
+    complete: bool = real(kv, r, bytes([(1 << len(kv.disk)) - 1]) * len(r.lookup_keys))
     return complete
 
 

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 
 from penstock.core.kv import claims, offload, prefetch, promote
 from penstock.core.kv.claims import Claim, mirror
-from penstock.core.kv.listing import Found
+from penstock.core.kv.listing import PrefixMatch
 from penstock.core.kv.page_table import Column, enter_pinned, own, take_all, unpin
 from penstock.core.kv.pages import (
     NO_ROW,
     NONE_LEFT,
     UNDERWAY,
-    Early,
     Entering,
     Headroom,
     Pages,
+    SourceNotReady,
     Trial,
 )
 from penstock.core.kv.pool import Fence
@@ -54,12 +54,12 @@ class KVCache(Pages):
     def release(self, r: Request, leases: Collection[Lease]) -> None:
         """Give up all of these leases that `r` holds."""
         if Lease.HOT in leases and any(t.hot for t in r.tables):
-            self.keep(r)
+            self.pin_resident(r)
         for lease in leases:
             if lease is Lease.ROW and r.row is not None:
                 self.rows.release([r.row], Fence(r.last_issue))      # a promise of `Bind`
                 r.leave_row()
-                self.promise(r, r.place, r.later, -1)
+                self.reserve_pages(r, r.place, r.reserved_pages, -1)
             elif lease is Lease.HOT:
                 self._free_hot_buffer(r)
             elif lease is Lease.DRAM:
@@ -96,7 +96,7 @@ class Load:
 
 
 @dataclass(slots=True)
-class Way:
+class GroupAllocation:
     """What a table will have."""
 
     up: list[Copy | None] = field(default_factory=list)      # its columns: on the device,
@@ -104,7 +104,7 @@ class Way:
     loads: list[Load] = field(default_factory=list)      # host to device
     saves: list[Load] = field(default_factory=list)      # device to host
     buffer: list[Copy] = field(default_factory=list)
-    later: int = 0           # pages of its prompt that it takes when it comes to them
+    reserved_pages: int = 0  # pages of its prompt that it takes when it comes to them
     pages: list[HbmPage] = field(default_factory=list)       # those of `up`, as far as all are cached
 
 
@@ -113,7 +113,7 @@ class Entry(Entering):
     """The trial of such a request."""
 
     claim: Claim
-    ways: list[Way]
+    parts: list[GroupAllocation]
     is_fresh: bool = False   # its end was seen, and all that is cut from it was cut, in this turn,
     is_hinted: bool = False  # its nodes began with a hint
     again: bool = False      # or once more, with pages at its end that a group lacks: that may be long
@@ -124,12 +124,12 @@ def enter(kv: Pages, r: Request, place: Place, headroom: Headroom) -> Trial:
     still to be computed it takes the first pages now; the others are promised to it."""
     if not kv.rows.free:
         return NO_ROW
-    found, ways = None, [Way() for _ in r.tables]
+    found, parts = None, [GroupAllocation() for _ in r.tables]
     if r.phase in (Phase.QUEUED, Phase.DROPPED):
         if (entry := _name(kv, r, place)) is None:
             return UNDERWAY
-        found, claim, ways = entry.found, entry.claim, entry.ways
-        r.cut = entry.by
+        found, claim, parts = entry.found, entry.claim, entry.parts
+        r.lost_by_group = entry.lost_by_group
         r.restart(len(r.path) * kv.cfg.page_size)
     else:
         if r.phase is Phase.FETCHING:
@@ -139,31 +139,31 @@ def enter(kv: Pages, r: Request, place: Place, headroom: Headroom) -> Trial:
                 r.restart(0)
         if (resumed := _resume(kv, r, place)) is None:
             return UNDERWAY
-        claim, ways = resumed.claim, resumed.ways
-    for g, way in enumerate(ways):
-        _way(kv, r, g, place, claim, way)
-    claim.promise(place, [w.later for w in ways])
-    if (early := _early(ways)) is not None:
+        claim, parts = resumed.claim, resumed.parts
+    for g, part in enumerate(parts):
+        _allocate_group(kv, r, g, place, claim, part)
+    claim.reserve_pages(place, [w.reserved_pages for w in parts])
+    if (early := _not_ready(parts)) is not None:
         return claim.refuse(early)
     if not (room := claim.commit(headroom)):
         room.found = found
-        room.want = [n + w.later * ((place is Place.HOST and t.hosted) == (room.tier is Tier.DRAM))
-                     for n, w, t in zip(room.want, ways, r.tables, strict=True)]
+        room.want = [n + w.reserved_pages * ((place is Place.HOST and t.hosted) == (room.tier is Tier.DRAM))
+                     for n, w, t in zip(room.want, parts, r.tables, strict=True)]
         return room
-    for w in ways if not claim.has_borrowed else ():
+    for w in parts if not claim.has_optional else ():
         if w.buffer:
             w.up = [None] * len(w.up)
     r.row = Row(kv.rows.acquire(1)[0])
-    below = {id(n) for g, w in enumerate(ways) for n in _take(kv, r, g, w)}
+    below = {id(n) for g, w in enumerate(parts) for n in _take(kv, r, g, w)}
     r.loads = len(below)
     r.capacity = kv.covered(r, place)
-    r.prefix = [w.pages if len(w.pages) == len(r.path) else [] for w in ways]
-    r.is_in_place = place is Place.DEVICE and claim.is_ready and not any([w.loads for w in ways])
+    r.prefix = [w.pages if len(w.pages) == len(r.path) else [] for w in parts]
+    r.is_in_place = place is Place.DEVICE and claim.is_ready and not any([w.loads for w in parts])
     if place is Place.HOST:
-        kv.soften(r)
+        kv.make_evictable(r)
     elif r.may_host and kv.cfg.role != "prefill":
         for g, t in enumerate(r.tables):       # what a prompt leaves open must be there if it is to spill
-            if t.hosted and t.end(r.computed) < len(t.device) and not r.later[g]:
+            if t.hosted and t.end(r.computed) < len(t.device) and not r.reserved_pages[g]:
                 mirror(kv, g, t, len(t.device) - 1)
     return True
 
@@ -176,13 +176,13 @@ def _resume(kv: Pages, r: Request, place: Place) -> Entry | None:
     if entry is None or entry.place is not place:
         kv.abandon(r)
         claim = Claim(kv, r)
-        entry = Entry(place, [], claim.needed, claim.spare, claim=claim, ways=[Way() for _ in r.tables])
+        entry = Entry(place, [], claim.needed, claim.optional, claim=claim, parts=[GroupAllocation() for _ in r.tables])
     if r.phase is Phase.PAUSED:
         kv.entering[r] = entry
-        for g, way in enumerate(entry.ways):
-            at, most = len(way.up), kv.hits_most
-            ended = _have(kv, r, g, place, entry.claim, way, most)
-            kv.hits_left -= len(way.up) - at
+        for g, part in enumerate(entry.parts):
+            at, most = len(part.up), kv.hits_most
+            ended = _have(kv, r, g, place, entry.claim, part, most)
+            kv.hits_left -= len(part.up) - at
             if not ended:
                 return None
         del kv.entering[r]
@@ -203,11 +203,11 @@ def _name(kv: Pages, r: Request, place: Place) -> Entry | None:
         size, claim = kv.cfg.page_size, Claim(kv, r, path=True)
         useful = min(r.num_tokens - 1, r.cached_max) // size
         entry = kv.entering[r] = Entry(
-            place, list(r.known[:useful]), claim.needed, claim.spare, claim=claim,
-            ways=[Way() for _ in r.tables])
+            place, list(r.known[:useful]), claim.needed, claim.optional, claim=claim,
+            parts=[GroupAllocation() for _ in r.tables])
         entry.is_hinted = bool(entry.nodes)
         if place is Place.HOST and r.failed_saves >= FAILED_SAVES_MAX:
-            entry.nodes, entry.found = [], Found(None, 0, 0, {})     # nothing is to be copied
+            entry.nodes, entry.found = [], PrefixMatch(None, 0, 0, {})  # nothing is to be copied
             entry.is_fresh = True
     while entry.found or _match(kv, r, entry):
         if not _pin(kv, r, entry):
@@ -215,10 +215,10 @@ def _name(kv: Pages, r: Request, place: Place) -> Entry | None:
                 return _name(kv, r, place)
             if entry.found:
                 return None
-        elif entry.is_fresh or (entry.by and entry.again and kv.rows.held):
+        elif entry.is_fresh or (entry.lost_by_group and entry.again and kv.rows.held):
             break
         else:                                  # the tree may know more by now
-            entry.again, entry.by, entry.end, entry.found = bool(entry.by), {}, None, None
+            entry.again, entry.lost_by_group, entry.end, entry.found = bool(entry.lost_by_group), {}, None, None
     else:
         return None
     del kv.entering[r]
@@ -238,16 +238,16 @@ def _match(kv: Pages, r: Request, entry: Entry) -> bool:
         entry.end, entry.is_fresh = (nodes[-1] if nodes else None, len(nodes)), True
     if entry.found is None:
         n = len(nodes)
-        ended = kv.cut_back(r, nodes, entry.by, most=kv.hits_most)
+        ended = kv.cut_back(r, nodes, entry.lost_by_group, most=kv.hits_most)
         kv.hits_left -= n - len(nodes)
         if not ended:
             return False
-        if entry.by and entry.is_hinted:       # by pages that the tree may have lost, or made anew
-            entry.is_hinted, entry.by, entry.end = False, {}, None
+        if entry.lost_by_group and entry.is_hinted:  # by pages that the tree may have lost, or made anew
+            entry.is_hinted, entry.lost_by_group, entry.end = False, {}, None
             del nodes[len(r.path):]
             return _match(kv, r, entry)
         last, known = entry.end
-        entry.found = Found(last, known, known - len(nodes), entry.by)
+        entry.found = PrefixMatch(last, known, known - len(nodes), entry.lost_by_group)
     return True
 
 
@@ -265,16 +265,16 @@ def _pin(kv: Pages, r: Request, entry: Entry) -> bool:
         if (node.parent is not last or node.banished or kv.tree.is_flushed(node) or node.first is None
                 or not all([kv.is_reachable(node, g) for g in whole])):
             del nodes[i:]
-            entry.end, entry.found, entry.by = None, None, {}
+            entry.end, entry.found, entry.lost_by_group = None, None, {}
             break
         path.append(node)
         for g in whole:                        # pinned first: then it has no place in an order of eviction
-            way, copy = entry.ways[g], node.find(kv.device[g])
+            part, copy = entry.parts[g], node.find(kv.device[g])
             if copy is None or copy.bad or (entry.place is Place.HOST and r.tables[g].hosted):
-                _page(kv, r, g, i, node, way, entry.claim, entry.place)
+                _page(kv, r, g, i, node, part, entry.claim, entry.place)
             else:
-                way.up.append(entry.claim.pin(copy))
-                way.pages.append(HbmPage(copy.page))
+                part.up.append(entry.claim.pin(copy))
+                part.pages.append(HbmPage(copy.page))
         kv.tree.ref(node)
         last = node
     kv.hits_left -= len(path) - at
@@ -285,38 +285,38 @@ def receive(kv: Pages, r: Request, place: Place, headroom: Headroom) -> Trial:
     """Pages for the prompt of `r`, which another engine will write, or nothing. What is cached here is
     kept where it is; the rest begins at `retired`."""
     found, n = _find(kv, r), r.num_prompt
-    ways, claim = list[Way](), Claim(kv, r, path=True)
+    parts, claim = list[GroupAllocation](), Claim(kv, r, path=True)
     for g, t in enumerate(r.tables):
-        way, begin, new = Way(), t.begin(n), max(r.retired // t.unit, t.begin(n))
+        part, begin, new = GroupAllocation(), t.begin(n), max(r.retired // t.unit, t.begin(n))
         on_host = place is Place.HOST and t.hosted
-        way.up, way.down = [None] * new, [None] * new
+        part.up, part.down = [None] * new, [None] * new
         for i in range(begin, new):
             node = kv.node(r, t, i)
             assert node is not None, f"request {r.rid}: page {i} of {t.group.name} is lost"
-            column, copy = way.up, node.good(kv.device[g])
+            column, copy = part.up, node.good(kv.device[g])
             if copy is None:
-                column, copy = way.down, node.good(kv.host[g])
+                column, copy = part.down, node.good(kv.host[g])
             assert copy is not None, f"request {r.rid}: page {i} of {t.group.name} is lost"
             column[i] = claim.pin(copy)
-        column, tier = (way.down, Tier.DRAM) if on_host else (way.up, Tier.HBM)
+        column, tier = (part.down, Tier.DRAM) if on_host else (part.up, Tier.HBM)
         column += [claim.want(tier, g) for _ in range(t.end(n) - new)]
-        ways.append(way)
+        parts.append(part)
     if not (room := claim.commit(headroom)):
         room.found = found
         return room
-    r.loads = len({id(n) for g, w in enumerate(ways) for n in _take(kv, r, g, w)})
+    r.loads = len({id(n) for g, w in enumerate(parts) for n in _take(kv, r, g, w)})
     return True
 
 
-def _early(ways: list[Way]) -> Early | None:
+def _not_ready(parts: list[GroupAllocation]) -> SourceNotReady | None:
     """What is still being loaded cannot be copied on to the host yet: its load flies beside that copy."""
-    return next((Early(f.source) for w in ways for f in w.saves if not f.source.ready), None)
+    return next((SourceNotReady(f.source) for w in parts for f in w.saves if not f.source.ready), None)
 
 
-def _find(kv: Pages, r: Request) -> Found:
+def _find(kv: Pages, r: Request) -> PrefixMatch:
     """Name what of the known tokens has KV somewhere, and set `computed`."""
     found = kv.name_path(r)
-    r.cut = found.by
+    r.lost_by_group = found.lost_by_group
     for g, t in enumerate(r.tables):
         for i, copy in enumerate(t.host):      # what it has fetched may have been banished since
             if copy is not None and copy.node is not None and copy.node.banished:
@@ -325,53 +325,53 @@ def _find(kv: Pages, r: Request) -> Found:
     return found
 
 
-def _way(kv: Pages, r: Request, g: int, place: Place, claim: Claim, way: Way) -> None:
+def _allocate_group(kv: Pages, r: Request, g: int, place: Place, claim: Claim, part: GroupAllocation) -> None:
     """What group g has of `r`, and what is still to be had, behind what its way has already."""
     t = r.tables[g]
     known, done = min(r.num_tokens, r.compute_limit), t.end(r.computed)
     # A window moves on: its pages are taken as they are needed. Of everything else so many are sure to come.
     end = t.end(r.computed + 1) if t.group.reach else min(t.end(known), done + kv.cfg.take_pages)
-    way.later = 0 if t.group.reach else t.end(known) - end
+    part.reserved_pages = 0 if t.group.reach else t.end(known) - end
     hosted = place is Place.HOST and t.hosted
-    _have(kv, r, g, place, claim, way, done)
-    for _ in range(len(way.up), end):
+    _have(kv, r, g, place, claim, part, done)
+    for _ in range(len(part.up), end):
         if hosted:
-            way.down.append(claim.want(Tier.DRAM, g))
-        way.up.append(None if hosted else claim.want(Tier.HBM, g))
-    way.buffer = [claim.want(Tier.HBM, g) for _ in range(r.hot_units if hosted else 0)]
+            part.down.append(claim.want(Tier.DRAM, g))
+        part.up.append(None if hosted else claim.want(Tier.HBM, g))
+    part.buffer = [claim.want(Tier.HBM, g) for _ in range(r.hot_units if hosted else 0)]
 
 
-def _have(kv: Pages, r: Request, g: int, place: Place, claim: Claim, way: Way, most: int) -> bool:
+def _have(kv: Pages, r: Request, g: int, place: Place, claim: Claim, part: GroupAllocation, most: int) -> bool:
     """Up to `most` more of the pages of group g that have KV become its way's. Returns whether those are all."""
-    t, at = r.tables[g], len(way.up)
+    t, at = r.tables[g], len(part.up)
     done = t.end(r.computed)
     if not at:
         at = t.begin(r.computed)
-        way.up = [None] * at
-        way.down = [None] * at if place is Place.HOST and t.hosted else []
+        part.up = [None] * at
+        part.down = [None] * at if place is Place.HOST and t.hosted else []
     end = min(done, at + most)
     for i in range(at, end):
-        _page(kv, r, g, i, kv.node(r, t, i), way, claim, place)
+        _page(kv, r, g, i, kv.node(r, t, i), part, claim, place)
     return end == done
 
 
-def _page(kv: Pages, r: Request, g: int, i: int, node: Node | None, way: Way, claim: Claim,
+def _page(kv: Pages, r: Request, g: int, i: int, node: Node | None, part: GroupAllocation, claim: Claim,
           place: Place) -> None:
     """Page i of group g, which has KV, becomes the next of its way."""
     if place is Place.HOST and r.tables[g].hosted:
-        way.down.append(_entry(kv, r, g, i, node, way, claim, host=True))
+        part.down.append(_entry(kv, r, g, i, node, part, claim, host=True))
         copy = node.good(kv.device[g]) if node is not None else None
-        way.up.append(claim.borrow(copy) if copy is not None and copy.ready else None)
+        part.up.append(claim.pin_optional(copy) if copy is not None and copy.ready else None)
     else:
-        way.up.append(_entry(kv, r, g, i, node, way, claim, host=False))
+        part.up.append(_entry(kv, r, g, i, node, part, claim, host=False))
 
 
-def _entry(kv: Pages, r: Request, g: int, i: int, node: Node | None, way: Way, claim: Claim, *,
+def _entry(kv: Pages, r: Request, g: int, i: int, node: Node | None, part: GroupAllocation, claim: Claim, *,
            host: bool) -> Copy:
     """Page i of group g where it is wanted, or a new one that is filled from the other side. The device
-    may still be loading what is to be saved, see `_early`."""
+    may still be loading what is to be saved, see `_not_ready`."""
     t = r.tables[g]
-    sides = (t.device, kv.device[g], way.loads), (t.host, kv.host[g], way.saves)
+    sides = (t.device, kv.device[g], part.loads), (t.host, kv.host[g], part.saves)
     column, space, fills = sides[host]
     below, other, _ = sides[not host]
     copy, source = own(column, i), own(below, i)
@@ -390,19 +390,19 @@ def _entry(kv: Pages, r: Request, g: int, i: int, node: Node | None, way: Way, c
     return target
 
 
-def _take(kv: Pages, r: Request, g: int, way: Way) -> list[Node]:
+def _take(kv: Pages, r: Request, g: int, part: GroupAllocation) -> list[Node]:
     """Start the copies, and let go of what `r` had before. Returns the pages of its path that the device does
     not have."""
     t = r.tables[g]
-    for copy in way.buffer:
+    for copy in part.buffer:
         enter_pinned(t.hot, len(t.hot), copy)
-    _start(kv, r, g, way.loads, up=True)
-    _start(kv, r, g, way.saves, up=False)
+    _start(kv, r, g, part.loads, up=True)
+    _start(kv, r, g, part.saves, up=False)
     t.first = t.begin(r.computed)
-    _let_go(kv, r, g, *t.replace(way.up, way.down))
-    on_host = [n for i in range(len(way.down)) if own(way.up, i) is None
+    _let_go(kv, r, g, *t.replace(part.up, part.down))
+    on_host = [n for i in range(len(part.down)) if own(part.up, i) is None
                and (n := kv.node(r, t, i)) is not None]
-    return [*on_host, *(f.node for f in way.loads if f.node is not None)]
+    return [*on_host, *(f.node for f in part.loads if f.node is not None)]
 
 
 def _let_go(kv: Pages, r: Request, g: int, device: list[Copy | None], host: list[Copy | None]) -> None:
@@ -422,7 +422,7 @@ def _let_go(kv: Pages, r: Request, g: int, device: list[Copy | None], host: list
     if late:
         tables = kv.tables()
         tables[g].replace(device, host)
-        kv.leaving.append(r.part(tables, []))
+        kv.freeing.append(r.part(tables, []))
 
 
 def _start(kv: Pages, r: Request, g: int, fills: list[Load], *, up: bool) -> None:

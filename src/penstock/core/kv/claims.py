@@ -30,12 +30,12 @@ class Claim:
     def __init__(self, kv: Pages, r: Request, *, path: bool = False, keep: bool = False) -> None:
         self._kv, self._r, self._path, self._keep = kv, r, path, keep
         self.needed: list[Copy] = []
-        self.spare: list[Copy] = []
+        self.optional: list[Copy] = []
         self.is_ready = True                   # so is all that it has pinned
         self._new = {tier: [list[Copy]() for _ in r.tables] for tier in (_DRAM, _HBM)}
         self._later: tuple[Place, Sequence[int]] | None = None
         if keep:
-            kv.keep(r)
+            kv.pin_resident(r)
 
     def pin(self, copy: Copy) -> Copy:
         """A page that is there, or on its way."""
@@ -43,9 +43,9 @@ class Claim:
         self.is_ready &= copy.ready
         return pin(copy)
 
-    def borrow(self, copy: Copy) -> Copy:
-        """One that it can do without: `commit` gives it back if it is in its own way, see `has_borrowed`."""
-        self.spare.append(copy)
+    def pin_optional(self, copy: Copy) -> Copy:
+        """One that it can do without: `commit` gives it back if it is in its own way, see `has_optional`."""
+        self.optional.append(copy)
         return pin(copy)
 
     def want(self, tier: Tier, g: int) -> Copy:
@@ -53,22 +53,22 @@ class Claim:
         self._new[tier][g].append(copy := pinned())
         return copy
 
-    def promise(self, place: Place, pages: Sequence[int]) -> None:
+    def reserve_pages(self, place: Place, pages: Sequence[int]) -> None:
         """So many pages of each group are taken later."""
-        self._kv.promise(self._r, place, pages)
+        self._kv.reserve_pages(self._r, place, pages)
         self._later = place, pages
 
     @property
-    def has_borrowed(self) -> bool:
-        return bool(self.spare)
+    def has_optional(self) -> bool:
+        return bool(self.optional)
 
     def commit(self, headroom: Headroom = NONE_LEFT, beside: Sequence[int] = ()) -> Literal[True] | Shortage:
         """Take everything, or nothing. So much must be left over that those of `headroom` can grow, and
         so many host pages of each group as `beside` says."""
         kv, room = self._kv, self._room(headroom, beside)
-        if not room and room.tier is _HBM and self.spare:
-            self._give_back(self.spare)
-            self.spare = []
+        if not room and room.tier is _HBM and self.optional:
+            self._give_back(self.optional)
+            self.optional = []
             room = self._room(headroom, beside)
         if not room:
             return self.refuse(room)
@@ -81,15 +81,15 @@ class Claim:
     def refuse(self, why: _Why) -> _Why:
         """Take nothing."""
         if self._later is not None:
-            self._kv.promise(self._r, *self._later, -1)
+            self._kv.reserve_pages(self._r, *self._later, -1)
         later = self._path or self._r.phase is Phase.PAUSED
-        if later and len(self.needed) + len(self.spare) > self._kv.cfg.hit_pages:
-            self._kv.give_back(self._r, self.needed + self.spare)
+        if later and len(self.needed) + len(self.optional) > self._kv.cfg.hit_pages:
+            self._kv.give_back(self._r, self.needed + self.optional)
             return why
-        self._give_back(self.spare)
+        self._give_back(self.optional)
         self._give_back(self.needed)
         if self._keep:
-            self._kv.soften(self._r)
+            self._kv.make_evictable(self._r)
         if self._path:
             self._kv.forget_path(self._r)
         return why
@@ -100,7 +100,7 @@ class Claim:
                         for tier, new in self._new.items())
         if beside:
             host = [n + more for n, more in zip(host, beside, strict=True)]
-        return kv.make_both_free(host, device, has_pinned=bool(self.needed or self.spare))
+        return kv.make_both_free(host, device, has_pinned=bool(self.needed or self.optional))
 
     def _give_back(self, copies: Iterable[Copy]) -> None:
         for copy in copies:
@@ -131,12 +131,12 @@ def grow(kv: Pages, r: Request, upto: int) -> Literal[True] | Shortage:
                 new_up += n - free
     # Where each new page could have a slab of its own, nobody need count slabs. A single pool has none.
     above, below = kv.arenas[_HBM], kv.arenas[_DRAM]
-    if new_up > len(above.free) or new_down > len(below.free) or above.promises or below.promises:
-        mine = [min(n, more) for n, more in zip(map(max, hbm, dram), r.later, strict=True)]
-        kv.promise(r, r.place, mine, -1)       # it takes these now
+    if new_up > len(above.free) or new_down > len(below.free) or above.num_reserved or below.num_reserved:
+        mine = [min(n, more) for n, more in zip(map(max, hbm, dram), r.reserved_pages, strict=True)]
+        kv.reserve_pages(r, r.place, mine, -1)  # it takes these now
         room = kv.make_both_free(dram, hbm)
         if not room:
-            kv.promise(r, r.place, mine)
+            kv.reserve_pages(r, r.place, mine)
             return room
     for g, t in enumerate(r.tables):
         if up := hbm[g]:
@@ -145,7 +145,7 @@ def grow(kv: Pages, r: Request, upto: int) -> Literal[True] | Shortage:
             _append(kv.host[g].pool, t.host, down)
             if not up:
                 extend(t.device, len(t.host))
-        elif up and t.hosted and r.may_host and not r.later[g] and kv.cfg.role != "prefill":
+        elif up and t.hosted and r.may_host and not r.reserved_pages[g] and kv.cfg.role != "prefill":
             # Of a prompt only the last page is mirrored: the others are full when it is over.
             for i in range(len(t.device) - (up if r.phase is Phase.RESIDENT else 1), len(t.device)):
                 mirror(kv, g, t, i)
@@ -163,7 +163,7 @@ def mirror(kv: Pages, g: int, t: PageTable, i: int) -> None:
     pages are on the host from their first token on. They go there when they are sealed, so it is worth
     evicting what is cached there."""
     pool = kv.host[g].pool
-    if (pool.free and not kv.arenas[_DRAM].promises) or kv.make_free(_DRAM, kv.one_page(g)):
+    if (pool.free and not kv.arenas[_DRAM].num_reserved) or kv.make_free(_DRAM, kv.one_page(g)):
         put(t.host, i, Copy(pool.acquire(1)[0]))
 
 

@@ -19,14 +19,14 @@ from penstock.core.settings import CoreConfig
 PAGES_MAX = 1024          # asked for at once: a page's key takes 1 us
 
 
-class Found(NamedTuple):
-    """How far the prefix tree knew a request: the last of so many pages. From the `cut` last ones a group
+class PrefixMatch(NamedTuple):
+    """How far the prefix tree knew a request: the last of so many pages. From the `lost` last ones a group
     that keeps only a part cannot go on, each of these so often."""
 
     last: Node | None
     pages: int
-    cut: int
-    by: Mapping[int, int]
+    lost: int
+    lost_by_group: Mapping[int, int]
 
 
 class Matching:
@@ -46,16 +46,16 @@ class Matching:
             return True
         return node.good(self.device[g]) is not None or (below is not None and below.ready)
 
-    def match(self, r: Request, *, stored: bool = False) -> tuple[list[Node], Found]:
+    def match(self, r: Request, *, stored: bool = False) -> tuple[list[Node], PrefixMatch]:
         """The longest path of whole pages that every group can serve and that leaves at least one
         token to compute, and how far the tree knows it; with `stored`, storage counts too."""
         path: list[Node] = []
         self.extend(r, path, stored)
         known = len(path)
         last = path[-1] if path else None
-        by: dict[int, int] = {}
-        self.cut_back(r, path, by, stored)
-        return path, Found(last, known, known - len(path), by)
+        lost_by_group: dict[int, int] = {}
+        self.cut_back(r, path, lost_by_group, stored)
+        return path, PrefixMatch(last, known, known - len(path), lost_by_group)
 
     def extend(self, r: Request, path: list[Node], stored: bool = False, most: int = 1 << 60) -> bool:
         """Match up to `most` pages more. False: there are more of them."""
@@ -73,7 +73,7 @@ class Matching:
             path.append(node)
         return node is None or self._next(r, node, len(path), stored) is None
 
-    def cut_back(self, r: Request, path: list[Node], by: dict[int, int], stored: bool = False,
+    def cut_back(self, r: Request, path: list[Node], lost_by_group: dict[int, int], stored: bool = False,
                  most: int = 1 << 60) -> bool:
         """Give up to `most` last pages up, as long as a group that keeps only a part cannot go on behind
         them; such groups serve fewer boundaries. False: there are more of them."""
@@ -81,7 +81,7 @@ class Matching:
             if not path or (g := self._refuses(r, path, stored)) is None:
                 return True
             path.pop()
-            by[g] = by.get(g, 0) + 1
+            lost_by_group[g] = lost_by_group.get(g, 0) + 1
         return not path or self._refuses(r, path, stored) is None
 
     def recomputed(self, r: Request) -> int:
@@ -155,9 +155,9 @@ class Matching:
 def keys(kv: Matching, r: Request) -> tuple[bytes, ...]:
     """Keys of the next pages behind those of `r` that can be had; the last token is always computed."""
     path, _ = kv.match(r, stored=True)
-    if len(path) <= r.asked_from:
+    if len(path) <= r.lookup_from:
         return ()                              # the last answer was of no use: it could not be remembered
-    size, r.asked_from = kv.cfg.page_size, len(path)
+    size, r.lookup_from = kv.cfg.page_size, len(path)
     end = min((r.num_tokens - 1) // size, r.cached_max // size, len(path) + PAGES_MAX, kv.cfg.disk_pages)
     at = kv.tree.digest(path[-1]) if path else kv.tree.root_digest(r.arrived.namespace)
     found = []
@@ -171,8 +171,8 @@ def listed(kv: Matching, r: Request, present: bytes) -> bool:
     it may have more."""
     size, tree = kv.cfg.page_size, kv.tree
     node, path = tree.root(r.arrived.namespace), list[Node]()
-    for i in range(r.asked_from + len(r.asked)):
-        new = i - r.asked_from
+    for i in range(r.lookup_from + len(r.lookup_keys)):
+        new = i - r.lookup_from
         if new >= 0 and not (new < len(present) and present[new]):
             break
         below = node.child(r.page_key(i, size))
@@ -182,10 +182,10 @@ def listed(kv: Matching, r: Request, present: bytes) -> bool:
         tree.ref(node)
         path.append(node)
         if new >= 0:
-            node.digest = r.asked[new]
+            node.digest = r.lookup_keys[new]
             if not _remember(kv, node, present[new]):
                 break
-    complete = len(path) == r.asked_from + len(r.asked)
+    complete = len(path) == r.lookup_from + len(r.lookup_keys)
     tree.unref(path)
     if not path:
         tree.update_evictable(node)            # a root that nothing builds on

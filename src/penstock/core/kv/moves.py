@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from penstock.core.kv.pool import Arena, Fence, Pool
-from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree, fix
+from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree, unmark_evictable
 from penstock.core.lifecycle import Phase
 from penstock.core.plan import ONE_PEER, Group, Move, MoveId, Page, PeerId, StepId, Tier
 from penstock.core.request import Request
@@ -67,8 +67,8 @@ class Moves:
             src.moves += 1
             dst.moves += 1
             dst.filled_by = move
-            if src.loose is not None:
-                fix(src)
+            if src.evictable_in is not None:
+                unmark_evictable(src)
 
     def _plan(self, move: MoveId, tokens: int, after: StepId, first: int = 0, transfer: int = 0,
               generation: int = 0, peer: PeerId = ONE_PEER, keys: tuple[bytes, ...] = ()) -> MoveId:

@@ -82,7 +82,7 @@ def _save_some(kv: Pages, r: Request, g: int, begin: int, end: int) -> None:
     for i in range(begin, end):
         node = kv.node(r, t, i)
         if node is not None and own(t.host, i) is None and (copy := node.good(kv.host[g])):
-            counts = copy.loose is not None and kv.arenas[Tier.DRAM].promises > 0
+            counts = copy.evictable_in is not None and kv.arenas[Tier.DRAM].num_reserved > 0
             put(t.host, i, copy)
             if counts and own(t.device, i) is not None and (
                     kv.lacks(Tier.DRAM, [-len(pages) for pages in r.reserve])):

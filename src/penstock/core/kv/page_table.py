@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from penstock.core.kv.prefix_tree import Copy, Reader, fix
+from penstock.core.kv.prefix_tree import Copy, Reader, unmark_evictable
 from penstock.core.settings import CacheGroup
 
 Column: TypeAlias = Sequence[Copy | None]      # a list, which others do not change
@@ -53,8 +53,8 @@ class PageTable:
 # ---------------------------------------------------------------- pins: nobody else counts them
 def pin(copy: Copy) -> Copy:
     copy.pins += 1
-    if copy.loose is not None:
-        fix(copy)
+    if copy.evictable_in is not None:
+        unmark_evictable(copy)
     return copy
 
 

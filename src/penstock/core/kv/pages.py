@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
-from penstock.core.kv.listing import Found, Matching
+from penstock.core.kv.listing import Matching, PrefixMatch
 from penstock.core.kv.moves import Moves
 from penstock.core.kv.page_table import Column, PageTable, cut, give_up, own, pin, read, take, take_all, unpin
 from penstock.core.kv.pool import Arena, Fence, Pool
-from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree, fix
+from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree, unmark_evictable
 from penstock.core.lifecycle import Phase, Place
 from penstock.core.plan import Group, StepId, Tier
 from penstock.core.request import Request
@@ -43,13 +43,13 @@ class Shortage(Refused):
 
     tier: Tier
     want: Sequence[int]
-    behind: bool               # it waits for fences, or for requests that are giving up their pages
-    found: Found | None = None     # None: it knew what it has
-    seen: tuple[int, ...] = ()     # `Pages.coming` when it gave up
+    waits_for_fence: bool      # it waits for fences, or for requests that are giving up their pages
+    found: PrefixMatch | None = None  # None: it knew what it has
+    capacity_version: tuple[int, ...] = ()  # `Pages.capacity_version` when it gave up
 
 
 @dataclass(slots=True)
-class Early(Refused):
+class SourceNotReady(Refused):
     """What it would copy is still being filled."""
 
     source: Copy
@@ -66,10 +66,10 @@ class Entering:
     place: Place
     nodes: list[Node]              # what was matched: not all of it is named yet
     pins: list[Copy]               # what it needs,
-    spare: list[Copy]              # and what it can do without
+    optional: list[Copy]           # and what it can do without
     end: tuple[Node | None, int] | None = None     # how far the tree knows it; None: not seen yet
-    by: dict[int, int] = field(default_factory=dict)       # see `Found`
-    found: Found | None = None     # all of that is known
+    lost_by_group: dict[int, int] = field(default_factory=dict)  # see `PrefixMatch`
+    found: PrefixMatch | None = None  # all of that is known
 
 
 @dataclass(slots=True, eq=False)
@@ -112,12 +112,12 @@ class Pages(Matching):
         self.issued = StepId(0)
         self.freed = 0                                   # units that came back, in all
         self.grown: list[Request] = []           # whose hot buffers have more than their least
-        self.leaving = deque[Request]()          # have ended, and have pages that nobody has needed yet
+        self.freeing = deque[Request]()          # have ended, and have pages that nobody has needed yet
         self.returned = deque[Returned]()
         self.entering: dict[Request, Entering] = {}
-        self.part = max(1, cfg.take_pages // 2)  # pages that go at once, see `leave`
+        self.part = max(1, cfg.take_pages // 2)  # pages that go at once, see `free_gradually`
         self.hits_left = cfg.hit_pages           # of this turn
-        self.parts_left = PARTS                  # the same, of what `leave` gives up for who lacks pages
+        self.parts_left = PARTS                  # the same, of what `free_gradually` gives up for who lacks pages
         self.saves_left = cfg.save_pages         # the same: entries of paused requests
         self._flush_after: Request | Returned | None = None      # flush again when this one has left
         # Pages of each group that were sealed when the host was full.
@@ -161,29 +161,29 @@ class Pages(Matching):
         and taking back what hosted rows can do without. Counts first: what would not be enough stays. Who has
         pinned pages for it may not have taken any that are promised to others."""
         arena = self.arenas[tier]
-        if not (any(want) or (has_pinned and arena.promises)):
+        if not (any(want) or (has_pinned and arena.num_reserved)):
             return True
-        if not (arena.promises or arena.short(want, promised=False)):
+        if not (arena.num_reserved or arena.short(want, promised=False)):
             return True
         if self.lacks(tier, want):
             return Shortage(tier, want, self.gives_up)
-        self.take_back(tier, want)
+        self.reclaim(tier, want)
         assert not arena.short(want, promised=True), "what was counted could not be had"
         for pool in arena.pools:
             self.freed += pool.drain(self.retired, self.moves.flying)
-        return not arena.short(want, promised=False) or Shortage(tier, want, behind=True)
+        return not arena.short(want, promised=False) or Shortage(tier, want, waits_for_fence=True)
 
-    def take_back(self, tier: Tier, want: Sequence[int], *, drafts: bool = True) -> None:
+    def reclaim(self, tier: Tier, want: Sequence[int], *, drafts: bool = True) -> None:
         """Until `want` can be had or there is no more of it: what hot buffers have for nothing but hits, what
         is cached, what hosted rows read, and then, if `drafts`, what hot buffers have for these."""
         arena = self.arenas[tier]
         if tier is Tier.HBM:
-            self.shrink(want)
+            self.trim_hot_buffers(want)
         while (short := arena.short(want, promised=True)) and self._evict(tier, want, short):
             pass
         if short and tier is Tier.HBM:
-            self.unmap_some(want)
-            self.shrink(want, drafts=drafts)
+            self.evict_read_pages(want)
+            self.trim_hot_buffers(want, drafts=drafts)
 
     def make_both_free(self, host: Sequence[int], device: Sequence[int], *,
                        has_pinned: bool = False) -> Literal[True] | Shortage:
@@ -199,7 +199,7 @@ class Pages(Matching):
         be given up in this turn. More comes in the next, see `is_short`."""
         while short := self.arenas[tier].lacks(want):
             if not self.gives_up:
-                r = next((r for r, e in reversed(self.entering.items()) if e.pins or e.spare), None)
+                r = next((r for r, e in reversed(self.entering.items()) if e.pins or e.optional), None)
                 if r is None:
                     break
                 self.abandon(r)
@@ -207,7 +207,7 @@ class Pages(Matching):
                 break
             else:
                 self.parts_left -= 1
-                self.leave()
+                self.free_gradually()
         return short
 
     def is_long(self, r: Request) -> bool:
@@ -215,7 +215,7 @@ class Pages(Matching):
         columns = [column for t in r.tables for column in (t.device, t.host)]
         return not (r.moves or any(r.reserve)) and max(map(len, (r.path, *columns))) > self.cfg.take_pages
 
-    def leave(self, *, all: bool = False) -> None:
+    def free_gradually(self, *, all: bool = False) -> None:
         """Give up some pages of a request that has ended, or all of all. The last ones go first: what others
         may find is worth least where it ends."""
         n = self.part                          # of its path, and of each of its columns
@@ -223,8 +223,8 @@ class Pages(Matching):
             self._return(self.returned[0], 2 * n)
             if not all:
                 return
-        while self.leaving:
-            r = self.leaving[0]
+        while self.freeing:
+            r = self.freeing[0]
             keep = max(0, len(r.path) - n)     # the path first: what is pinned has no place in an order of eviction
             self.forget_path(r, keep)
             rest = False
@@ -238,8 +238,8 @@ class Pages(Matching):
                             self.moves.discard_node(node)
                     rest = rest or bool(column)
             if not (rest or r.path):
-                self.leaving.popleft()
-                self._has_left(r)
+                self.freeing.popleft()
+                self._has_freed(r)
             if not all:
                 return
 
@@ -254,12 +254,12 @@ class Pages(Matching):
         del back.pins[-n:]
         if not (back.path or back.pins):
             self.returned.remove(back)
-            self._has_left(back)
+            self._has_freed(back)
 
     @property
     def gives_up(self) -> bool:
         """Whether requests that have ended, or that waited, still have pages to give up."""
-        return bool(self.leaving or self.returned)
+        return bool(self.freeing or self.returned)
 
     @property
     def hits_most(self) -> int:
@@ -270,7 +270,7 @@ class Pages(Matching):
         """`r`, which waits, gives up the part of its prefix that it has pinned, in portions: if it begins anew in
         this turn, without a prefix cache too it finds that part again (sim seed 32127)."""
         if (entry := self.entering.pop(r, None)) is not None:
-            self._give_back(r, entry.pins + entry.spare)
+            self._give_back(r, entry.pins + entry.optional)
             if entry.nodes:
                 r.hint(entry.nodes)
 
@@ -291,7 +291,7 @@ class Pages(Matching):
 
     def lose_pins(self, lost: frozenset[Copy]) -> None:
         """Copies have gone: requests that wait and have pinned one give up what they have."""
-        for r in [r for r, e in self.entering.items() if not lost.isdisjoint(e.pins + e.spare)]:
+        for r in [r for r, e in self.entering.items() if not lost.isdisjoint(e.pins + e.optional)]:
             self.abandon(r)
         for back in [back for back in self.returned if not lost.isdisjoint(back.pins)]:
             self._return(back, len(back.pins) + len(back.path))
@@ -299,44 +299,44 @@ class Pages(Matching):
     def flush(self) -> None:
         """Hide from lookups what no request needs; `give_up_flushed` frees it."""
         self.tree.flush()
-        queue = self.leaving or self.returned            # `leave` goes on with the second first
+        queue = self.freeing or self.returned            # `free_gradually` goes on with the second first
         self._flush_after = queue[-1] if queue else None
 
-    def _has_left(self, gone: Request | Returned) -> None:
+    def _has_freed(self, gone: Request | Returned) -> None:
         """What it had is cached from now on. If it had ended before a flush, that is flushed too."""
         if gone is self._flush_after:
             self.tree.flush()
             self._flush_after = None
 
-    def promise(self, r: Request, place: Place, pages: Sequence[int], times: int = 1) -> None:
+    def reserve_pages(self, r: Request, place: Place, pages: Sequence[int], times: int = 1) -> None:
         """`r` takes so many pages of each group later, in `place`; -1: now, or never."""
         for g, (n, t) in enumerate(zip(pages, r.tables, strict=True)):
             if n:
                 tier = Tier.DRAM if place is Place.HOST and t.hosted else Tier.HBM
-                self.arenas[tier].promise(g, times * n)
-                r.later[g] += times * n
+                self.arenas[tier].reserve_pages(g, times * n)
+                r.reserved_pages[g] += times * n
 
-    def coming(self, tier: Tier) -> tuple[int, ...]:
+    def capacity_version(self, tier: Tier) -> tuple[int, ...]:
         """As long as this is the same, who was refused pages of `tier` would be again: pages that came to
         others of the same prefix, that came back, that can be had, that were evicted; and flushes."""
         spaces = self._spaces[tier]
-        return (sum([space.joined for space in spaces]), self.freed, self.arenas[tier].loose,
+        return (sum([space.joined for space in spaces]), self.freed, self.arenas[tier].num_evictable,
                 sum([space.evicted for space in spaces]), self.tree.flushed)
 
     def is_short(self, r: Request, shortage: Shortage) -> bool:
         """Whether `r` cannot get these pages yet. False may be wrong: it has to be tried."""
-        seen, found = self.coming(shortage.tier), shortage.found
-        if seen[-1] != shortage.seen[-1] or (seen == shortage.seen and self.gives_up):
+        seen, found = self.capacity_version(shortage.tier), shortage.found
+        if seen[-1] != shortage.capacity_version[-1] or (seen == shortage.capacity_version and self.gives_up):
             return False                       # it may need less without its prefix; or these give up pages
-        more = seen[0] - shortage.seen[0]
+        more = seen[0] - shortage.capacity_version[0]
         if found is not None:
-            more += found.cut * len(r.tables)
+            more += found.lost * len(r.tables)
             last = found.last or self.tree.roots.get(r.arrived.namespace)
             if last is not None and self._next(r, last, found.pages) is not None:
                 return False
-        return seen == shortage.seen or self.lacks(shortage.tier, shortage.want) > more
+        return seen == shortage.capacity_version or self.lacks(shortage.tier, shortage.want) > more
 
-    def soften(self, r: Request) -> None:
+    def make_evictable(self, r: Request) -> None:
         """`r` decodes from host pages: those of the tree that it has on the device it reads from now on as
         long as nobody needs them more. It has no others there."""
         for g, t in enumerate(r.tables):
@@ -350,7 +350,7 @@ class Pages(Matching):
                     read(copy, r)
                     self.tree.update_evictable(copy.node)
 
-    def keep(self, r: Request) -> None:
+    def pin_resident(self, r: Request) -> None:
         """`r` needs what it reads on the device, or is about to give it up."""
         for t in r.tables:
             for copy in t.device if t.hosted else ():
@@ -374,7 +374,7 @@ class Pages(Matching):
                 return gone
         return self.tree.evict_oldest(spaces, short)
 
-    def spare(self, want: Sequence[int]) -> None:
+    def evict_redundant(self, want: Sequence[int]) -> None:
         """Give up what nobody misses much, until `want` can be had or there is no more of it: the oldest
         cached pages as long as the host has them too, then what hosted rows read."""
         arena = self.arenas[Tier.HBM]
@@ -383,9 +383,9 @@ class Pages(Matching):
                    and (oldest := self.tree.oldest(up)) is not None and oldest[-1].ready(down)):
                 self.tree.evict(up, 1)
         if arena.short(want, promised=True):
-            self.unmap_some(want)
+            self.evict_read_pages(want)
 
-    def unmap_some(self, want: Sequence[int]) -> None:
+    def evict_read_pages(self, want: Sequence[int]) -> None:
         """Take back device pages that hosted rows read, until `want` can be had or there are no more."""
         arena = self.arenas[Tier.HBM]
         for space in self.device:
@@ -402,7 +402,7 @@ class Pages(Matching):
             self.remap(r, space.group, (i,))
         self.tree.forget(node, space)
 
-    def shrink(self, want: Sequence[int], *, drafts: bool = False) -> None:
+    def trim_hot_buffers(self, want: Sequence[int], *, drafts: bool = False) -> None:
         """Take back what hot buffers have beyond their least, or, without `drafts`, beyond what these need,
         until `want` can be had or there is no more of it: first from the row that misses least for each page
         that it has, of equal ones the youngest."""
@@ -455,11 +455,11 @@ class Pages(Matching):
         elif copy in self.moves.detached:
             self.moves.free_detached(copy)
         elif copy.page >= 0:
-            fix(copy)
+            unmark_evictable(copy)
             away = any(move in self.moves.to_peer for move in r.moves)
             space.pool.release([copy.page], Fence(copy.used, frozenset(r.moves), away))
 
-    def name_path(self, r: Request, *, stored: bool = False) -> Found:
+    def name_path(self, r: Request, *, stored: bool = False) -> PrefixMatch:
         """The request names what `match` finds, and nothing else any more."""
         old, (r.path, found) = r.path, self.match(r, stored=stored)
         for node in r.path:

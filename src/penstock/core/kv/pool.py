@@ -45,9 +45,9 @@ class Pool:
     held_in: dict[int, int] = field(init=False, default_factory=dict)      # slab -> units held, or away
     limbo_in: dict[int, int] = field(init=False, default_factory=dict)     # slab -> units in limbo
     spare_slabs: int = field(init=False, default=0)      # slabs with limbo alone: soon they go back
-    loose: int = field(init=False, default=0)            # units held that can be had: cached, or on loan
+    num_evictable: int = field(init=False, default=0)    # units held that can be had: cached, or on loan
     fixed_in: dict[int, int] = field(init=False, default_factory=dict)     # as `held_in`, less what is loose
-    loose_slabs: int = field(init=False, default=0)      # slabs with nothing fixed
+    evictable_slabs: int = field(init=False, default=0)  # slabs with nothing fixed
     changes: int = field(init=False, default=0)          # times that units changed hands,
     checked: int = field(init=False, default=-1)         # of which `check` found all in order
     _free: set[int] = field(init=False)
@@ -84,7 +84,7 @@ class Pool:
             if arena is not None:
                 slab = (unit - self.base) // self.per_slab
                 if not fixed_in[slab]:
-                    self.loose_slabs -= 1
+                    self.evictable_slabs -= 1
                     self.spare_slabs -= not held_in[slab]
                 held_in[slab] += 1
                 fixed_in[slab] += 1
@@ -106,7 +106,7 @@ class Pool:
                 self.limbo_in[slab] += 1
                 self.spare_slabs += not self.held_in[slab]
                 self.fixed_in[slab] -= 1
-                self.loose_slabs += not self.fixed_in[slab]
+                self.evictable_slabs += not self.fixed_in[slab]
         if self.limbo and self.limbo[-1][0] == fence:
             self.limbo[-1][1].extend(units)    # requests give up page by page; each entry is asked for ever
         else:
@@ -139,22 +139,22 @@ class Pool:
         return freed
 
     # ---------------------------------------------------------------- what can be had
-    def loosen(self, unit: int) -> None:
+    def mark_evictable(self, unit: int) -> None:
         """This unit, which is held, can be had from now on."""
-        self.loose += 1
+        self.num_evictable += 1
         self.changes += 1
         if self.arena is not None:
             slab = (unit - self.base) // self.per_slab
             self.fixed_in[slab] -= 1
-            self.loose_slabs += not self.fixed_in[slab]
+            self.evictable_slabs += not self.fixed_in[slab]
 
-    def fix(self, unit: int) -> None:
+    def unmark_evictable(self, unit: int) -> None:
         """It cannot any more, or is about to be released."""
-        self.loose -= 1
+        self.num_evictable -= 1
         self.changes += 1
         if self.arena is not None:
             slab = (unit - self.base) // self.per_slab
-            self.loose_slabs -= not self.fixed_in[slab]
+            self.evictable_slabs -= not self.fixed_in[slab]
             self.fixed_in[slab] += 1
 
     # ---------------------------------------------------------------- slabs
@@ -165,7 +165,7 @@ class Pool:
         first = self.base + slab * self.per_slab
         self.held_in[slab] = self.limbo_in[slab] = self.fixed_in[slab] = 0
         self.spare_slabs += 1
-        self.loose_slabs += 1
+        self.evictable_slabs += 1
         self.capacity += self.per_slab
         self._free.update(range(first, first + self.per_slab))
         for unit in range(first, first + self.per_slab):
@@ -187,11 +187,11 @@ class Pool:
             if counted is self.held_in:
                 self.spare_slabs += not counted[slab]
                 self.fixed_in[slab] -= 1
-                self.loose_slabs += not self.fixed_in[slab]
+                self.evictable_slabs += not self.fixed_in[slab]
             if not self.held_in[slab] and not self.limbo_in[slab]:
                 del self.held_in[slab], self.limbo_in[slab], self.fixed_in[slab]
                 self.spare_slabs -= 1
-                self.loose_slabs -= 1
+                self.evictable_slabs -= 1
                 first = self.base + slab * self.per_slab
                 self._free.difference_update(range(first, first + self.per_slab))
                 self.capacity -= self.per_slab
@@ -204,7 +204,7 @@ class Pool:
             return
         free, held = self._free, self.held
         if not (self.capacity or free or held or self.limbo):
-            assert not (self.in_limbo or self.held_in or self.limbo_in or self.away or self.loose), self.name
+            assert not (self.in_limbo or self.held_in or self.limbo_in or self.away or self.num_evictable), self.name
             self.checked = self.changes
             return
         limbo = [u for _, units in self.limbo for u in units]
@@ -221,8 +221,8 @@ class Pool:
             assert self.spare_slabs == sum([not n for n in self.held_in.values()])
             assert sum(self.held_in.values()) == len(held) + self.away
             assert sum(self.limbo_in.values()) == len(limbo) - self.away
-            assert sum(self.fixed_in.values()) == len(held) + self.away - self.loose
-            assert self.loose_slabs == sum([not n for n in self.fixed_in.values()])
+            assert sum(self.fixed_in.values()) == len(held) + self.away - self.num_evictable
+            assert self.evictable_slabs == sum([not n for n in self.fixed_in.values()])
             assert all(n or self.limbo_in[slab] for slab, n in self.held_in.items()), "an empty slab"
         self.checked = self.changes
 
@@ -237,8 +237,8 @@ class Arena:
     def __init__(self, slabs: int, pools: Sequence[Pool]) -> None:
         self.slabs = slabs
         self.pools = tuple(pools)
-        self.promised = [0] * len(self.pools)    # units that requests were admitted with and have not taken
-        self.promises = 0                        # all of them together
+        self.reserved = [0] * len(self.pools)    # units that requests were admitted with and have not taken
+        self.num_reserved = 0                    # all of them together
         shared = len(self.pools) > 1
         self.free: list[int] = list(range(slabs))[::-1] if shared else []
         if shared:
@@ -251,26 +251,26 @@ class Arena:
         return sum([pool.away for pool in self.pools])
 
     @property
-    def loose(self) -> int:
+    def num_evictable(self) -> int:
         """Units that can be had, of all pools."""
-        return sum([pool.loose for pool in self.pools])
+        return sum([pool.num_evictable for pool in self.pools])
 
-    def promise(self, g: int, n: int) -> None:
+    def reserve_pages(self, g: int, n: int) -> None:
         """`n` more units of pool g are somebody's who has not taken them yet; less, if negative."""
-        self.promised[g] += n
-        self.promises += n
+        self.reserved[g] += n
+        self.num_reserved += n
 
     def lacks(self, want: Sequence[int]) -> int:
         """The same as `short` if all that is loose were given up as well, and what is promised is kept."""
-        if self.promises:
-            want = [n + more for n, more in zip(want, self.promised, strict=True)]
+        if self.num_reserved:
+            want = [n + more for n, more in zip(want, self.reserved, strict=True)]
         if len(self.pools) == 1:
-            return max(0, self.short(want, promised=True) - self.pools[0].loose)
+            return max(0, self.short(want, promised=True) - self.pools[0].num_evictable)
         need, have = 0, len(self.free)
         for pool, n in zip(self.pools, want, strict=True):
-            units = pool.free + pool.in_limbo - pool.away + pool.loose - pool.loose_slabs * pool.per_slab
+            units = pool.free + pool.in_limbo - pool.away + pool.num_evictable - pool.evictable_slabs * pool.per_slab
             need += -(-max(0, n - units) // pool.per_slab)
-            have += pool.loose_slabs
+            have += pool.evictable_slabs
         return max(0, need - have)
 
     def short(self, want: Sequence[int], *, promised: bool) -> int:

@@ -61,7 +61,7 @@ class Copy:
     ready: bool = True             # False while the Move that fills it is flying
     pins: int = 0                  # requests that need it where it is
     readers: tuple[Reader, ...] = ()   # others that have it on the host too, and can do without it here
-    loose: Pool | None = None      # counted there as one that can be had, see `Tree.update_evictable`, `lend`
+    evictable_in: Pool | None = None      # it is counted there as evictable, see `Tree.update_evictable`
     order: SortedKeyList | None = None     # of eviction, which has its one entry,
     number: int = -1               # and the number of that, or of the last one
     moves: int = 0                 # flying Moves that read or write it
@@ -176,17 +176,17 @@ def place(node: Node, copy: Copy) -> int:
     return (((-priority << 64) - seq) << DEPTH_BITS) + node.depth
 
 
-def lend(copy: Copy, pool: Pool) -> None:
+def mark_evictable(copy: Copy, pool: Pool) -> None:
     """Whoever needs this page more can have it from now on."""
-    copy.loose = pool
-    pool.loosen(copy.page)
+    copy.evictable_in = pool
+    pool.mark_evictable(copy.page)
 
 
-def fix(copy: Copy) -> None:
+def unmark_evictable(copy: Copy) -> None:
     """It cannot be had, or is about to be given up: it leaves its eviction order."""
-    if (pool := copy.loose) is not None:
-        copy.loose = None
-        pool.fix(copy.page)
+    if (pool := copy.evictable_in) is not None:
+        copy.evictable_in = None
+        pool.unmark_evictable(copy.page)
         if copy.order is not None:
             copy.order.remove(copy)
             copy.order = None
@@ -339,7 +339,7 @@ class Tree:
     # ---------------------------------------------------------------- eviction
     def evictable(self, node: Node, space: TierGroup) -> bool:
         copy = node.find(space)
-        return copy is not None and not copy.pins and copy.loose is not None
+        return copy is not None and not copy.pins and copy.evictable_in is not None
 
     def update_evictable(self, node: Node) -> None:
         """Look at a node again after anything about it changed: enter it into the eviction orders,
@@ -362,9 +362,9 @@ class Tree:
         while (copy := following) is not None:
             following, space = copy.next, copy.space
             if copy.moves or copy.pins or not copy.ready or space is None:
-                continue                       # who made it so has said so, see `fix`
-            if copy.loose is None:
-                lend(copy, space.pool)
+                continue                       # who made it so has said so, see `unmark_evictable`
+            if copy.evictable_in is None:
+                mark_evictable(copy, space.pool)
             if copy.readers or copy.inner or not serves:
                 order, at = space.read if copy.readers else space.order, place(node, copy)
             else:                              # most of them
@@ -437,7 +437,7 @@ class Tree:
     def _take_out(self, node: Node, space: TierGroup) -> Copy:
         copy = self.detach(node, space)
         assert not copy.moves
-        fix(copy)
+        unmark_evictable(copy)
         self.update_evictable(node)
         return copy
 

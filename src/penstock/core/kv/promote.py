@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from penstock.core.kv.claims import Claim
 from penstock.core.kv.page_table import add, enter_pinned, is_own, move, put, read, split
 from penstock.core.kv.pages import Headroom, Pages, Trial
-from penstock.core.kv.prefix_tree import Copy, Node, lend
+from penstock.core.kv.prefix_tree import Copy, Node, mark_evictable
 from penstock.core.plan import Tier
 from penstock.core.request import Request
 
@@ -34,7 +34,7 @@ def take_hot_buffer(kv: Pages, r: Request) -> Trial:
         add(t.hot, kv.device[g].pool.acquire(want[g]))
         kv.remap(r, g, range(t.first, len(t.host)))
     r.resize()
-    kv.soften(r)
+    kv.make_evictable(r)
     return True
 
 
@@ -47,7 +47,7 @@ def grow_hot_buffer(kv: Pages, r: Request, n: int) -> None:
             pool = kv.device[g].pool
             add(t.hot, pool.acquire(n))
             for copy in t.hot[-n:]:
-                lend(copy, pool)
+                mark_evictable(copy, pool)
     r.resize()
 
 
@@ -105,17 +105,17 @@ def load_next(kv: Pages, r: Request) -> None:
     r.loading = _tell_ready(kv, r, r.loading)
     missing = [c for g, i in r.loading if (c := r.tables[g].device[i]) is not None]
     flying = [c for c in missing if c.filled_by]
-    r.awaits = flying[-1:] or missing[-1:]
+    r.blocked_on = flying[-1:] or missing[-1:]
     sealed = ((g, i, node) for g, i in r.loading if (node := kv.node(r, r.tables[g], i)) is not None)
     todo = list(itertools.islice(sealed, 0 if flying else kv.cfg.load_pages))
     for g in dict.fromkeys([g for g, _, _ in todo]):
         load(kv, r, g, [(i, node) for group, i, node in todo if group == g])
-        r.awaits = [c for g, i, _ in todo[-1:] if (c := r.tables[g].device[i]) is not None]
+        r.blocked_on = [c for g, i, _ in todo[-1:] if (c := r.tables[g].device[i]) is not None]
 
 
 def stop_reload(kv: Pages, r: Request) -> None:
     """A promotion is given up: it reads the pages that are in place, the others go."""
-    kv.soften(r)
+    kv.make_evictable(r)
     _tell_ready(kv, r, r.loading)
 
 
@@ -130,7 +130,7 @@ def leave_host(kv: Pages, r: Request) -> None:
             if t.host[i] is not None:
                 kv.drop_entry(r, g, t.host, i)
     if any([left.host for left in tables]):
-        kv.leaving.append(r.part(tables, []))  # it gives them up in later turns
+        kv.freeing.append(r.part(tables, []))  # it gives them up in later turns
 
 
 def load(kv: Pages, r: Request, g: int, entries: list[tuple[int, Node]]) -> None:

@@ -92,7 +92,7 @@ def receive_below(kv: Pages, r: Request, g: int, first: int) -> list[Copy]:
     so that none is copied down when it is sealed. As many as there is room for, evicting what is cached."""
     t, pool = r.tables[g], kv.host[g].pool
     end = r.num_prompt // kv.cfg.page_size * kv.cfg.page_size // t.unit
-    if t.reach or not kv.cfg.dram_pages or kv.arenas[Tier.DRAM].promises:
+    if t.reach or not kv.cfg.dram_pages or kv.arenas[Tier.DRAM].num_reserved:
         return []
     if end - first > 1:
         kv.make_free(Tier.DRAM, [(end - first) * k for k in kv.one_page(g)])     # evicts in one go

@@ -123,7 +123,7 @@ def _total(cfg: CoreConfig, arena: Arena, pages: list[int], kept: int) -> bool:
     leaves holes, and no other group can use them (storm 1014 of `tests/sim/test_sim_waiting.py`)."""
     if len(cfg.groups) == 1:
         return pages[0] <= arena.pools[0].capacity - arena.away - kept
-    slabs = [max(_slabs((group,), [n], Place.DEVICE), len(pool.fixed_in) - pool.loose_slabs)
+    slabs = [max(_slabs((group,), [n], Place.DEVICE), len(pool.fixed_in) - pool.evictable_slabs)
              for group, n, pool in zip(cfg.groups, pages, arena.pools, strict=True)]
     return sum(slabs) <= arena.slabs - arena.away - kept
 

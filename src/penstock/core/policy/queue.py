@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from penstock.core import lifecycle
 from penstock.core.kv import prefetch
-from penstock.core.kv.pages import UNDERWAY, Early, Headroom, Shortage
+from penstock.core.kv.pages import UNDERWAY, Headroom, Shortage, SourceNotReady
 from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import Phase, Place, Trigger
 from penstock.core.plan import StepId, Tier
@@ -176,7 +176,7 @@ class Admission:
                 self._round = Round(r, r.visit, trigger, running, state, shortages, early)
                 self._blocked, self.is_underway = None, True
                 return False
-            if isinstance(trial, Early):
+            if isinstance(trial, SourceNotReady):
                 early.append(trial.source)
             elif isinstance(trial, Shortage):
                 shortages.append(trial)
@@ -190,7 +190,7 @@ class Admission:
     def _see(self, shortages: list[Shortage]) -> None:
         """Note what has come until now, where that is not known of an earlier turn."""
         for shortage in shortages:
-            shortage.seen = shortage.seen or self.core.kv.coming(shortage.tier)
+            shortage.capacity_version = shortage.capacity_version or self.core.kv.capacity_version(shortage.tier)
 
     def _make_way(self, r: Request) -> None:
         """`r` lacks device pages that nobody was promised: the youngest that runs goes on from the host, if
@@ -198,7 +198,7 @@ class Admission:
         given way twice: what keeps a row from the host may make it give way."""
         core, kv = self.core, self.core.kv
         shortages = [s for s in self.shortages_of(r) if s.tier is Tier.HBM and core.cfg.sparse]
-        if not shortages or kv.gives_up or reclaim.leaving(core) or core.by_phase[Phase.STAGING]:
+        if not shortages or kv.gives_up or reclaim.pages_will_come(core) or core.by_phase[Phase.STAGING]:
             return
         short = min([kv.arenas[s.tier].short(s.want, promised=True) for s in shortages])
         taken, step, lacked = self._vain       # looking again walks the ends of tables, and some whole
@@ -221,7 +221,7 @@ class Admission:
 
     def may_start(self, r: Request) -> bool:
         """Whether nothing that `r`, who is in line, waits for by itself keeps it from getting a row."""
-        if r.moves or r.asked or self.core.kv.in_flight(r):
+        if r.moves or r.lookup_keys or self.core.kv.in_flight(r):
             return False
         if r.phase is Phase.PAUSED and not r.is_saved:
             return False

@@ -70,7 +70,7 @@ class Taken:
             self._skipped.clear()
 
 
-def promised(core: CoreState, tier: Tier = Tier.HBM, taken: Taken | None = None) -> bool:
+def reserved_will_come(core: CoreState, tier: Tier = Tier.HBM, taken: Taken | None = None) -> bool:
     """Whether pages of `tier` will become free or evictable without a further victim. What a store reads
     or writes does not count, it may hang; nor does what another engine writes, or reads for a request
     that has ended: that takes as long as it takes. taken: of the step that is being planned, in which the
@@ -78,7 +78,7 @@ def promised(core: CoreState, tier: Tier = Tier.HBM, taken: Taken | None = None)
     kv = core.kv
     if kv.gives_up or any([pool.in_limbo > pool.away for pool in kv.arenas[tier].pools]):
         return True
-    if tier is Tier.HBM and (core.by_phase[Phase.STAGING] or leaving(core)):
+    if tier is Tier.HBM and (core.by_phase[Phase.STAGING] or pages_will_come(core)):
         return True
 
     def will_end() -> bool:
@@ -94,7 +94,7 @@ def _windows_move(core: CoreState) -> bool:
         for r in core.running)
 
 
-def leaving(core: CoreState) -> bool:
+def pages_will_come(core: CoreState) -> bool:
     """Whether somebody who has no row is about to give up device pages."""
     return core.num_pushed > 0 or any(
         r.phase is Phase.PAUSED and any([t.device for t in r.tables]) for r in core.saving)
@@ -113,7 +113,7 @@ def landing(core: CoreState, tier: Tier) -> Iterator[Copy]:
 
 def for_growth(core: CoreState, r: Request, tier: Tier, taken: Taken) -> None:
     """`r` runs and needs one more page of `tier`: somebody gives up theirs, possibly `r` itself."""
-    if promised(core, tier, taken):
+    if reserved_will_come(core, tier, taken):
         return
     if tier is Tier.DRAM:
         _for_host_pages(core, taken)
@@ -206,14 +206,14 @@ def stage(core: CoreState, r: Request) -> None:
     elif r.is_saved and not r.moves and not offload.is_coming(r):
         yield_device(core, r)         # the host has no room any more
     elif r.is_saved:
-        r.awaits = allocate.last_missing(t.host for t in r.tables if t.hosted)
+        r.blocked_on = allocate.last_missing(t.host for t in r.tables if t.hosted)
 
 
 def _is_heating(core: CoreState, r: Request, refused: Refused) -> bool:
     """Whether pages for the hot buffer of `r`, who was just refused them, are behind fences. It waits
     for the steps that were in flight when it was first refused: others may get those pages."""
     r.hot_wait_until = r.hot_wait_until or core.kv.issued
-    return isinstance(refused, Shortage) and refused.behind and core.kv.retired < r.hot_wait_until
+    return isinstance(refused, Shortage) and refused.waits_for_fence and core.kv.retired < r.hot_wait_until
 
 
 def _for_host_pages(core: CoreState, taken: Taken) -> None:
@@ -230,7 +230,7 @@ def _for_host_pages(core: CoreState, taken: Taken) -> None:
     # The first of all waits for what loads, or is away.
     others = victim is core.running[0] and any(r is not victim and r not in taken for r in core.on_host)
     if victim is not core.running[0] or not (
-            core.kv.arenas[Tier.DRAM].away or others or promised(core, Tier.DRAM, taken)):
+            core.kv.arenas[Tier.DRAM].away or others or reserved_will_come(core, Tier.DRAM, taken)):
         core.transition(victim, Trigger.DROP)
 
 
@@ -290,7 +290,7 @@ def for_admission(core: CoreState, r: Request) -> bool:
     engine for ever. Returns whether nothing can be done: another engine still has pages that it was granted
     and that were given up, and nobody knows when they come back."""
     kv = core.kv
-    if core.running or kv.rows.in_limbo or promised(core) or promised(core, Tier.DRAM):
+    if core.running or kv.rows.in_limbo or reserved_will_come(core) or reserved_will_come(core, Tier.DRAM):
         return False
     if _drop_sending(core, r) or _drop_delivered(core, r) or _drop_stranded(core, r):
         return False
@@ -308,7 +308,7 @@ def yield_device(core: CoreState, victim: Request) -> None:
     are worth less than computed ones."""
     if (victim.phase, Trigger.PAUSE) in core.edges:
         while not core.transition(victim, Trigger.PAUSE):
-            if promised(core, Tier.DRAM):
+            if reserved_will_come(core, Tier.DRAM):
                 return                         # it can pause when they have come
             if not (_drop_mirrors(core, victim) or drop_fetching(core)):
                 break

@@ -57,9 +57,9 @@ class Residency:
             self._drafted, self._is_late = (self._core.edges_taken, self._uses), False
             self._draft()
         if self._core.kv.grown:
-            self._core.kv.shrink(self._reserve(0))
+            self._core.kv.trim_hot_buffers(self._reserve(0))
             if self._keeps:
-                self._core.kv.take_back(Tier.HBM, self._headroom(0))
+                self._core.kv.reclaim(Tier.HBM, self._headroom(0))
         if not self._is_late and (self._seen != self._uses or self._waits):
             self._seen, self._waits = self._uses, False
             self._grow()
@@ -67,13 +67,13 @@ class Residency:
     def _promotable(self) -> tuple[int, ...]:
         """As long as this is the same, it is of no use to try again to promote somebody."""
         core = self._core
-        loose = core.kv.arenas[Tier.HBM].loose if self._is_short else 0
+        loose = core.kv.arenas[Tier.HBM].num_evictable if self._is_short else 0
         return core.edges_taken, core.kv.freed, len(core.runnable), self._uses, loose
 
     def _reserve(self, more: int) -> Sequence[int]:
         """Pages of each group that stay free: one for each row that runs, so that none waits for a fence when
         it grows, and what is promised; and so many `more` of hosted ones."""
-        promised = self._core.kv.arenas[Tier.HBM].promised
+        promised = self._core.kv.arenas[Tier.HBM].reserved
         return [n + pages for n, pages in zip(promised, self._headroom(more), strict=True)]
 
     def _headroom(self, more: int) -> Sequence[int]:
@@ -111,7 +111,7 @@ class Residency:
         kept = sum([min(q.num_hot, q.hot_kept) - q.hot_units for q in kv.grown])
         if kv.lacks(Tier.HBM, self._headroom(n + kept)):
             return False
-        kv.take_back(Tier.HBM, want, drafts=False)
+        kv.reclaim(Tier.HBM, want, drafts=False)
         if arena.short(want, promised=False):
             self._is_late |= not arena.short(want, promised=True)
             return False
@@ -127,7 +127,7 @@ class Residency:
         for r in sorted(filter(_may_grow, core.hosted), key=lambda r: (-r.missed / r.num_hot, r.key)):
             n = min(r.hot_units, r.hot_units_max - r.num_hot)
             want = self._reserve(n)
-            kv.spare(want)
+            kv.evict_redundant(want)
             if arena.short(want, promised=False) and not arena.short(want, promised=True):
                 self._waits = True
                 continue
@@ -143,7 +143,7 @@ class Residency:
         """Hot buffers want more than there is: the youngest row that has all of its KV on the device goes on
         from the host, if all that run cannot have both."""
         core = self._core
-        if self._waits or reclaim.promised(core) or not capacity.is_crowded(core):
+        if self._waits or reclaim.reserved_will_come(core) or not capacity.is_crowded(core):
             return
         for r in reversed(core.running):
             if r.num_preemptions < PREEMPTIONS_MAX - 1 and reclaim.spillable(core, r) and (
