@@ -15,7 +15,7 @@ from penstock.config.settings.cli import from_options
 from penstock.config.settings.refuse_model import ModelFacts, check_model
 from penstock.model import registry
 from penstock.model.latent import LatentSpec
-from penstock.model.layers import AttentionSpec
+from penstock.model.layers import GqaSpec
 from penstock.model.transformer import Spec
 from penstock.model.weights import gguf_config
 from penstock.model.weights.fields import Fields
@@ -173,7 +173,7 @@ def _layers(spec: Spec) -> str:
     if isinstance(attention, LatentSpec):
         kinds = ["MLA" if attention.index is None else "DSA"]
     kinds += ["sliding windows"] if any(spec.windows) else []
-    kinds += ["sinks"] if isinstance(attention, AttentionSpec) and attention.sinks else []
+    kinds += ["sinks"] if isinstance(attention, GqaSpec) and attention.sinks else []
     kinds += ["recurrent states"] if spec.states else []
     return ", ".join([*kinds, *(["MoE"] if spec.moe else [])])
 
@@ -181,7 +181,7 @@ def _layers(spec: Spec) -> str:
 def _gpu(spec: Spec) -> str:
     """No test has run on a GPU what these fields ask for."""
     attention = spec.attention
-    untried = isinstance(attention, AttentionSpec) and (
+    untried = isinstance(attention, GqaSpec) and (
         attention.sinks or attention.norm_width or attention.growth)
     return "untried" if untried else "yes"
 

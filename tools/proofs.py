@@ -144,7 +144,7 @@ PROOFS: tuple[Proof, ...] = (
           across="pp"),
     Proof(_EXPERTS + "a_selection_out_of_host_memory_on_one_rank_and_on_two_stages", "experts", "hosted",
           "plain tier paused", "one pp"),
-    # Lanes.
+    # TP ranks.
     Proof(_LANES + "lanes_and_stages_say_what_one_rank_says", "ordinary", "resident",
           "plain tier cache paused", "tp", BOTH),
     Proof(_LANES + "lanes_and_stages_say_what_one_rank_says", "selecting", "hosted",

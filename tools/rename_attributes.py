@@ -25,6 +25,11 @@ REQUEST = r"src/penstock/core/request\.py"
 POLICY = r"src/penstock/core/policy/.*"
 MUTANTS = r"tests/sim/mutants/.*"
 LISTING = r"src/penstock/core/kv/(listing|pages|allocate)\.py"
+SPOKEN = (r"src/penstock/(exec|model|kernels|config|core)/.*|"
+          r"tests/unit/test_(meeting|parts|front|sampling_draw|transfer_layout)\.py")
+PIPELINE = r"src/penstock/exec/pipeline/.*"
+PARALLEL = (r"src/penstock/(exec|model)/.*|src/penstock/config/settings/tree\.py|"
+            r"tests/(unit|doubles|parity|conformance)/.*|bench/.*|tests/e2e/test_(lanes|pipeline_death|nodes)\.py")
 ANY = r".*"
 # Old name, new name, sites, files. A site is `def`, `class`, `field` (a line `name: type`), `kw` (an argument by name),
 # `name`, or the token before the dot and the dot. In text between backticks a name is renamed wherever its file is.
@@ -79,10 +84,43 @@ RENAMED: tuple[tuple[str, str, str, str], ...] = (
     ("by", "lost_by_group", r"found\.|entry\.|field", LISTING),
     ("cut", "lost_by_group", r"r\.", CORE), ("cut", "lost_by_group", r"field", REQUEST),
     ("cut", "lost", r"found\.|field", LISTING),
+    # Tensor parallelism.
+    ("lanes", "collectives", r"pipeline\.", r".*"), ("near", "p2p_allreduce", r"pipeline\.", r".*"),
+    ("far", "remote_node", r"pipeline\.", r".*"), ("local", "local_launcher", r"pipeline\.", r".*"),
+    ("lanes", "tp_group", r"kw", r"tests/unit/test_parts\.py"), ("lanes", "tp_size", r"kw", r"tests/.*"),
+    ("lanes", "tp_ranks", r"name", r"tests/unit/test_parts\.py"),
+    ("_lane", "_tp_rank", ANY, PIPELINE), ("add", "all_reduce", r"_ranks\.", PIPELINE),
+    ("add", "all_reduce", r"self\.", r"src/penstock/exec/pipeline/p2p_allreduce\.py"),
+    ("Lanes", "TpGroup", ANY, PARALLEL), ("Lane", "TpRank", ANY, PARALLEL), ("lane", "tp_rank", ANY, PARALLEL),
+    ("GlooLanes", "GlooGroup", ANY, PARALLEL), ("NcclLanes", "NcclGroup", ANY, PARALLEL),
+    ("_Joins", "_AllGather", ANY, PIPELINE), ("Near", "P2PAllReduce", ANY, PARALLEL),
+    ("add", "all_reduce", r"def", PIPELINE + r"|src/penstock/model/base\.py"),
+    ("join", "all_gather", r"def", PIPELINE + r"|src/penstock/model/base\.py"),
+    ("lanes", "collectives", r"name|lanes\.", r"tests/unit/test_meeting\.py"),
+    ("far", "remote_node", r"name|far\.", r"tests/unit/test_nodes\.py"),
+    ("LANES", "TP_RANKS", ANY, PARALLEL), ("LANE_SHARE", "TP_SHARE", ANY, PARALLEL),
+    ("lanes", "sharers", ANY, r"src/penstock/model/parts\.py"),
+    ("lanes", "size", ANY, r"src/penstock/exec/pipeline/(near|p2p_allreduce)\.py"),
+    ("lanes", "tp_ranks", ANY, r"src/penstock/exec/step/links\.py"),
+    ("lanes", "tp_group", ANY, r"src/penstock/model/.*|src/penstock/exec/(load/weights|pipeline/process)\.py"),
+    ("_lanes", "_tp_group", ANY, r"src/penstock/model/.*"),
+    ("lanes", "tp_size", ANY, PARALLEL), ("_lanes", "_tp_size", ANY, PARALLEL),
+    ("add", "all_reduce", r"(_?lanes|_?tp_group|_?near)\.", PARALLEL),
+    ("join", "all_gather", r"_?(lanes|tp_group)\.", PARALLEL),
+    ("Meeting", "Rendezvous", ANY, PARALLEL), ("_meeting", "_rendezvous", ANY, PARALLEL),
+    ("meeting", "rendezvous", ANY, PARALLEL),
     # Names in strings.
     ("lend", "mark_evictable", r"promote\.", MUTANTS), ("_way", "_allocate_group", r"allocate\.", MUTANTS),
     ("keep", "pin_resident", r"kv\.", MUTANTS), ("fix", "unmark_evictable", r"page_table\.|moves\.", MUTANTS),
     ("_early", "_not_ready", r"allocate\.", MUTANTS),
+)
+# Words of comments, docstrings and messages.
+PROSE: tuple[tuple[str, str, str], ...] = (
+    (r"model\.base\.Lanes", "model.base.TpGroup", SPOKEN), (r"\bLane\.(?=evenly)", "TpRank.", SPOKEN),
+    (r"\blanes\.(?=Meeting)", "collectives.", SPOKEN), (r"\blanes(?= {4})", "tp_group", SPOKEN),
+    (r"\blane(?= {4})", "tp_rank", SPOKEN), (r"\blanes:", "tp_size:", r"src/penstock/exec/front\.py"),
+    (r"\blane, lanes:", "tp_rank, tp_group:", SPOKEN),
+    (r"\b[Ll]anes\b(?!\.\w)", "TP ranks", SPOKEN), (r"\b[Ll]ane\b(?!\.\w)", "TP rank", SPOKEN),
 )
 # Also names of arguments, which keep theirs.
 ARGUMENTS = {"keep", "promised"}
@@ -103,30 +141,46 @@ def edits(path: str, text: str) -> Iterator[tuple[int, int, int, str]]:
     """Yield (line, first column, end column, new text) of each token that changes."""
     rows = [(old, new, re.compile(sites)) for old, new, sites, files in RENAMED if re.fullmatch(files, path)]
     names = {old for old, _, _ in rows}
-    if not any(name in text for name in names):
-        return
+    prose = [(re.compile(old), new) for old, new, files in PROSE if re.fullmatch(files, path)]
+
+    def renaming(name: str, sites: tuple[str, ...]) -> str | None:
+        return next((new for old, new, at in rows if old == name
+                     and any(at.fullmatch(site) for site in sites)), None)
+
     tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+    seen: set[tuple[int, int]] = set()
     for i, token in enumerate(tokens):
         line, column = token.start
         if token.type == tokenize.NAME and token.string in names:
             site = site_of(tokens, i)
-            if new := next((new for old, new, sites in rows if old == token.string and sites.fullmatch(site)), None):
+            if new := renaming(token.string, (site,)):
                 yield line, column, token.end[1], new
-        elif token.string[1:-1] in names and token.string[0] == '"' and tokens[i - 1].string == ",":
+        elif (token.string[1:-1] in names and token.string[0] == '"'
+              and [tokens[i - 3].string, tokens[i - 1].string] == ["(", ","]):
             site = {"KVCache": "kv"}.get(tokens[i - 2].string, tokens[i - 2].string) + "."     # setattr(x, "name", ...)
-            old = token.string[1:-1]
-            if new := next((new for name, new, sites in rows if name == old and sites.fullmatch(site)), None):
+            if new := renaming(token.string[1:-1], (site,)):
                 yield line, column + 1, token.end[1] - 1, new
         elif token.type in (tokenize.STRING, tokenize.COMMENT):
+            is_format = re.match(r"[rb]?f", token.string) is not None
             for row, part in enumerate(token.string.split("\n")):
                 start = column if row == 0 else 0
-                for found in re.finditer(r"(?<=`)((?:\w+\.)?)(\w+)(?=`)", part):
-                    if not found[1] and found[2] in ARGUMENTS:
-                        continue
-                    sites = (found[1],) if found[1].islower() else ("def", "class", "field", "self.")
-                    if new := next((new for old, new, at in rows if old == found[2]
-                                    and any(at.fullmatch(site) for site in sites)), None):
-                        yield line + row, start + found.start(2), start + found.end(2), new
+                code = [found.span() for found in re.finditer(r"\{[^{}]*\}", part)] if is_format else []
+                code += [found.span() for found in re.finditer(r"`[^`]*`", part)]
+                for begin, end in code:
+                    for found in re.finditer(r"((?:\w+\.)?)(\w+)", part[begin:end]):
+                        if part[begin] == "`" and (found[2] in ARGUMENTS or found[0] != part[begin + 1:end - 1]):
+                            continue
+                        bare = ("def", "class", "field", "self.") if part[begin] == "`" else ("name",)
+                        sites = (found[1],) if found[1].islower() else bare
+                        if new := renaming(found[2], sites):
+                            at = start + begin + found.start(2)
+                            yield line + row, at, at + len(found[2]), new
+                for pattern, new in prose:
+                    for found in pattern.finditer(part):
+                        inside = is_format and any(a <= found.start() < b and part[a] == "{" for a, b in code)
+                        if not inside and (line + row, start + found.start()) not in seen:
+                            seen.add((line + row, start + found.start()))
+                            yield line + row, start + found.start(), start + found.end(), new
 
 
 def renamed(path: str, text: str) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from penstock.core.plan import RequestId
 from penstock.exec.drafts.device import OnDevice
-from penstock.exec.drafts.drafter import Ask, Drafter
+from penstock.exec.drafts.drafter import Drafter, DraftQuery
 
 # answer(prompt, n): the first n output tokens
 Answer = Callable[[tuple[int, ...], int], Sequence[int]]
@@ -26,10 +26,10 @@ class Dice(Drafter):
         self.asked: Counter[int] = Counter()        # how many drafts a row was asked for
         self.forgotten: list[RequestId] = []
 
-    def propose(self, asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
+    def propose(self, asks: Sequence[DraftQuery]) -> Sequence[Sequence[int]]:
         return [self._of(ask) for ask in asks]
 
-    def _of(self, ask: Ask) -> list[int]:
+    def _of(self, ask: DraftQuery) -> list[int]:
         self.asked[ask.most] += 1
         had = len(ask.outputs)
         found = list(self._answer(tuple(ask.prompt), had + ask.most)[had:])
@@ -88,7 +88,7 @@ class Broken(Drafter):
     def __init__(self, vocab: int = 61) -> None:
         self._vocab, self.turn = vocab, 0
 
-    def propose(self, asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
+    def propose(self, asks: Sequence[DraftQuery]) -> Sequence[Sequence[int]]:
         wrong: list[list] = [[self._vocab], [-1], [0] * 99, [float("nan")], [2.0], [1 << 70]]
         self.turn += 1
         return [wrong[(self.turn + i) % len(wrong)] for i in range(len(asks))]

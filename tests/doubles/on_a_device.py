@@ -93,7 +93,7 @@ def drafting(engine: Any, drafts: int) -> Any:
     layer = rank._mtp and LayerDrafts(rank._mtp, rank._tables)
     ahead = Ahead(layer or drafter.on_device(rows, max_len, torch.device("cpu")), rank._tokens.history,
                   rank._tokens.simple, rank._at_once, rank._tables.index,
-                  lanes=1, beyond=rank._tokens.beyond,
+                  tp_size=1, beyond=rank._tokens.beyond,
                   keeps=layer is not None or bool(rank._attending.states))
     buckets = every((1, 2, rows), 1 + drafts, 32) if layer else widths(rows, 1 + drafts, 32)
     decodes = (capture.GroupedDecodes(rank._attending, rank._tables.groups)

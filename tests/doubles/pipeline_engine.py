@@ -146,7 +146,7 @@ class Pipeline(Driven):
             core = replace(core, dram_pages=0, hot_pages=0, always_hosted=False)
         core = replace(core, overlap=overlap)
         crew.pools(core)
-        self.begin(core, Front(crew.ranks, crew.wait, lanes=int(self.built.info["tp"] or 1)))
+        self.begin(core, Front(crew.ranks, crew.wait, tp_size=int(self.built.info["tp"] or 1)))
 
     def __enter__(self) -> Pipeline:
         return self

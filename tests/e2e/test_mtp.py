@@ -10,7 +10,7 @@ import where
 from pair_engines import End, PairOfEnds
 from pipeline_engine import GLM, checkpoint
 
-from penstock.exec.drafts.drafter import Ask
+from penstock.exec.drafts.drafter import DraftQuery
 
 pytestmark = pytest.mark.skipif(where.DEVICE == "cuda", reason="it watches what a host proposes")
 PROMPT = tuple((i * i * 7 + 3 * i) % 97 for i in range(150))
@@ -52,7 +52,7 @@ def watched(end: End) -> Said:
     mtp, said = end.built.executor._ranks[0]._mtp, Said()
     propose = mtp.propose
 
-    def heard(asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
+    def heard(asks: Sequence[DraftQuery]) -> Sequence[Sequence[int]]:
         found = propose(asks)
         for ask, tokens in zip(asks, found, strict=True):
             assert said.setdefault((tuple(ask.prompt), tuple(ask.outputs)), tokens) == tokens

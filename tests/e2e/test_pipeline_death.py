@@ -22,15 +22,15 @@ from pair_server import gone
 APART = """
 import sys
 if "penstock.exec.pipeline.process" in sys.orig_argv:
-    from penstock.exec.pipeline.lanes import GlooLanes
-    count, add = 0, GlooLanes.add
+    from penstock.exec.pipeline.collectives import GlooGroup
+    count, add = 0, GlooGroup.all_reduce
     def apart(self, x):
         global count
         count += 1
-        if count == 300 and self._lane.index == 1:
+        if count == 300 and self._tp_rank.index == 1:
             self._call(lambda: self._group.recv([x], 0, 99))
         add(self, x)
-    GlooLanes.add = apart
+    GlooGroup.all_reduce = apart
 """
 
 # What a lane on a GPU does: once the file is there, its next step comes behind a kernel that does not end.
@@ -41,7 +41,7 @@ if "penstock.exec.pipeline.process" in sys.orig_argv:
     from penstock.exec.rank import Rank
     launch = Rank._launch
     def late(self, plan):
-        if self._model.stage.lane.index == 1 and os.path.exists(os.environ["HANG_FILE"]):
+        if self._model.stage.tp_rank.index == 1 and os.path.exists(os.environ["HANG_FILE"]):
             torch.cuda._sleep(1 << 50)
         launch(self, plan)
     Rank._launch = late
@@ -110,7 +110,7 @@ def test_a_hang_is_heard_and_leaves_nothing(tmp_path, hang):
         assert not left
         told = log.read_text()
         assert SAYS.get(hang, "hangs: nothing was heard of its process") in told
-        assert hang != "lanes apart" or told.count("lanes.py") >= 2, "the stacks of both"
+        assert hang != "lanes apart" or told.count("collectives.py") >= 2, "the stacks of both"
     finally:
         server.kill()
         server.wait()

@@ -103,7 +103,8 @@ def test_ends_of_a_captured_step():
     table, budget, now, rows, at = (torch.tensor(x, dtype=torch.int32, device=device) for x in (
         [[4, -1], [0, 2]], [0, 6], [8], [1, 0, 0, 0], [63, 5, 40, -1]))
     last = torch.tensor([11, 22, 33], device=device)
-    looks = step.Looks((step.Place(table, 32), step.Place(None, 32), step.Place(table, 16, 2)), budget, now,
+    looks = step.Looks((step.BlockTableRef(table, 32), step.BlockTableRef(None, 32),
+                        step.BlockTableRef(table, 16, 2)), budget, now,
                        torch.arange(16, device=device).view(1, 2, 2, 4))
     found = step.begin(rows, at, last, looks)
     assert [x.tolist() for x in (found.context_B, found.own_B, found.index_B, found.token_B, found.at_B)] == [

@@ -8,7 +8,7 @@ import torch
 
 from penstock.kernels.attention import paged_attention
 from penstock.kernels.attention.paged_attention import AttentionSpec
-from penstock.kernels.attention.paged_attention.native import Decodes
+from penstock.kernels.attention.paged_attention.native import NativeDecodes
 from penstock.kernels.fused import layer
 from penstock.kernels.gemm.linear import fastest
 from penstock.kernels.op import Unusable, WrongResult
@@ -124,7 +124,7 @@ def test_attention_that_does_not_build_is_not_asked_for(monkeypatch):
     def kernel():
         raise Unusable("cc took more than 60 s")
 
-    monkeypatch.setattr(Decodes, "kernel", staticmethod(kernel))
+    monkeypatch.setattr(NativeDecodes, "kernel", staticmethod(kernel))
     model = registry.build(LLAMA, dtype=torch.float32, linear=fastest.NATIVE, ops=layer.OP.use("c"))
     for name, tensor in registry.dummy_tensors(LLAMA, 7):
         model.load(name, tensor)

@@ -159,10 +159,10 @@ def hosted() -> None:
 def layer() -> None:
     from cases import layer as cases
 
-    from penstock.kernels.fused.layer.reference import Reference
+    from penstock.kernels.fused.layer.reference import LayerReference
     from penstock.kernels.fused.layer.triton_ops import TritonOps
 
-    own, reference = TritonOps(), Reference()
+    own, reference = TritonOps(), LayerReference()
     for dtype, tokens, dim in product(DTYPES, (1, 3), (7, 300)):
         h, delta, weight = (torch.randn(n, dim).to(dtype) for n in (tokens, tokens, 1))
         for add in (None, delta):
@@ -194,7 +194,7 @@ def linear() -> None:
     from penstock.kernels.gemm.linear import triton_rows
 
     for tokens, (outputs, inputs), cut in product(
-            (1, 2, 17), ((37, 19), (64, 300)), (triton_rows.Cut(16, 64, 4, 2),)):
+            (1, 2, 17), ((37, 19), (64, 300)), (triton_rows.TileShape(16, 64, 4, 2),)):
         x = torch.randn(tokens, inputs + 3).half()[:, :inputs]
         weight, bias = torch.randn(outputs, inputs).half(), torch.randn(outputs).half()
         for b in (None, bias):

@@ -1,13 +1,13 @@
 """Which ranks are taken to hang, from what their beats have said."""
 from __future__ import annotations
 
-from penstock.exec.pipeline.beats import FRONT, LANES, STAGE, Heard, Waits, Watch
+from penstock.exec.pipeline.beats import FRONT, STAGE, TP_RANKS, RankStatus, Waits, Watch
 
 
 def looks(num: int, *turns: list[tuple[int, str] | tuple[int, str, int] | None]) -> list[list[int]]:
     """Who hangs at each look, if a rank's wait was heard before it, and the step on its device; None: nothing
     was heard of it; []: it serves from now on. Silence is three looks, a step before that five."""
-    watch, heard, found = Watch(num, 3.0, 5.0), [Heard() for _ in range(num)], []
+    watch, heard, found = Watch(num, 3.0, 5.0), [RankStatus() for _ in range(num)], []
     for turn in turns:
         if not turn:
             watch.serves()
@@ -28,15 +28,15 @@ def test_one_word_is_enough_to_live():
 
 
 def test_lanes_that_wait_for_each_other_hang():
-    assert looks(2, *[[(7, LANES), (9, LANES)]] * 4)[-2:] == [[], [0, 1]]
+    assert looks(2, *[[(7, TP_RANKS), (9, TP_RANKS)]] * 4)[-2:] == [[], [0, 1]]
 
 
 def test_a_lane_that_waits_for_one_that_waits_for_the_front_hangs():
-    assert looks(3, *[[(7, LANES), (9, FRONT), (2, STAGE)]] * 4)[-1] == [0, 2]
+    assert looks(3, *[[(7, TP_RANKS), (9, FRONT), (2, STAGE)]] * 4)[-1] == [0, 2]
 
 
 def test_nobody_hangs_while_one_computes_however_long():
-    assert looks(3, *[[(7, LANES), (9, ""), (2, STAGE)]] * 50) == [[]] * 50
+    assert looks(3, *[[(7, TP_RANKS), (9, ""), (2, STAGE)]] * 50) == [[]] * 50
 
 
 def test_nobody_hangs_without_work():
@@ -44,14 +44,14 @@ def test_nobody_hangs_without_work():
 
 
 def test_waits_that_change_are_of_who_gets_on():
-    assert looks(2, *[[(n, LANES), (n, LANES)] for n in range(50)]) == [[]] * 50
+    assert looks(2, *[[(n, TP_RANKS), (n, TP_RANKS)] for n in range(50)]) == [[]] * 50
 
 
 def test_each_wait_has_a_number_and_ends_also_by_an_error():
     waits = Waits()
     assert waits.now == (0, "")
-    with waits.on(LANES):
-        assert waits.now == (1, LANES)
+    with waits.on(TP_RANKS):
+        assert waits.now == (1, TP_RANKS)
     try:
         with waits.on(STAGE):
             assert waits.now == (2, STAGE)

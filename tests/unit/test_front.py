@@ -64,9 +64,9 @@ def test_only_a_failed_copy_that_a_step_has_waited_for_excuses_its_rows(ok, wait
 
 @pytest.mark.parametrize("other, seen", [((7,), False), ((8,), True), ((), True)])
 def test_lanes_that_sample_apart_stop_the_engine_with_both(other, seen):
-    """Of three ranks the last two are lanes of the last stage."""
+    """Of three ranks the last two are TP ranks of the last stage."""
     ranks = [Scripted() for _ in range(3)]
-    front = Front(ranks, lanes=2)
+    front = Front(ranks, tp_size=2)
     front.open(RID, (5,), SamplingParams())
     front.submit(StepPlan(STEP, (Row(0),), (RID,), (0,), (1,), (True,), (5,), (), (), ()))
     for rank, tokens in zip(ranks, ((), (other,), ((7,),)), strict=True):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.exec.sparse.prompts import Chunk, HostedPrompts
+from penstock.exec.sparse.prompts import HostedPrompts, PromptChunk
 from penstock.kernels.attention import chunk_attention
 
 SIZE, HEADS, QUERIES, DIM, HOT = 4, 2, 4, 8, 3
@@ -52,7 +52,7 @@ def test_pages_of_both_tiers_are_read_once_each(start: int, there: list[int], wi
     rows = Rows()
     read = HostedPrompts(table, rows, [pages(kv_2SKH, device, 33)], [pages(kv_2SKH, host, 21)],
                          num_kv_heads=HEADS, scale=0.3, backends=BACKENDS, window=window)
-    chunk = Chunk(0, 0, start, start + 5)
+    chunk = PromptChunk(0, 0, start, start + 5)
     windows = read.windows(chunk)
     assert sum(w.keys for w in windows) == start
     large = max(HOT, window // SIZE)

@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.core.core import Core
 from penstock.core.settings import CoreConfig
-from penstock.engine.client.dialect import Usage
+from penstock.engine.client.dialect import CacheUsage
 from penstock.engine.client.metrics import Metrics
 
 STATS = {"requests_running": 3.0, "requests_waiting": 2.0, "prefix_queries": 100.0, "prefix_hbm_hits": 20.0,
@@ -33,7 +33,7 @@ SGLANG = {"num_running_reqs": "gauge", "num_queue_reqs": "gauge", "token_usage":
 def families(dialect, engines=(STATS,), *, reads_host=False, metrics=None):
     """Families by name without the prefix of the dialect."""
     metrics = metrics or Metrics()
-    metrics.speak(dialect, "m", 16, Usage(reads_host))
+    metrics.speak(dialect, "m", 16, CacheUsage(reads_host))
     return {f.name.removeprefix(f"{dialect}:"): f
             for f in text_string_to_metric_families(metrics.text(engines).decode())
             if f.name.startswith(f"{dialect}:")}
@@ -75,8 +75,8 @@ def test_host_pages_are_room_where_decode_reads_them():
     found = families("vllm", reads_host=True)
     assert value(found["kv_cache_usage_perc"]) == 50 / 200
     assert value(found["cache_config_info"], num_gpu_blocks="200") == 1
-    assert Usage.of({"hot_buffer_tokens": 2112}).pages(STATS) == 200
-    assert Usage.of({"hot_buffer_tokens": 0}).pages(STATS) == Usage.of({}).pages(STATS) == 40
+    assert CacheUsage.of({"hot_buffer_tokens": 2112}).pages(STATS) == 200
+    assert CacheUsage.of({"hot_buffer_tokens": 0}).pages(STATS) == CacheUsage.of({}).pages(STATS) == 40
 
 
 def test_several_engines_have_their_numbers_and_what_the_server_counts_is_there_once():
@@ -97,4 +97,4 @@ def test_without_a_dialect_no_other_name_is_there():
 def test_a_core_counts_what_requests_hold_in_each_tier():
     stats = Core(CoreConfig(page_size=16, rows=4, hbm_pages=8, dram_pages=16)).stats()
     assert stats["hbm_pages_in_use"] == stats["dram_pages_in_use"] == 0
-    assert Usage(reads_host=True).share(stats) == 0 and Usage(reads_host=True).pages(stats) == 24
+    assert CacheUsage(reads_host=True).share(stats) == 0 and CacheUsage(reads_host=True).pages(stats) == 24

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from penstock.core.plan import RequestId, Row, StepId, StepPlan
-from penstock.exec.drafts.drafter import Ask, Drafter
+from penstock.exec.drafts.drafter import Drafter, DraftQuery
 from penstock.exec.drafts.narrow import Narrowing, _shares, decoding
 
 
@@ -18,7 +18,7 @@ class Ones(Drafter):
     def __init__(self) -> None:
         self.asked: list[tuple[int, int]] = []
 
-    def propose(self, asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
+    def propose(self, asks: Sequence[DraftQuery]) -> Sequence[Sequence[int]]:
         self.asked += [(ask.rid, ask.most) for ask in asks]
         return [(1,) * ask.most for ask in asks]
 

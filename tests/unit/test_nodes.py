@@ -22,11 +22,11 @@ from penstock.config.settings.resolve import TORCHRUN, of_torchrun
 from penstock.config.settings.tree import Config
 from penstock.core.plan import Group, StepId, StepPlan, Tier
 from penstock.exec.pipeline import agent as agent_module
-from penstock.exec.pipeline import far, nodes
+from penstock.exec.pipeline import nodes, remote_node
 from penstock.exec.pipeline.agent import Agent
 from penstock.exec.pipeline.crew import Crew
-from penstock.exec.pipeline.far import NodePages, Nodes
 from penstock.exec.pipeline.nodes import NodeLink, Stranger, weights_of
+from penstock.exec.pipeline.remote_node import NodePages, Nodes
 from penstock.exec.step.links import nodes_of
 from penstock.memory.pool import PageLayout
 from penstock.transfer.pages import Span
@@ -67,14 +67,14 @@ def ends(ours: LinkSettings, theirs: LinkSettings) -> list[NodeLink | Exception]
 def test_what_is_said_arrives_in_order_and_whole(tls):
     one, other = ends(settings(True, tls=tls, tls_cert=PEM if tls else ""), settings(False, tls=tls))
     body = bytes(range(256)) * 8192                                     # several messages
-    sending = threading.Thread(target=lambda: [one.data(9, body), one.say(nodes.Stack(3))])
+    sending = threading.Thread(target=lambda: [one.data(9, body), one.say(nodes.NodeStack(3))])
     sending.start()
     got = b""
     while isinstance(message := other.next(), nodes.Data):
         assert message.channel == 9
         got += message.body
     sending.join()
-    assert got == body and message == nodes.Stack(3)
+    assert got == body and message == nodes.NodeStack(3)
     one.close()
     with pytest.raises(ConnectionError, match="closed the connection"):
         other.next()
@@ -82,7 +82,7 @@ def test_what_is_said_arrives_in_order_and_whole(tls):
 
 def test_another_key_is_no_node_of_this_engine():
     one, other = ends(settings(True), settings(False, key=KEY[::-1]))
-    other.say(nodes.Beat())
+    other.say(nodes.NodeBeat())
     with pytest.raises(ConnectionError, match="key"):
         one.next()
 
@@ -194,7 +194,7 @@ def test_all_that_come_are_known_by_their_number():
 
 def test_silent_and_slow_strangers_keep_no_node_out(monkeypatch):
     """Three say nothing, three a byte now and then, each for longer than node 0 waits for any of them."""
-    monkeypatch.setattr(far, "CALLERS_MAX", 7)
+    monkeypatch.setattr(remote_node, "CALLERS_MAX", 7)
     ours, connected, ended = config(), threading.Event(), threading.Event()
     links: list[socket.socket] = []
 
@@ -228,10 +228,10 @@ def test_silent_and_slow_strangers_keep_no_node_out(monkeypatch):
 
 
 def test_a_handshake_has_one_deadline_however_often_it_sends(monkeypatch):
-    monkeypatch.setattr(far, "HANDSHAKE_S", 0.5)
+    monkeypatch.setattr(remote_node, "HANDSHAKE_S", 0.5)
     logged: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
-        callers = far.Callers(server, settings(True), logged.append)
+        callers = remote_node.Callers(server, settings(True), logged.append)
         with socket.create_connection(server.getsockname()) as link:
             link.settimeout(0.05)
             opening = nodes._OPENING.pack(nodes._MAGIC, nodes.VERSION, bytes(32))
@@ -286,10 +286,10 @@ def test_torchrun_says_who_is_who(monkeypatch):
 
 def test_a_plan_crosses_each_connection_once():
     said, sent = [], []
-    far = SimpleNamespace(mine=range(2, 4), link=SimpleNamespace(say=said.append))
+    remote_node = SimpleNamespace(mine=range(2, 4), link=SimpleNamespace(say=said.append))
     crew = Crew.__new__(Crew)                   # without its processes
-    crew._encoded, crew.ranges = (None, b""), [range(2), far.mine]
-    crew._nodes = SimpleNamespace(of=lambda _: far)
+    crew._encoded, crew.ranges = (None, b""), [range(2), remote_node.mine]
+    crew._nodes = SimpleNamespace(of=lambda _: remote_node)
     plan = StepPlan(StepId(1), (), (), (), (), (), (), (), (), ())
     for index in range(4):
         crew.hand(SimpleNamespace(index=index, send=sent.append), plan)

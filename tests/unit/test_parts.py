@@ -1,4 +1,4 @@
-"""Which rank has what: every element of every weight and page of every family, for any number of lanes."""
+"""Which rank has what: every element of every weight and page of every family, for any number of TP ranks."""
 from __future__ import annotations
 
 import json
@@ -18,8 +18,8 @@ from penstock.core.settings import CoreConfig
 from penstock.exec.load.backends import _check_blocks
 from penstock.exec.load.layout import caches_of
 from penstock.exec.load.sizing import groups_of
-from penstock.exec.pipeline.far import NodeHost, NodePages
 from penstock.exec.pipeline.nodes import Write
+from penstock.exec.pipeline.remote_node import NodeHost, NodePages
 from penstock.exec.step.links import nodes_of, split
 from penstock.kernels.gemm import scaled_linear
 from penstock.kernels.gemm.experts import OP, ExpertOps
@@ -28,7 +28,7 @@ from penstock.kernels.types.scaled import Scaled, quantised
 from penstock.memory.dram import DramPool
 from penstock.model import registry
 from penstock.model.base import Stage
-from penstock.model.parts import Lane, even
+from penstock.model.parts import TpRank, even
 from penstock.model.weights.codes import Codes
 from penstock.model.weights.formats.table import read_blocks
 from penstock.model.weights.fp8 import quantises
@@ -58,7 +58,7 @@ MINIMAX = {**LLAMA, "model_type": "minimax_m2", "head_dim": 8, "rotary_dim": 4, 
 GLM = {**LATENT, "model_type": "glm_moe_dsa", "indexer_types": ["full", "shared", "full", "shared"]}
 FAMILIES = {"llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3, "qwen3_moe": MOE,
             "deepseek_v32": LATENT, "glm_moe_dsa": GLM}
-SUMMED = ("o_proj.bias", "down_proj.bias")                  # added by one lane, of all that have the columns
+SUMMED = ("o_proj.bias", "down_proj.bias")                  # added by one TP rank, of all that have the columns
 WHOLE = ("embed_tokens.weight", "norm.weight", "norm.bias", "mlp.gate.weight", "correction_bias",
          "_a_proj.weight", "_a_proj.bias", "_with_mqa.weight", "_with_mqa.bias",
          "indexer.wq_b.weight", "indexer.wk.weight",
@@ -68,8 +68,8 @@ EXPERTS = OP.use("reference")
 
 
 def parts(pp: int, tp: int, ranges: int = 1, block: int = 16) -> list[Stage]:
-    lanes = [Lane(i, tp, ranges, block) for i in range(tp)]
-    return [replace(stage, lane=lane) for stage in split(even(4, pp)) for lane in lanes]
+    tp_ranks = [TpRank(i, tp, ranges, block) for i in range(tp)]
+    return [replace(stage, tp_rank=tp_rank) for stage in split(even(4, pp)) for tp_rank in tp_ranks]
 
 
 def kept_by(config: dict[str, Any], ranks: list[Stage]) -> dict[str, list[torch.Tensor]]:
@@ -104,11 +104,11 @@ def check_weights(config: dict[str, Any], pp: int, tp: int, ranges: int) -> None
 
 
 def check_heads(config: dict[str, Any], tp: int) -> None:
-    """A lane's KV heads are those of its query heads, in q, k, v and the columns of o alike."""
+    """A TP rank's KV heads are those of its query heads, in q, k, v and the columns of o alike."""
     num, groups, dim = (config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     at = "model.layers.0.self_attn."
-    for lane in range(tp):
-        mine = dict(registry.cuts_of(config, parts(1, tp)[lane]))
+    for tp_rank in range(tp):
+        mine = dict(registry.cuts_of(config, parts(1, tp)[tp_rank]))
         q, k, v, o = (mine[f"{at}{x}_proj.weight"] for x in "qkvo")
         heads = {row // dim for row in range(q[0].first, q[0].end)}
         assert heads == {col // dim for col in range(o[1].first, o[1].end)}
@@ -136,7 +136,7 @@ def check_pages(config: dict[str, Any], pp: int, tp: int) -> None:
         assert (caches.host_pools(core, written)[g].pages == 1).all(), group.name
         for head in range(group.num_kv_heads):
             holders = sum(head in range(cut.first, cut.end) for cut in (
-                Lane(i, tp).kv_heads(group.num_kv_heads) for i in range(tp)))
+                TpRank(i, tp).kv_heads(group.num_kv_heads) for i in range(tp)))
             assert (caches.host_pools(core, seen)[g].pages[:, :, head] == holders).all(), (group.name, head)
             assert holders == 1 or tp > group.num_kv_heads
 
@@ -220,7 +220,7 @@ def test_each_element_of_weights_and_pages_is_where_it_should_be(family, tp):
 
 
 def test_two_writers_of_a_rectangle_are_seen(monkeypatch):
-    monkeypatch.setattr(Lane, "owns", lambda self, kv_heads: True)
+    monkeypatch.setattr(TpRank, "owns", lambda self, kv_heads: True)
     with pytest.raises(AssertionError, match="latent"):
         check_pages(LATENT, 1, 2)
 
@@ -229,7 +229,7 @@ def test_two_writers_of_a_rectangle_are_seen(monkeypatch):
     (136, 3, 32, [64, 64, 8]), (768, 4, 128, [256, 256, 128, 128]), (24, 3, 16, [8, 8, 8]),
     (3, 3, 16, [1, 1, 1])])
 def test_columns_go_in_blocks_and_no_lane_has_none(width, tp, block, want):
-    assert [Lane(i, tp, block=block).columns(width).size for i in range(tp)] == want
+    assert [TpRank(i, tp, block=block).columns(width).size for i in range(tp)] == want
 
 
 def test_a_part_of_packed_weights_means_the_part():
@@ -248,9 +248,9 @@ def test_a_part_of_packed_weights_means_the_part():
     assert (whole.rows, whole.cols) == (128, 128)
 
 
-# ---------------------------------------------------------------- lanes as threads
+# ---------------------------------------------------------------- TP ranks as threads
 class Threads:
-    """`model.base.Lanes` of lanes that are threads, in turns."""
+    """`model.base.TpGroupnks` of TP ranks that are threads, in turns."""
 
     def __init__(self, size: int) -> None:
         self.size, self._at, self._given = size, threading.Barrier(size, timeout=60), {}
@@ -282,15 +282,15 @@ def packed(weight: torch.Tensor | Scaled, bias: torch.Tensor | None) -> Any:
 
 def logits(config: dict[str, Any], tp: int, ranges: int = 1, together: ExpertOps | None = None) \
         -> list[torch.Tensor]:
-    """Of a chunk and then a token, by lane. together: as on a device, experts are one operation, and weights
+    """Of a chunk and then a token, by TP rank. together: as on a device, experts are one operation, and weights
     in fp8 stay that."""
-    lanes, found, blocks = Threads(tp), [None] * tp, read_blocks(config, "")
+    tp_ranks, found, blocks = Threads(tp), [None] * tp, read_blocks(config, "")
 
     @torch.inference_mode()
     def run(stage: Stage) -> None:
-        index = stage.lane.index
+        index = stage.tp_rank.index
         model = registry.build(config, dtype=torch.float32, stage=stage,
-                               lanes=lanes.of(index) if tp > 1 else None, experts=together,
+                               tp_ranks=tp_ranks.of(index) if tp > 1 else None, experts=together,
                                linear=packed)
         for name, tensor in registry.dummy_tensors(
                 config, 7, model.wants, scaled=lambda name: blocks if quantises(name) else None):
@@ -312,7 +312,7 @@ def logits(config: dict[str, Any], tp: int, ranges: int = 1, together: ExpertOps
 
 def check_logits(config: dict[str, Any], tp: int, ranges: int = 1, together: ExpertOps | None = None) -> None:
     [want], found = logits(config, 1), logits(config, tp, ranges, together)
-    assert all(one is not None and one.equal(found[0]) for one in found), "lanes differ"
+    assert all(one is not None and one.equal(found[0]) for one in found), "TP ranks differ"
     assert torch.allclose(found[0], want, atol=1e-4, rtol=1e-4), "not the model"
 
 
@@ -345,12 +345,12 @@ def test_lanes_of_weights_in_fp8_compute_what_the_model_does(family, tp, cols):
     check_logits(config, tp, together=EXPERTS)
     if family != "deepseek_v32":
         down = "model.layers.1.mlp.down_proj.weight"
-        for lane in range(tp):
-            assert dict(registry.cuts_of(config, parts(1, tp)[lane]))[down][1].first % cols == 0
+        for tp_rank in range(tp):
+            assert dict(registry.cuts_of(config, parts(1, tp)[tp_rank]))[down][1].first % cols == 0
 
 
 def test_lanes_keep_fp8_unless_one_begins_where_kernels_do_not_read(tmp_path):
-    """Experts of 24 columns over three lanes go in eights."""
+    """Experts of 24 columns over three TP ranks go in eights."""
     def check(config: dict[str, Any], tp: int) -> None:
         (tmp_path / "config.json").write_text(json.dumps(config))
         files = locate(str(tmp_path), load_format="dummy")
@@ -369,29 +369,29 @@ def a_bias_on_each_lane(monkeypatch):
     real = Slots.linear
 
     def linear(self, *args, **more):
-        lane, self.lane = self.lane, replace(self.lane, index=0)
+        tp_rank, self.tp_rank = self.tp_rank, replace(self.tp_rank, index=0)
         made = real(self, *args, **more)
-        self.lane = lane
+        self.tp_rank = tp_rank
         return made
     monkeypatch.setattr(Slots, "linear", linear)
 
 
 def heads_that_are_off_by_one(monkeypatch):
-    real = Lane.queries
+    real = TpRank.queries
 
     def queries(self, num, kv_heads):
         cut = real(self, num, kv_heads)
         return cut if self.index == 0 else cut._replace(first=cut.first - 1, end=cut.end - 1)
-    monkeypatch.setattr(Lane, "queries", queries)
+    monkeypatch.setattr(TpRank, "queries", queries)
 
 
 def experts_visited_on_two_lanes(monkeypatch):
-    real = Lane.experts
+    real = TpRank.experts
 
     def experts(self, num):
         cut = real(self, num)
         return cut if self.index or self.size == 1 else cut._replace(end=cut.end + 1)
-    monkeypatch.setattr(Lane, "experts", experts)
+    monkeypatch.setattr(TpRank, "experts", experts)
 
 
 @pytest.mark.parametrize("fault, family", [

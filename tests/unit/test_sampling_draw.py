@@ -321,7 +321,7 @@ END = 7
                                           ((END, 8, 9, 3), (8, 9, 3)), ((5, 6, 8, 9), (5, 6, 8)),
                                           ((5, 6, 8, 9), (5, 1, 8))])
 def test_a_host_that_has_learnt_where_a_row_ends_says_where_it_is_on_the_device(says, drafts) -> None:
-    """Which goes on behind its end; so lanes that have heard of it and others launch the same."""
+    """Which goes on behind its end; so TP ranks that have heard of it and others launch the same."""
     device = torch.device("cpu")
     state = Sampler(V, 1).open(0, (1, 2, 3), SamplingParams(temperature=0.0), 0, (END,))
     logits, at = torch.zeros(4, V), torch.arange(4, dtype=torch.int32)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from penstock.core.plan import RequestId, StepId
-from penstock.exec.step.links import MOST_AWAITED, Heard, Sampled
+from penstock.exec.step.links import MOST_AWAITED, Sampled, TokensFromLast
 
 
 class Source:
@@ -18,7 +18,7 @@ class Source:
 
 def test_requests_of_one_token_leave_nothing_behind() -> None:
     source = Source()
-    heard = Heard(source)
+    heard = TokensFromLast(source)
     for n in range(1, 1001):
         heard.open(RequestId(n))
         heard.expect(StepId(n), (RequestId(n),))

@@ -11,7 +11,7 @@ from penstock.config.base.decoding import ProtocolError
 from penstock.core.plan import Group, Tier
 from penstock.memory.hbm import HbmPool
 from penstock.memory.pool import PageLayout, PoolPart
-from penstock.model.parts import Lane
+from penstock.model.parts import TpRank
 from penstock.transfer.facts import group_facts
 from penstock.transfer.landing import place
 from penstock.transfer.layout import GroupProgress, PageSlice, common_layer_spans, page_parts, pieces, whole_units
@@ -113,11 +113,11 @@ def test_a_grant_that_lacks_its_last_piece_is_not_done() -> None:
 
 
 def pools(layout: PageLayout, stages: tuple[int, ...], tp: int = 1) -> list[list[HbmPool]]:
-    """Of each lane of each stage."""
+    """Of each TP rank of each stage."""
     return [[HbmPool(replace(layout, num_layers=n, num_kv_heads=heads.size), 8, base=50,
                      part=PoolPart(layout, sum(stages[:s]), heads.first))]
             for s, n in enumerate(stages) if n
-            for heads in (Lane(i, tp).kv_heads(layout.num_kv_heads) for i in range(tp))]
+            for heads in (TpRank(i, tp).kv_heads(layout.num_kv_heads) for i in range(tp))]
 
 
 def fill(ranks: list[list[HbmPool]], pages: list[int], first: int, value) -> None:
@@ -138,8 +138,8 @@ def fill(ranks: list[list[HbmPool]], pages: list[int], first: int, value) -> Non
 @pytest.mark.parametrize("cells", [5, 50, 1000])            # of a piece: some layers of a page, two pages, all
 def test_bytes_arrive_where_their_position_is(size_a: int, size_b: int, unit: int, ours, theirs, tp_a: int,
                                               tp_b: int, cells: int) -> None:
-    """Page sizes, stages, lanes and units: what is read at a position there was written at it here, on each
-    lane that has its head."""
+    """Page sizes, stages, TP ranks and units: what is read at a position there was written at it here, on each
+    TP rank that has its head."""
     start, tokens, first = 48, 21, 48 // unit
     a, b = (PageLayout(num_layers=3, num_kv_heads=3, page_size=size, head_dim=3, unit=unit,
                        dtype=torch.int16) for size in (size_a, size_b))

@@ -37,7 +37,7 @@ from penstock.config.request.params import SamplingParams
 from penstock.config.settings.refuse import is_local, is_local_origin
 from penstock.config.settings.tree import ServerConfig
 from penstock.engine.client.client import EngineClient, EngineDied
-from penstock.engine.client.dialect import Usage
+from penstock.engine.client.dialect import CacheUsage
 from penstock.engine.client.metrics import CONTENT_TYPE, STATS_AGE, Metrics
 from penstock.engine.client.replicas import Engines, Member, together
 from penstock.engine.client.supervised import Kept
@@ -386,7 +386,7 @@ class _Views:
 
     async def _loads(self) -> list[dict[str, float]]:
         """Of each engine, in SGLang's words; tokens are those that requests hold."""
-        page, rows, usage = self._info["page_size"], self._info["max_num_seqs"], Usage.of(self._info)
+        page, rows, usage = self._info["page_size"], self._info["max_num_seqs"], CacheUsage.of(self._info)
         loads = []
         for m, stats in zip(self._api.engine.members, await self._each(), strict=True):
             used, room = (int(of(stats)) * page for of in (usage.used, usage.pages))

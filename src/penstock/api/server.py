@@ -34,7 +34,7 @@ from penstock.config.request.defaults import shown
 from penstock.config.settings.pairkey import read_secret
 from penstock.config.settings.tree import Config, KVConfig, ServerConfig
 from penstock.engine.client.client import EngineDied
-from penstock.engine.client.dialect import Usage
+from penstock.engine.client.dialect import CacheUsage
 from penstock.engine.client.gate import Gate
 from penstock.engine.client.local_pd import PairHere
 from penstock.engine.client.metrics import Metrics
@@ -249,7 +249,7 @@ class _Server:
         model = [*config.model.served_model_name, self._files.name][0]
         metrics, info = Metrics(), self._engine.ready.info
         if config.server.metrics_dialect is not None:
-            metrics.speak(config.server.metrics_dialect, model, config.kv.page_size, Usage.of(info))
+            metrics.speak(config.server.metrics_dialect, model, config.kv.page_size, CacheUsage.of(info))
         api = OpenAI(self._engine, text, metrics,
                      model=model,
                      encoder=self._encoder,

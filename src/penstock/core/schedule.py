@@ -75,7 +75,7 @@ def _decoding(core: CoreState, step: StepId) -> tuple[list[ScheduledRow], int]:
 def _of_turn(core: CoreState, free: int) -> tuple[list[ScheduledRow], int]:
     """Of the rows whose last step is not later than `free`, so many that each stage has as many."""
     chosen: list[ScheduledRow] = []
-    taken = reclaim.Taken(core, chosen)
+    taken = reclaim.PlannedRows(core, chosen)
     budget, looked, left = core.cfg.step_tokens, 0, len(core.running)
     if core.cfg.pp_size > 1:
         left = -(-sum([r.phase in DECODING for r in core.running]) // core.cfg.pp_size)
@@ -106,7 +106,7 @@ def _of_turn(core: CoreState, free: int) -> tuple[list[ScheduledRow], int]:
 
 def _prompts(core: CoreState, decoding: list[ScheduledRow], budget: int) -> list[ScheduledRow]:
     chosen: list[ScheduledRow] = []
-    taken = reclaim.Taken(core, decoding, chosen)
+    taken = reclaim.PlannedRows(core, decoding, chosen)
     prompts = [r for r in core.transient if r.phase is Phase.PREFILL and r.todo] if budget else []
     ahead = _ahead(core, prompts, budget)
     budget -= sum(ahead.values())
@@ -182,7 +182,7 @@ def _row(r: Request, width: int) -> ScheduledRow:
     return r.issued
 
 
-def _chunk(core: CoreState, r: Request, n: int, taken: reclaim.Taken) -> int:
+def _chunk(core: CoreState, r: Request, n: int, taken: reclaim.PlannedRows) -> int:
     """How much of a prompt is computed: as much as has pages. It gets those of windows here, and what it was
     promised."""
     end = r.computed + n

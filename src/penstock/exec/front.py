@@ -114,12 +114,12 @@ class Front:
     """
 
     def __init__(self, ranks: Sequence[Ranked], wait: Callable[[], None] | None = None,
-                 storage: Storage | None = None, *, lanes: int = 1, page_size: int = 0) -> None:
+                 storage: Storage | None = None, *, tp_size: int = 1, page_size: int = 0) -> None:
         """wait: blocks until a rank in another process has reported; None: all are in this process, and
-        work while they are collected. storage: makes the Moves from and to it, for all ranks. lanes: the last
+        work while they are collected. storage: makes the Moves from and to it, for all ranks. tp_size: the last
         ranks, which sample the same. page_size: tokens, of rows that may be hosted."""
         self._page_size = page_size
-        self._ranks, self._wait, self.storage, self._lanes = ranks, wait, storage, lanes
+        self._ranks, self._wait, self.storage, self._tp_size = ranks, wait, storage, tp_size
         self._open: dict[RequestId, _Open] = {}
         self._steps: dict[StepId, _Step] = {}
         self._moves: dict[MoveId, _Move] = {}
@@ -131,7 +131,7 @@ class Front:
     def compiled(self, grammar: Grammar) -> bool:
         """Whether a request with it makes no step wait, as far as this process knows. Returns at once, and
         has it compiled; the executor wakes its loop when that has ended."""
-        return all([rank.compiled(grammar) for rank in self._ranks[-self._lanes:]])
+        return all([rank.compiled(grammar) for rank in self._ranks[-self._tp_size:]])
 
     def open(self, rid: RequestId, prompt: tuple[int, ...], params: SamplingParams, *,
              choice: int = 0, stop_ids: tuple[int, ...] = ()) -> None:
@@ -256,7 +256,7 @@ class Front:
         step.stepped[rank] = report
         if report.drafts and rank == len(self._ranks) - 1:
             right = right_of(step.plan, report.tokens)
-            for other in self._ranks[:-self._lanes]:
+            for other in self._ranks[:-self._tp_size]:
                 other.checked(report.step, right)
         if len(step.stepped) < len(self._ranks):
             return []
@@ -264,7 +264,7 @@ class Front:
         self._retired = report.step
         _check_tables(report.step, [(i, stepped.tables) for i, stepped in step.stepped.items()])
         last = len(self._ranks) - 1
-        for i in range(len(self._ranks) - self._lanes, last):
+        for i in range(len(self._ranks) - self._tp_size, last):
             if step.stepped[i].tokens != step.stepped[last].tokens:
                 raise RanksDisagree(
                     f"step {report.step}: rank {i} has sampled {list(step.stepped[i].tokens)}, rank {last} "
@@ -338,7 +338,7 @@ class Front:
 
 
 class RanksDisagree(RuntimeError):
-    """Two ranks have other pages for the same row, or lanes have sampled other tokens: one of them would go
+    """Two ranks have other pages for the same row, or TP ranks have sampled other tokens: one of them would go
     wrong."""
 
 

@@ -56,7 +56,7 @@ class Stepped:
     """A step has executed on this rank.
 
     tokens      as in `core.plan.Retired`; () for a row whose logits were not finite. These three are
-                of the last stage, the same on all its lanes; others sample nothing
+                of the last stage, the same on all its TP ranks; others sample nothing
     logprobs    (request, index of the output token, its logprobs) where they were asked for
     faults      (request, why, whether its logits were not finite) of each row that failed: else its grammar
                 admits no token
@@ -171,7 +171,7 @@ class Rank:
             if there is not None:
                 self._makes = Ahead(there, self._tokens.history, self._tokens.simple, self._at_once,
                                     self._tables.index, beyond=self._tokens.beyond,
-                                    lanes=model.stage.lane.size,
+                                    tp_size=model.stage.tp_rank.size,
                                     keeps=self._mtp is not None or bool(self._attending.states))
         self._prompts = PromptReader(model.logits, model.vocab_size) if self._links.after is None else None
         self._steps: list[Steps] = [
@@ -316,7 +316,7 @@ class Rank:
         with torch.inference_mode():
             answers, prompts = self._execute(plan)
         self._launches["ahead" if self._flights else "alone"] += 1
-        # What several lanes have is counted by one.
+        # What several TP ranks have is counted by one.
         rows = map(self._tables.index, plan.rows if self._groups[0].owned else ())
         reads = self._attending.reads(list(rows), answers.counted)
         self._flights.append(_Flight(plan, answers, self._done(), reads, prompts))
@@ -420,7 +420,7 @@ class Rank:
         self._mover.add([m for m in plan.moves if m.id not in plan.waits])
         if self._widths is not None and self._groups[0].owned:
             self._widths.count(answers.drafts)
-        several = self._links != Links() or self._model.stage.lane.size > 1
+        several = self._links != Links() or self._model.stage.tp_rank.size > 1
         compared = several and plan.step % DIGEST_STEPS == 0
         return Stepped(plan.step, tuple(answers.tokens), tuple(answers.logprobs), tuple(answers.faults),
                        self._tables.digests() if compared else (), flight.reads(answers.counts),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.kernels.attention.paged_attention.native import Paged
 from penstock.kernels.types.states import States
-from penstock.model.parts import ONE, Lane
+from penstock.model.parts import ONE, TpRank
 from penstock.model.weights.codes import Packed
 from penstock.model.weights.fp8 import Blocks
 
@@ -30,7 +30,7 @@ def everything(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What one rank has of a model: layers [first, end), at least one, and of those what its lane has. The
+    """What one rank has of a model: layers [first, end), at least one, and of those what its TP rank has. The
     first stage has the embedding (`embeds`), the last the final norm and the head (`heads`); a tied head
     needs the embedding's tensor as well. `drafts`: the last has the layer that drafts, too; `inputs`: and the
     embedding, for what drafts."""
@@ -39,7 +39,7 @@ class Stage:
     end: GlobalLayer
     embeds: bool
     heads: bool
-    lane: Lane = ONE
+    tp_rank: TpRank = ONE
     drafts: bool = False
     inputs: bool = False
 
@@ -61,15 +61,15 @@ class Boundary(NamedTuple):
     tapped: tuple[Tensor, ...] = ()
 
 
-class Lanes(Protocol):
-    """The lanes of a stage, as one of them sees them. Each call is made by all, in the same order, with the
+class TpGroup(Protocol):
+    """The TP ranks of a stage, as one of them sees them. Each call is made by all, in the same order, with the
     same shapes; what they get is the same on all, bit for bit."""
 
-    def add(self, x_TD: Tensor) -> None:
-        """x_TD, dense, becomes the sum over the lanes."""
+    def all_reduce(self, x_TD: Tensor) -> None:
+        """x_TD, dense, becomes the sum over the TP ranks."""
 
-    def join(self, x_BV: Tensor, num: int) -> Tensor:
-        """[B, num]: what the lanes have of `Lane.evenly(num)` columns, side by side."""
+    def all_gather(self, x_BV: Tensor, num: int) -> Tensor:
+        """[B, num]: what the TP ranks have of `TpRank.evenly(num)` columns, side by side."""
 
 
 class Attend(Protocol):
@@ -127,7 +127,7 @@ class CacheShape:
     unit        tokens that one vector stands for: 1 for KV, more for summaries
     selector    only what chooses tokens reads it; not what attention reads
     resident    attention reads all of it at each step, so it stays on the device
-    owned       no lane before this one has the same: what all lanes see is written and counted by this one
+    owned       no TP rank before this one has the same: what all TP ranks see is written and counted by this one
     dtype       of its pages, None: the model's; of uint8 `head_dim` is bytes, as `kernels.types.fp8` lays out
     window      tokens that a query of its layers sees, itself and those before it; 0: all
     snapshot    what is kept is a state behind a token, one vector that stands for all tokens up to it
@@ -153,11 +153,11 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """Queries of one token, of this lane: `num_heads` x `CacheShape.head_dim`. Scores are q.k times `scale`.
+    """Queries of one token, of this TP rank: `num_heads` x `CacheShape.head_dim`. Scores are q.k times `scale`.
 
     softcap      0, or: what scores are capped with, as in `paged_attention.AttentionSpec`
     sinks        every layer gives a logit of each query head, as there
-    shared       other lanes have queries to the same KV head, see `Model.queries`
+    shared       other TP ranks have queries to the same KV head, see `Model.queries`
     latent_dim   0, or: the written vector is latent, and its first `latent_dim` dims are its value
     topk         0, or: tokens that the model itself chooses for each query
     """
@@ -216,8 +216,8 @@ class Model(Protocol):
         into stages computes what one stage does, bit for bit."""
 
     def queries(self, q_BNH: Tensor) -> Tensor:
-        """All queries to this lane's one KV head, of which it has some: of a model whose attention is
-        `shared`, called by all lanes with as many rows."""
+        """All queries to this TP rank's one KV head, of which it has some: of a model whose attention is
+        `shared`, called by all TP ranks with as many rows."""
 
     def norm(self, x: Boundary) -> Tensor:
         """hidden_TD after the final norm. Only of a stage that has the head."""

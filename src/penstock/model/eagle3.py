@@ -17,11 +17,11 @@ from torch import Tensor
 
 from penstock.config.base.errors import ConfigError
 from penstock.kernels.fused.layer import LayerOps
-from penstock.model.base import Attend, CacheShape, GlobalLayer, Lanes, LocalLayer, Stage
+from penstock.model.base import Attend, CacheShape, GlobalLayer, LocalLayer, Stage, TpGroup
 from penstock.model.families.common import read_attention
-from penstock.model.layers import Attention, AttentionSpec, GatedMLP
+from penstock.model.layers import Attention, GatedMLP, GqaSpec
 from penstock.model.mtp import groups_of
-from penstock.model.parts import ONE, Lane
+from penstock.model.parts import ONE, TpRank
 from penstock.model.rope import Rope, read_rope
 from penstock.model.transformer import Spec
 from penstock.model.weights.codes import Packed
@@ -42,7 +42,7 @@ class EagleSpec:
     words: int
     eps: float
     rope: Rope
-    attention: AttentionSpec
+    attention: GqaSpec
     taps: tuple[int, int, int]
 
 
@@ -77,23 +77,23 @@ class Eagle3:
     name = "eagle3"
 
     def __init__(self, spec: EagleSpec, dtype: torch.dtype, linear: LinearFactory, ops: LayerOps,
-                 lane: Lane = ONE, lanes: Lanes | None = None) -> None:
-        """lane, lanes: of the model's stage, as `Transformer` takes them."""
-        self.spec, self._ops, self._lanes = spec, ops, lanes
+                 tp_rank: TpRank = ONE, tp_group: TpGroup | None = None) -> None:
+        """tp_rank, tp_group:ks: of the model's stage, as `Transformer` takes them."""
+        self.spec, self._ops, self._tp_group = spec, ops, tp_group
         self.taps: tuple[int, ...] = spec.taps
-        self._slots = slots = Slots(dtype, linear, ops, lane=lane)
+        self._slots = slots = Slots(dtype, linear, ops, tp_rank=tp_rank)
         hidden, at = spec.hidden, "midlayer"
         [kv] = spec.attention.groups(Stage(GlobalLayer(0), GlobalLayer(1), embeds=False, heads=False), ())
         self.groups: tuple[CacheShape, ...] = groups_of(kv, hidden)
-        self.attention = spec.attention.shape(lane)
+        self.attention = spec.attention.shape(tp_rank)
         self.joint = slots.linear(["fc"], [hidden], 3 * hidden, False)
         self.norm_token, self.norm_hidden, self.norm_mlp, self.norm_last = (
             slots.vector(f"{name}.weight", (hidden,)) for name in (
                 f"{at}.input_layernorm", f"{at}.hidden_norm", f"{at}.post_attention_layernorm", "norm"))
         self.layer = Attention(slots, f"{at}.self_attn", LAYER, hidden, spec.attention, spec.eps,
                                inputs=2 * hidden)
-        self.mlp = GatedMLP(slots, f"{at}.mlp", hidden, lane.columns(spec.width), False)
-        self.head = slots.linear(["lm_head"], [lane.evenly(spec.words)], hidden, False)
+        self.mlp = GatedMLP(slots, f"{at}.mlp", hidden, tp_rank.columns(spec.width), False)
+        self.head = slots.linear(["lm_head"], [tp_rank.evenly(spec.words)], hidden, False)
         self.rope: Rope | None = None               # by `finish`
         self.offset_V: Tensor | None = None         # of each word: what to add for the model's id of it
 
@@ -136,17 +136,17 @@ class Eagle3:
         both = [ops.norm(x_TD, None, norm.value, eps) for x_TD, norm in (
             (token_TD, self.norm_token), (hidden_TD, self.norm_hidden))]
         delta_TD, _ = self.layer(torch.cat(both, 1), None, cos_T1H, sin_T1H, attend)
-        if self._lanes is not None:
-            self._lanes.add(delta_TD)
+        if self._tp_group is not None:
+            self._tp_group.all_reduce(delta_TD)
         fed_TD = self.mlp(ops.norm(out_TD, delta_TD, self.norm_mlp.value, eps))     # adds delta to out
-        if self._lanes is not None:
-            self._lanes.add(fed_TD)
+        if self._tp_group is not None:
+            self._tp_group.all_reduce(fed_TD)
         return out_TD + fed_TD
 
     def guess(self, hidden_BD: Tensor, logits: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         assert self.offset_V is not None
         own_BV = self.head(self._ops.norm(hidden_BD, None, self.norm_last.value, self.spec.eps))
-        if self._lanes is not None:
-            own_BV = self._lanes.join(own_BV, self.spec.words)
+        if self._tp_group is not None:
+            own_BV = self._tp_group.all_gather(own_BV, self.spec.words)
         best_B, word_B = own_BV.float().max(1)
         return best_B, word_B + self.offset_V[word_B]

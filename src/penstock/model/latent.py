@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.kernels.fused.layer import LatentNorms, Weighs
 from penstock.model.base import Attend, AttentionShape, CacheShape, GlobalLayer, LocalLayer, Stage
-from penstock.model.parts import Cut, Lane
+from penstock.model.parts import Cut, TpRank
 from penstock.model.weights.slots import Slots
 
 # Of the norms inside of attention: fixed in the family's code, whatever rms_norm_eps says.
@@ -66,16 +66,16 @@ class LatentSpec:
     def ops(self) -> tuple[str, ...]:
         return ("latent_attention",) if self.index is None else ("index_select", "latent_attention")
 
-    def shape(self, lane: Lane) -> AttentionShape:
+    def shape(self, tp_rank: TpRank) -> AttentionShape:
         return AttentionShape(
-            num_heads=lane.evenly(self.num_heads).size, scale=self.scale, latent_dim=self.kv_rank,
+            num_heads=tp_rank.evenly(self.num_heads).size, scale=self.scale, latent_dim=self.kv_rank,
             topk=0 if self.index is None else self.index.topk
         )
 
     def groups(self, stage: Stage, windows: Sequence[int]) -> tuple[CacheShape, ...]:
-        """Rows of every layer, index keys of those that have an indexer; the same on all lanes."""
+        """Rows of every layer, index keys of those that have an indexer; the same on all TP ranks."""
         assert not windows, "latent rows of a window"
-        owned = stage.lane.owns(1)
+        owned = stage.tp_rank.owns(1)
         layers = [GlobalLayer(index) for index in range(stage.first, stage.end)]
         rows = CacheShape(
             name="latent", layers=tuple(LocalLayer(i - stage.first) for i in layers), num_kv_heads=1,
@@ -90,9 +90,9 @@ class LatentSpec:
 
     def build(
         self, slots: Slots, prefix: str, index: GlobalLayer, local: LocalLayer, hidden: int, eps: float
-    ) -> LatentAttention:
+    ) -> LatentLayer:
         own = self.index if self.index is not None and index in self.index.layers else None
-        return LatentAttention(slots, prefix, local, hidden, self, own)
+        return LatentLayer(slots, prefix, local, hidden, self, own)
 
 
 def _halves(dim: int) -> Tensor:
@@ -100,13 +100,13 @@ def _halves(dim: int) -> Tensor:
     return torch.cat((torch.arange(0, dim, 2), torch.arange(1, dim, 2)))
 
 
-class LatentAttention:
+class LatentLayer:
     def __init__(
         self, slots: Slots, prefix: str, local: LocalLayer, hidden: int, spec: LatentSpec,
         index: IndexSpec | None,
     ) -> None:
         """index: of a layer that has an indexer."""
-        heads = slots.lane.evenly(spec.num_heads)
+        heads = slots.tp_rank.evenly(spec.num_heads)
         self.spec = spec = replace(spec, num_heads=heads.size)
         self.layer, self.ops, self.index = local, slots.ops, index
         self.row_dim = spec.kv_rank + spec.rope_dim

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from penstock.kernels.fused.layer import LayerWeights
 from penstock.model.base import Attend, AttentionShape, CacheShape, GlobalLayer, LocalLayer, Stage
-from penstock.model.parts import Cut, Lane
+from penstock.model.parts import Cut, TpRank
 from penstock.model.weights.slots import Slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionSpec:
+class GqaSpec:
     """`scale`, `softcap`: of the scores. `sinks`: a learned logit of each query head, which counts in the sum
     of weights. `qk_norm`: RMS norm of every query and key head, before RoPE, with learned weights, to which
     `norm_plus` is added. `rotated`: dims of a head that RoPE turns, the first ones; 0: all. `gated`: what
@@ -52,10 +52,10 @@ class AttentionSpec:
     def rope_dim(self) -> int:
         return self.head_dim
 
-    def shape(self, lane: Lane) -> AttentionShape:
-        return AttentionShape(num_heads=lane.queries(self.num_heads, self.num_kv_heads).size,
+    def shape(self, tp_rank: TpRank) -> AttentionShape:
+        return AttentionShape(num_heads=tp_rank.queries(self.num_heads, self.num_kv_heads).size,
                               scale=self.scale, softcap=self.softcap, sinks=self.sinks,
-                              shared=lane.size > self.num_kv_heads)
+                              shared=tp_rank.size > self.num_kv_heads)
 
     def groups(self, stage: Stage, windows: Sequence[int]) -> tuple[CacheShape, ...]:
         """One for the layers of each window, first those that see all; of a part of the model perhaps without
@@ -66,9 +66,9 @@ class AttentionSpec:
             name="window" if window else "full",
             layers=tuple(LocalLayer(i - stage.first) for i in range(stage.first, stage.end)
                          if not windows or windows[i] == window),
-            num_kv_heads=stage.lane.kv_heads(self.num_kv_heads).size,
+            num_kv_heads=stage.tp_rank.kv_heads(self.num_kv_heads).size,
             head_dim=self.head_dim,
-            owned=stage.lane.owns(self.num_kv_heads),
+            owned=stage.tp_rank.owns(self.num_kv_heads),
             window=window,
         ) for window in kinds)
 
@@ -112,17 +112,17 @@ class Grown:
 
 class Attention:
     def __init__(
-        self, slots: Slots, prefix: str, layer: LocalLayer, hidden: int, spec: AttentionSpec,
+        self, slots: Slots, prefix: str, layer: LocalLayer, hidden: int, spec: GqaSpec,
         eps: float, inputs: int = 0,
     ) -> None:
         """inputs: width of what comes in; 0: `hidden`, as what goes out."""
         self.layer = layer
         self.eps = eps
         self.ops = slots.ops
-        heads = slots.lane.queries(spec.num_heads, spec.num_kv_heads)
+        heads = slots.tp_rank.queries(spec.num_heads, spec.num_kv_heads)
         q_rows = heads.of_each(spec.head_dim)
-        kv_rows = slots.lane.kv_heads(spec.num_kv_heads).of_each(spec.head_dim)
-        self.lanes, self.owns_kv = slots.lanes, slots.lane.owns(spec.num_kv_heads)
+        kv_rows = slots.tp_rank.kv_heads(spec.num_kv_heads).of_each(spec.head_dim)
+        self.tp_group, self.owns_kv = slots.tp_group, slots.tp_rank.owns(spec.num_kv_heads)
         self.norm_widths = (q_rows.of, kv_rows.of)
         self.spec = spec = replace(spec, num_heads=heads.size,
                                    num_kv_heads=kv_rows.size // spec.head_dim)
@@ -174,9 +174,9 @@ class Attention:
         add the squares of their heads: two numbers a token and layer."""
         parts = qk_TMH[:, :self.spec.num_heads], qk_TMH[:, self.spec.num_heads:]
         squares_T2 = torch.stack([part.float().square().sum((1, 2)) for part in parts], 1)
-        if self.lanes is not None:
+        if self.tp_group is not None:
             squares_T2[:, 1] *= self.owns_kv            # a head that several ranks have counts once
-            self.lanes.add(squares_T2)
+            self.tp_group.all_reduce(squares_T2)
         for part, norm, square_T, width in zip(parts, (self.q_norm, self.k_norm), squares_T2.unbind(1),
                                                self.norm_widths, strict=True):
             scale_T = torch.rsqrt(square_T / width + self.eps)
@@ -198,7 +198,7 @@ def tanh_gelu(gate_up_TJ: Tensor) -> Tensor:
     return F.gelu(gate_TI, approximate="tanh") * up_TI
 
 
-def _order(spec: AttentionSpec) -> tuple[Tensor | None, Tensor | None]:
+def _order(spec: GqaSpec) -> tuple[Tensor | None, Tensor | None]:
     """Rows of the fused projection so that gates are behind all heads, and dims of a head so that each that
     is turned has its partner half a head away; None: as they come."""
     dim, half, turned = spec.head_dim, spec.head_dim // 2, (spec.rotated or spec.head_dim) // 2
@@ -214,7 +214,7 @@ def _order(spec: AttentionSpec) -> tuple[Tensor | None, Tensor | None]:
     return torch.cat((q.flatten(), kv.flatten(), gates.flatten())), head if turned < half else None
 
 
-def _of_heads(order: Tensor | None, rows: int, spec: AttentionSpec) -> Tensor | None:
+def _of_heads(order: Tensor | None, rows: int, spec: GqaSpec) -> Tensor | None:
     """Return the order of a norm's weights: those of one head, or of all of them one after the other."""
     if order is None or not spec.norm_width:
         return order

@@ -2,7 +2,7 @@
 
 On a CPU each expert is an MLP of its own, and those that the step hits run in ascending order, so sums are
 made in one order. On a device all experts of a layer are one operation, which the host knows no counts of.
-Of several lanes each has a range of the experts, or columns of it.
+Of several TP ranks each has a range of the experts, or columns of it.
 
     T tokens   D model dim   E experts   C chosen per token   S = T * C visits
 """
@@ -88,11 +88,11 @@ class SparseMLP:
                 name = f"{prefix.rpartition('.')[0]}.shared_mlp"
                 bundle_mlp(slots, name, hidden, spec.shared_width)
             self.shared = (GatedMLP if spec.gated else PlainMLP)(
-                slots, name, hidden, slots.lane.columns(spec.shared_width), False)
+                slots, name, hidden, slots.tp_rank.columns(spec.shared_width), False)
         self.shared_gate = (slots.linear([f"{prefix}.shared_expert_gate"], [1], hidden, False)
                             if spec.shared_gated else None)
         names = [f"{prefix}.experts.{index}" for index in range(spec.num_experts)]
-        kept, width = slots.lane.experts(spec.num_experts), slots.lane.of_range.columns(spec.width)
+        kept, width = slots.tp_rank.experts(spec.num_experts), slots.tp_rank.of_range.columns(spec.width)
         self.route = route if slots.experts is None else slots.experts.route
         self.visit: Callable[[Tensor, Tensor, Tensor], Tensor] = (
             EachExpert(slots, names[kept.range], hidden, kept, width, spec) if slots.experts is None else
@@ -155,13 +155,13 @@ def _weights(prefixes: list[str]) -> list[str]:
 
 
 class EachExpert:
-    """An MLP for each expert of a lane. One synchronisation with the host, for the visits of each."""
+    """An MLP for each expert of a TP rank. One synchronisation with the host, for the visits of each."""
 
     def __init__(self, slots: Slots, names: list[str], hidden: int, kept: Cut, width: Cut,
                  spec: MoESpec) -> None:
         self.kept = kept
         self.experts: list[Mixer] = [
-            GatedMLP(slots, name, hidden, width, spec.biased, spec.clamped, slots.lane.of_range.index == 0)
+            GatedMLP(slots, name, hidden, width, spec.biased, spec.clamped, slots.tp_rank.of_range.index == 0)
             if spec.gated else PlainMLP(slots, name, hidden, width, False) for name in names]
 
     def __call__(self, x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor) -> Tensor:
@@ -176,14 +176,14 @@ class EachExpert:
                 outs.append(mlp(x_SD[first : first + visits]))
                 first += visits
         out_TD, here = torch.zeros_like(x_TD), slice(begin, first)
-        if not outs:                    # all visits are to other lanes
+        if not outs:                    # all visits are to other TP ranks
             return out_TD
         weight_S1 = weight_TC.to(x_TD.dtype).view(-1, 1).index_select(0, order_S[here])
         return out_TD.index_add_(0, token_S[here], torch.cat(outs).mul_(weight_S1))
 
 
 class AllExperts:
-    """Two stacks of weights for all experts of a lane. No synchronisation."""
+    """Two stacks of weights for all experts of a TP rank. No synchronisation."""
 
     def __init__(self, slots: Slots, ops: ExpertOps, names: list[str], hidden: int, kept: Cut,
                  width: Cut, spec: MoESpec) -> None:
@@ -194,7 +194,7 @@ class AllExperts:
         self.down = slots.stack(down, hidden, width)
         self.gate_up_bias = slots.biases(gate_up, width) if spec.biased else None
         self.down_bias: Vector | None = None
-        if spec.biased and slots.lane.of_range.index == 0:
+        if spec.biased and slots.tp_rank.of_range.index == 0:
             self.down_bias = slots.biases(down, hidden)
         elif spec.biased:
             for name in down:

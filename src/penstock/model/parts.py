@@ -1,6 +1,6 @@
-"""Which part of each weight and page a lane of a stage has: ranges of heads, columns, experts and words.
+"""Which part of each weight and page a TP rank of a stage has: ranges of heads, columns, experts and words.
 
-Pure numbers; knows neither tensors nor processes. Lanes of a stage run side by side on one input: what is cut
+Pure numbers; knows neither tensors nor processes. TP ranks of a stage run side by side on one input: what is cut
 by columns is a sum over them, all else is whole on each.
 """
 from __future__ import annotations
@@ -45,10 +45,10 @@ def _at(num: int, parts: int, index: int) -> Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
-    """Lane `index` of `size` of a stage.
+class TpRank:
+    """TP rank `index` of `size` of a stage.
 
-    ranges    of experts, which divide `size`: the lanes of a range cut the columns of its experts
+    ranges    of experts, which divide `size`: the TP ranks of a range cut the columns of its experts
     block     columns of an MLP that stay together, as they share scales or vectors
     """
 
@@ -58,25 +58,25 @@ class Lane:
     block: int = 16
 
     def evenly(self, num: int) -> Cut:
-        """Its share of `num` things, none of them on two lanes."""
+        """Its share of `num` things, none of them on two TP ranks."""
         return _at(num, self.size, self.index)
 
     def _sharers(self, kv_heads: int) -> tuple[int, int, int]:
-        """Of more lanes than KV heads: this one's head, its number among the lanes of that, and how many."""
-        lanes = even(self.size, kv_heads)
-        ends = list(accumulate(lanes, initial=0))
+        """Of more TP ranks than KV heads: this one's head, its number among the TP ranks of that, and how many."""
+        sharers = even(self.size, kv_heads)
+        ends = list(accumulate(sharers, initial=0))
         head = next(head for head in range(kv_heads) if self.index < ends[head + 1])
-        return head, self.index - ends[head], lanes[head]
+        return head, self.index - ends[head], sharers[head]
 
     def kv_heads(self, num: int) -> Cut:
-        """Some KV heads, or one that other lanes have as well. Latent rows are one head, of all lanes."""
+        """Some KV heads, or one that other TP ranks have as well. Latent rows are one head, of all TP ranks."""
         if self.size <= num:
             return self.evenly(num)
         head, *_ = self._sharers(num)
         return Cut(num, head, head + 1)
 
     def owns(self, kv_heads: int) -> bool:
-        """Whether it is the one lane that writes and counts what its KV heads leave where all see it."""
+        """Whether it is the one TP rank that writes and counts what its KV heads leave where all see it."""
         return self.size <= kv_heads or self._sharers(kv_heads)[1] == 0
 
     def queries(self, num: int, kv_heads: int) -> Cut:
@@ -84,12 +84,12 @@ class Lane:
         each = num // kv_heads
         if self.size <= kv_heads:
             return self.kv_heads(kv_heads).of_each(each)
-        head, index, lanes = self._sharers(kv_heads)
-        share = _at(each, lanes, index)
+        head, index, sharers = self._sharers(kv_heads)
+        share = _at(each, sharers, index)
         return Cut(num, head * each + share.first, head * each + share.end)
 
     def columns(self, width: int) -> Cut:
-        """Columns of an MLP, in whole blocks; in smaller ones where a lane would have none."""
+        """Columns of an MLP, in whole blocks; in smaller ones where a TP rank would have none."""
         block = self.block
         while block > 1 and -(-width // block) < self.size:
             block //= 2
@@ -101,10 +101,10 @@ class Lane:
         return _at(num, self.ranges, self.index // (self.size // self.ranges))
 
     @property
-    def of_range(self) -> Lane:
-        """It as a lane of those that share its range of experts."""
+    def of_range(self) -> TpRank:
+        """It as a TP rank of those that share its range of experts."""
         size = self.size // self.ranges
         return replace(self, index=self.index % size, size=size, ranges=1)
 
 
-ONE = Lane()
+ONE = TpRank()

@@ -16,7 +16,7 @@ from penstock.kernels.gemm.experts import ExpertOps
 from penstock.kernels.state import scan as scans
 from penstock.kernels.state.scan import Scan
 from penstock.kernels.types.scaled import Scaled, quantised
-from penstock.model.base import GlobalLayer, Lanes, Model, Stage, Wants, everything
+from penstock.model.base import GlobalLayer, Model, Stage, TpGroup, Wants, everything
 from penstock.model.families.bamba import bamba
 from penstock.model.families.deepseek import deepseek_v3, deepseek_v32, glm_moe_dsa
 from penstock.model.families.gemma import gemma2, gemma3_text
@@ -76,7 +76,7 @@ FAMILIES: dict[str, tuple[str, Callable[[Fields], Spec]]] = {
 def build(
     config: dict[str, Any], *, dtype: torch.dtype, linear: LinearFactory,
     ops: LayerOps = REFERENCE_OPS, stage: Stage | None = None, experts: ExpertOps | None = None,
-    lanes: Lanes | None = None, scan: Scan = REFERENCE_SCAN,
+    tp_group: TpGroup | None = None, scan: Scan = REFERENCE_SCAN,
 ) -> Model:
     """An empty model of this config.json. Allocates no weights; `load` and `finish` fill it.
 
@@ -84,12 +84,12 @@ def build(
     ops      what a layer does between its linears      stage    a part of it; None: all of it
     experts  computes all experts of a layer at once; None: they are MLPs packed one by one, and a forward
              pass reads back which of them are visited, so it cannot be captured
-    lanes    those of its stage, where it has several: its weights are one of them's
+    tp_group    those of its stage, where it has several: its weights are one of them's
     scan     of layers that keep a state
     Raises ConfigError on an unknown family and on any field that this code would get wrong.
     """
     return Transformer(read_spec_of(config), dtype, linear, ops, _between_blocks(config, stage), experts,
-                       lanes, scan)
+                       tp_group, scan)
 
 
 def read_spec_of(config: dict[str, Any]) -> Spec:
@@ -130,11 +130,11 @@ def cuts_of(config: dict[str, Any], stage: Stage | None = None) -> Iterator[tupl
 
 
 def _between_blocks(config: dict[str, Any], stage: Stage | None) -> Stage | None:
-    """Of weights in blocks of fp8, which its lanes cut between them."""
+    """Of weights in blocks of fp8, which its TP ranks cut between them."""
     blocks = read_blocks(config, "config.json")
     if stage is None or blocks is None:
         return stage
-    return replace(stage, lane=replace(stage.lane, block=blocks.cols))
+    return replace(stage, tp_rank=replace(stage.tp_rank, block=blocks.cols))
 
 
 def dummy_tensors(

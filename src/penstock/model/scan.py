@@ -51,7 +51,7 @@ class StateSpec:
             layers=tuple(LocalLayer(i - stage.first) for i in layers[part::parts]
                          if stage.first <= i < stage.end),
             num_kv_heads=1, head_dim=self.scan.elements, planes=1, snapshot=True,
-            owned=stage.lane.owns(1), dtype=torch.float32) for part in range(parts))
+            owned=stage.tp_rank.owns(1), dtype=torch.float32) for part in range(parts))
 
     def build(self, slots: Slots, prefix: str, local: LocalLayer, hidden: int, eps: float) -> Scanned:
         return Scanned(slots, f"{prefix}.{self.name}", local, hidden, self, eps)

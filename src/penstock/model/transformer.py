@@ -25,15 +25,15 @@ from penstock.model.base import (
     Boundary,
     CacheShape,
     GlobalLayer,
-    Lanes,
     LocalLayer,
     Stage,
+    TpGroup,
 )
 from penstock.model.latent import LatentSpec
 from penstock.model.layers import (
     Attention,
-    AttentionSpec,
     GatedMLP,
+    GqaSpec,
     Grown,
     Mixer,
     Mixes,
@@ -77,7 +77,7 @@ class Spec:
     norm_eps: float
     tied: bool
     rope: Rope
-    attention: AttentionSpec | LatentSpec
+    attention: GqaSpec | LatentSpec
     mlp_bias: bool = False
     moe: MoESpec | None = None
     skipped_layers: int = 0
@@ -126,12 +126,12 @@ class Spec:
 
 class Layer:
     def __init__(
-        self, slots: Slots, index: GlobalLayer, local: LocalLayer, spec: Spec, lanes: Lanes | None,
+        self, slots: Slots, index: GlobalLayer, local: LocalLayer, spec: Spec, tp_group: TpGroup | None,
         prefix: str = "",
     ) -> None:
         """prefix: of its names; without one they go by its index."""
         prefix, hidden = prefix or f"model.layers.{index}", spec.hidden
-        self.ops, self.eps, self.lanes = slots.ops, spec.norm_eps, lanes
+        self.ops, self.eps, self.tp_group = slots.ops, spec.norm_eps, tp_group
         self.scale = spec.residual_scale
         self.windowed = bool(spec.windows and spec.windows[index])
         self.norm_in = self._norm(slots, f"{prefix}.input_layernorm", spec)
@@ -144,7 +144,7 @@ class Layer:
         if spec.moe is not None and index in spec.moe.layers:
             self.mlp = SparseMLP(slots, f"{prefix}.{spec.mlp_name}", hidden, spec.moe)
         else:
-            self.mlp = GatedMLP(slots, f"{prefix}.{spec.mlp_name}", hidden, slots.lane.columns(spec.width),
+            self.mlp = GatedMLP(slots, f"{prefix}.{spec.mlp_name}", hidden, slots.tp_rank.columns(spec.width),
                                 spec.mlp_bias, tanh_gelu if spec.gelu else None)
             if spec.mlp_bundled:
                 bundle_mlp(slots, f"{prefix}.{spec.mlp_name}", hidden, spec.width)
@@ -177,8 +177,8 @@ class Layer:
 
     def _added(self, out_TD: Tensor, half: int) -> Tensor:
         """What a half adds, of what it gives here."""
-        if self.lanes is not None:
-            self.lanes.add(out_TD)
+        if self.tp_group is not None:
+            self.tp_group.all_reduce(out_TD)
         if self.behind:
             out_TD = self.ops.norm(out_TD, None, self.behind[half].value, self.eps)
         return out_TD if self.scale == 1.0 else out_TD * self.scale
@@ -198,10 +198,10 @@ class Single:
     weights = None
 
     def __init__(
-        self, slots: Slots, index: GlobalLayer, local: LocalLayer, spec: Spec, lanes: Lanes | None
+        self, slots: Slots, index: GlobalLayer, local: LocalLayer, spec: Spec, tp_group: TpGroup | None
     ) -> None:
         prefix, hidden = f"model.layers.{index}", spec.hidden
-        self.ops, self.eps, self.lanes = slots.ops, spec.norm_eps, lanes
+        self.ops, self.eps, self.tp_group = slots.ops, spec.norm_eps, tp_group
         self.norm_in = slots.vector(f"{prefix}.norm.weight", (hidden,))
         self.mixes: Mixes | None = None
         self.feeds: Mixer | None = None
@@ -210,7 +210,7 @@ class Single:
         elif spec.moe is not None and index in spec.moe.layers:
             self.feeds = SparseMLP(slots, f"{prefix}.mixer", hidden, spec.moe)
         else:
-            self.feeds = PlainMLP(slots, f"{prefix}.mixer", hidden, slots.lane.columns(spec.width),
+            self.feeds = PlainMLP(slots, f"{prefix}.mixer", hidden, slots.tp_rank.columns(spec.width),
                                   spec.mlp_bias)
 
     def __call__(
@@ -223,27 +223,27 @@ class Single:
         else:
             assert self.feeds is not None
             out_TD = self.feeds(x_TD)
-        if self.lanes is not None:
-            self.lanes.add(out_TD)
+        if self.tp_group is not None:
+            self.tp_group.all_reduce(out_TD)
         return Boundary(x.h_TD, out_TD, chosen_TS)
 
 
-def _draft_layer(slots: Slots, spec: Spec, stage: Stage, lanes: Lanes | None) -> DraftLayer:
+def _draft_layer(slots: Slots, spec: Spec, stage: Stage, tp_group: TpGroup | None) -> DraftLayer:
     assert spec.mtp is not None, "a model without a layer that drafts"
     index, own = GlobalLayer(spec.num_layers), spec.drafting
     [kv] = own.attention.groups(replace(stage, first=GlobalLayer(0), end=GlobalLayer(1)), ())
     return DraftLayer(slots, spec.mtp, spec.hidden, spec.norm_eps, spec.norm_plus,
-                      Layer(slots, index, LocalLayer(0), own, lanes, spec.mtp.layer), kv,
-                      own.attention.shape(stage.lane))
+                      Layer(slots, index, LocalLayer(0), own, tp_group, spec.mtp.layer), kv,
+                      own.attention.shape(stage.tp_rank))
 
 
 class Transformer:
     """Implements `model.base.Model`. Building allocates nothing; weights come with `load`.
-    `stage` is the part that it is; None: all of it. `lanes`: those of its stage, where it has several."""
+    `stage` is the part that it is; None: all of it. `TP ranksoup`: those of its stage, where it has several."""
 
     def __init__(
         self, spec: Spec, dtype: torch.dtype, linear: LinearFactory, ops: LayerOps,
-        stage: Stage | None = None, experts: ExpertOps | None = None, lanes: Lanes | None = None,
+        stage: Stage | None = None, experts: ExpertOps | None = None, tp_group: TpGroup | None = None,
         scan: Scan | None = None,
     ) -> None:
         self.spec = spec
@@ -252,31 +252,31 @@ class Transformer:
         assert 0 <= stage.first < stage.end <= spec.num_layers, f"{stage} of {spec.num_layers} layers"
         self.dtype = dtype
         self.groups = spec.groups(stage)
-        self.attention = spec.attention.shape(stage.lane)
+        self.attention = spec.attention.shape(stage.tp_rank)
         self.drafting: AttentionShape | None = None
         self.drafter = ""
         self.vocab_size = spec.vocab_size
         self.max_position = spec.rope.max_position
-        self._lanes, self._slots = lanes, (slots := Slots(
-            dtype, linear, ops, experts, stage.lane, scan, lanes))
+        self._tp_group, self._slots = tp_group, (slots := Slots(
+            dtype, linear, ops, experts, stage.tp_rank, scan, tp_group))
         if stage.embeds or stage.inputs or (stage.heads and spec.tied):
             self._embed = slots.table(EMBED, (spec.vocab_size, spec.hidden))
         kind: type[Layer | Single] = Layer if spec.feeds is None else Single
         self._layers = [
-            kind(slots, GlobalLayer(index), LocalLayer(index - stage.first), spec, lanes)
+            kind(slots, GlobalLayer(index), LocalLayer(index - stage.first), spec, tp_group)
             for index in range(stage.first, stage.end)
         ]
         self._head: Callable[[Tensor], Tensor]          # a tied head is packed by `finish`
         if stage.heads:
             self._norm = slots.vector(f"{spec.norm_name}.weight", (spec.hidden,), plus=spec.norm_plus)
         if stage.heads and not spec.tied:
-            self._head = slots.linear(["lm_head"], [stage.lane.evenly(spec.vocab_size)], spec.hidden, False)
+            self._head = slots.linear(["lm_head"], [stage.tp_rank.evenly(spec.vocab_size)], spec.hidden, False)
         self._extra_head: Tensor | Packed | None = None
         self._draft: Drafts | None = None
         self._taps: list[int] = []
         self._tapped: dict[int, Tensor] = {}
         if stage.drafts:
-            self.take_drafts(_draft_layer(slots, spec, stage, lanes))
+            self.take_drafts(_draft_layer(slots, spec, stage, tp_group))
 
     def _here(self, name: str) -> str:
         """What a name in a file is here."""
@@ -344,7 +344,7 @@ class Transformer:
     def _stacked(self) -> Stack | None:
         spec = self.spec.attention
         layers = [weights for layer in self._layers if (weights := layer.weights) is not None]
-        if not isinstance(spec, AttentionSpec) or len(layers) < len(self._layers) or self._lanes is not None:
+        if not isinstance(spec, GqaSpec) or len(layers) < len(self._layers) or self._tp_group is not None:
             return None
         return stack(self._slots.ops, layers, heads=spec.num_heads, kv_heads=spec.num_kv_heads,
                      head_dim=spec.head_dim, eps=self.spec.norm_eps)
@@ -355,7 +355,7 @@ class Transformer:
         if head is None or (isinstance(head, Codes) and isinstance(table, Codes) and head.equals(table)) \
                 or (isinstance(head, Tensor) and isinstance(table, Tensor) and torch.equal(head, table)):
             head = table
-        words = self.stage.lane.evenly(self.spec.vocab_size)
+        words = self.stage.tp_rank.evenly(self.spec.vocab_size)
         return self._slots.pack(head if words.size == words.of else head[words.range], None)
 
     def forward(self, ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
@@ -386,7 +386,7 @@ class Transformer:
 
     def _grown(self, attend: Attend, positions_T: Tensor) -> Attend:
         spec = self.spec.attention
-        if not isinstance(spec, AttentionSpec) or not spec.growth:
+        if not isinstance(spec, GqaSpec) or not spec.growth:
             return attend
         turns_T = torch.floor(positions_T.float() / spec.growth_length)
         growth_T11 = (1 + spec.growth * torch.log(1 + turns_T))[:, None, None].to(self.dtype)
@@ -421,12 +421,12 @@ class Transformer:
         return self._draft(self.embed(ids_T).h_TD, hidden_TD, cos_T1H, sin_T1H, attend)
 
     def queries(self, q_BNH: Tensor) -> Tensor:
-        spec, lane = self.spec.attention, self.stage.lane
-        assert isinstance(spec, AttentionSpec) and self._lanes is not None and self.attention.shared
-        own, head = lane.queries(spec.num_heads, spec.num_kv_heads), lane.kv_heads(spec.num_kv_heads)
+        spec, tp_rank = self.spec.attention, self.stage.tp_rank
+        assert isinstance(spec, GqaSpec) and self._tp_group is not None and self.attention.shared
+        own, head = tp_rank.queries(spec.num_heads, spec.num_kv_heads), tp_rank.kv_heads(spec.num_kv_heads)
         all_BNH = q_BNH.new_zeros(len(q_BNH), spec.num_heads, q_BNH.shape[2])
         all_BNH[:, own.range] = q_BNH
-        self._lanes.add(all_BNH.view(len(q_BNH), -1))           # with zeros: nothing is rounded
+        self._tp_group.all_reduce(all_BNH.view(len(q_BNH), -1))  # with zeros: nothing is rounded
         return all_BNH[:, head.of_each(spec.num_heads // spec.num_kv_heads).range].contiguous()
 
     def norm(self, x: Boundary) -> Tensor:
@@ -437,8 +437,8 @@ class Transformer:
 
     def head(self, hidden_BD: Tensor) -> Tensor:
         logits_BV = self._head(hidden_BD)
-        if self._lanes is not None:
-            logits_BV = self._lanes.join(logits_BV, self.vocab_size)
+        if self._tp_group is not None:
+            logits_BV = self._tp_group.all_gather(logits_BV, self.vocab_size)
         if self.spec.logit_divisor != 1.0:
             logits_BV = logits_BV.float() / self.spec.logit_divisor
         if cap := self.spec.logit_cap:

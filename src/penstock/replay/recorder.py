@@ -31,7 +31,7 @@ from penstock.core.watch import Watcher
 
 RING = 512                # turns
 TOKENS_MAX = 1 << 22      # of prompts and ended requests that only the ring keeps alive: about 150 MB
-WHOLE_ROWS = 32           # plans of so many rows are kept whole, see `brief`
+WHOLE_ROWS = 32           # plans of so many rows are kept whole, see `without_columns`
 
 Edge = tuple[RequestId, Phase, Trigger, Phase]
 
@@ -47,7 +47,7 @@ class RecordedCore(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Flat:
+class OneTokenRetired:
     """A large Retired with one token a row."""
 
     step: StepId
@@ -59,7 +59,7 @@ class RecordedTurn:
     """One `advance`. `outputs` is None where it was nothing but all the tokens of `events`, `plan` may
     be brief."""
 
-    kept: Sequence[Event | Flat]
+    kept: Sequence[Event | OneTokenRetired]
     plan: StepPlan | None = None
     outputs: tuple[Output, ...] | None = None
     num_outputs: int = 0
@@ -70,11 +70,11 @@ class RecordedTurn:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        return tuple(Retired(e.step, tuple((token,) for token in e.tokens)) if isinstance(e, Flat) else e
+        return tuple(Retired(e.step, tuple((token,) for token in e.tokens)) if isinstance(e, OneTokenRetired) else e
                      for e in self.kept)
 
 
-def brief(plan: StepPlan, columns: StepPlan) -> StepPlan:
+def without_columns(plan: StepPlan, columns: StepPlan) -> StepPlan:
     """`plan` without positions and input ids; the columns that are equal are those of `columns`."""
     return StepPlan(plan.step, columns.rows, columns.rids, (), columns.count, columns.samples, (),
                     plan.grows, plan.binds, plan.moves, plan.remaps, plan.waits, plan.resizes)
@@ -132,11 +132,11 @@ class Recorder(Watcher):
         if answer.plan is not None:
             turn.plan = self._last = self._slim(answer.plan)
         # A Token a row and step, kept until the ring has gone round, costs the core 3 % of its speed:
-        # the next ones then lie in memory that no cache has. Most steps can do without; so `_slim`, `Flat`.
+        # the next ones then lie in memory that no cache has. Most steps can do without; so `_slim`, `OneTokenRetired`.
         if not quiet or results != new:
             turn.outputs = answer.outputs
         elif new > self._whole_rows and not self._drafts:
-            turn.kept = [Flat(e.step, [token for (token,) in e.tokens]) if type(e) is Retired else e
+            turn.kept = [OneTokenRetired(e.step, [token for (token,) in e.tokens]) if type(e) is Retired else e
                          for e in turn.kept]
         if turn.ended:
             turn.tokens += sum(r.num_tokens for r in turn.ended)
@@ -153,7 +153,7 @@ class Recorder(Watcher):
         if (last is None or n <= self._whole_rows or len(plan.tokens) != n or plan.rids != last.rids
                 or plan.rows != last.rows or plan.samples != last.samples or plan.count != last.count):
             return plan
-        return brief(plan, last)
+        return without_columns(plan, last)
 
     def taken(self, r: Request, source: Phase, trigger: Trigger) -> None:
         if self.now is not None:

@@ -32,7 +32,7 @@ from penstock.core.plan import (
 from penstock.core.settings import CoreConfig
 from penstock.sim.clock import Clock
 from penstock.sim.device import Device, Identity, stored_as
-from penstock.sim.store import Store
+from penstock.sim.store import SimStore
 
 HOT_USE_STEPS = 4        # steps after which the core is told what rows on the host have missed
 APART = 1.0              # ranks that end the same step or copy further apart than this go their own ways
@@ -89,7 +89,7 @@ class SimExecutor:
         self.in_flight = 0                # plans and moves without their event
         apart, way = Random(), self.speeds
         apart.setstate(rng.getstate())
-        self.store = Store(way.hang, way.full, way.lie, way.gone, way.dead, apart, self.stats)
+        self.store = SimStore(way.hang, way.full, way.lie, way.gone, way.dead, apart, self.stats)
         self._queues: list[list[StepPlan]] = [[] for _ in range(ranks)]
         self._waiting: list[list[Callable[[], bool]]] = [[] for _ in range(ranks)]
         self._busy = [False] * ranks

@@ -38,7 +38,7 @@ from penstock.core.plan import (
 from penstock.sim.clock import Clock
 from penstock.sim.executor import Wire
 from penstock.sim.scenario import Scenario, of_role
-from penstock.sim.shared import Engines, Shared
+from penstock.sim.shared import Shared, SharedEngines
 from penstock.sim.view import Live
 from penstock.sim.workload import Expect
 from penstock.sim.world import AIMED, MakeCore, World
@@ -106,7 +106,7 @@ class Way:
 
 
 @dataclass(slots=True, eq=False)
-class Connection:
+class SimConnection:
     """Between two incarnations. An end is closed when its engine has been told, or has died."""
 
     prefill: World
@@ -120,7 +120,7 @@ class Connection:
         return self.to_decode if world is self.decode else self.to_prefill
 
 
-class Pair(Engines):
+class Pair(SharedEngines):
     """The two, `prefill` and `decode`."""
 
     def __init__(self, sc: Scenario, make: MakeCore = Core, *, blind: bool = False,
@@ -131,7 +131,7 @@ class Pair(Engines):
         self.grants: dict[tuple[int, int, int], tuple[World, list[Move]]] = {}
         self.kept_once: set[tuple[bool, int, type[Message]]] = set()
         self.fail_push = 0                            # the n-th push fails, whatever the rate; 0 is off
-        self.line: Connection | None = None           # the newest
+        self.line: SimConnection | None = None           # the newest
         decode = self._world(of_role(sc, "decode"), 1)
         self.engines = [self._world(of_role(sc, "prefill"), 1), decode]
         for e in self.decode.load.initial():
@@ -170,11 +170,11 @@ class Pair(Engines):
         if self.prefill.dead or self.decode.dead or (old is not None and (
                 old.to_prefill.is_open or old.to_decode.is_open)):
             return
-        line = self.line = Connection(self.prefill, self.decode, Way(self.clock), Way(self.clock))
+        line = self.line = SimConnection(self.prefill, self.decode, Way(self.clock), Way(self.clock))
         for world in (line.prefill, line.decode):
             line.way(world).put(self.rng.random(), partial(self._join, line, world))
 
-    def _join(self, line: Connection, world: World) -> bool:
+    def _join(self, line: SimConnection, world: World) -> bool:
         line.way(world).is_joined = True
         world.lines.append(line)
         world.send(PeerJoined())
@@ -189,7 +189,7 @@ class Pair(Engines):
                 slow = 20 if line.prefill.dead else 1         # what it has written lands first
                 self.clock.after(self.rng.random() * 5 * slow, partial(self._leave, line, world))
 
-    def _leave(self, line: Connection, world: World) -> None:
+    def _leave(self, line: SimConnection, world: World) -> None:
         way = line.way(world)
         way.close()
         if way.is_joined and not world.dead:
@@ -211,7 +211,7 @@ class Pair(Engines):
     # ---------------------------------------------------------------- requests
     def asked(self, world: World, e: Expect) -> None:
         """A request has come to the decode engine, which sends it on to whom it is joined with."""
-        if not isinstance(world.line, Connection):
+        if not isinstance(world.line, SimConnection):
             return
         a = replace(e.arrived, priority=self.rng.choice((0, e.arrived.priority)))
         copy = Expect(a, e.seed, 0.0, (), Outcome.SENT, False)
@@ -241,14 +241,14 @@ class Pair(Engines):
         if e.arrived.rid not in self._claimed and e.finished is None:
             self._to(world, Aborted(e.arrived.rid))
 
-    def _put(self, line: Connection, to: World, delay: float, item: Callable[[], bool]) -> bool:
+    def _put(self, line: SimConnection, to: World, delay: float, item: Callable[[], bool]) -> bool:
         """Whether the connection is still there."""
         way = line.way(to)
         if way.is_open:
             way.put(self.rng.random() * delay, item)
         return way.is_open
 
-    def _ask(self, line: Connection, e: Expect, waits: int) -> bool:
+    def _ask(self, line: SimConnection, e: Expect, waits: int) -> bool:
         world, rid = line.prefill, e.arrived.rid
         made = self._known(rid)
         if made[rid].arrived.peer == NOBODY and rid not in self._claimed and (
@@ -277,7 +277,7 @@ class Pair(Engines):
         rng, self.stats["messages"] = self.rng, self.stats["messages"] + 1
         assert self.stats["messages"] < MESSAGES_MAX * (1 + len(self.decode.load.made)), "a storm of messages"
         to_decode, transfer, line = world.sc.cfg.role == "prefill", message.transfer, world.line
-        assert isinstance(line, Connection), f"{message}: said to nobody"
+        assert isinstance(line, SimConnection), f"{message}: said to nobody"
         if isinstance(message, Grant) and not self.blind:
             known = self.grants.get((transfer, message.generation, 0))
             assert known is not None and known[0] is world, f"{message}: said before its plan"
@@ -334,7 +334,7 @@ class Pair(Engines):
     def _write(self, writer: World, move: Move, values: dict[int, int], line: object,
               done: Callable[[bool], None]) -> None:
         rng = self.rng
-        if line is not writer.line or not isinstance(line, Connection):
+        if line is not writer.line or not isinstance(line, SimConnection):
             self.stats["write refused"] += 1
             self.clock.after(rng.random(), partial(self._written, writer, done, False))
             return
@@ -352,7 +352,7 @@ class Pair(Engines):
         if not writer.dead:
             done(ok)
 
-    def _land(self, line: Connection, move: Move, values: dict[int, int]) -> bool:
+    def _land(self, line: SimConnection, move: Move, values: dict[int, int]) -> bool:
         world = line.decode
         if not world.dead:
             granted = self.grants[move.transfer, move.generation, move.group][1]
@@ -400,7 +400,7 @@ class Pair(Engines):
 
 
 def start(sc: Scenario, make: MakeCore = Core, *, blind: bool = False, record: bool = False,
-          ticks: int = 0) -> World | Engines:
+          ticks: int = 0) -> World | SharedEngines:
     """What `sc` asks for, one engine or two, ready to `play`."""
     kind = Pair if sc.pair else Shared if sc.cfg.store_root and sc.named == 2 else World
     return kind(sc, make, blind=blind, record=record, ticks=ticks)

@@ -15,12 +15,12 @@ from penstock.core.lifecycle import Mode, Phase, Role, Trigger, edges
 from penstock.core.settings import CoreConfig
 from penstock.sim.pair import Pair, start
 from penstock.sim.scenario import TIERS, Scenario, draw
-from penstock.sim.shared import Engines
+from penstock.sim.shared import SharedEngines
 from penstock.sim.states import possible
 from penstock.sim.view import refusable
 from penstock.sim.world import MakeCore, World
 
-Run = World | Engines
+Run = World | SharedEngines
 Edge = tuple[str, str, str, str]       # role, tiers, phase, trigger
 Seen = tuple[str, str, str, str]       # role, phase, event, phase directly after it
 

@@ -20,7 +20,7 @@ LOST = 0.5                  # chance that what an engine was storing when it die
 SECOND = 100                # the epochs of the second engine begin behind this
 
 
-class Engines(Link):
+class SharedEngines(Link):
     """`play()` runs to the end; an AssertionError is a finding."""
 
     def __init__(self, sc: Scenario, make: MakeCore, name: str, *, blind: bool, record: bool,
@@ -100,7 +100,7 @@ class Engines(Link):
         return hashlib.sha256("".join(w.digest() for w in self.worlds).encode()).hexdigest()[:16]
 
 
-class Shared(Engines):
+class Shared(SharedEngines):
     """Two on one storage."""
 
     def __init__(self, sc: Scenario, make: MakeCore = Core, *, blind: bool = False, record: bool = False,

@@ -17,7 +17,7 @@ from penstock.sim.device import Device, name_of, stored_as
 SLOW = 5.0                # so many times slower than a copy in memory counts as slow
 
 
-class Store:
+class SimStore:
     """The storage of all ranks, and what they know of it: `sums` of what each page should hold.
 
     `hang`, `full`, `lie`: chances that a copy is answered after some hundred units of time, that there

@@ -35,7 +35,7 @@ class _Granted:
 
 
 @dataclass(slots=True)
-class _Landing:
+class _Generation:
     """One generation. `broken`: bytes arrived that are not what was sent."""
 
     groups: dict[int, _Granted] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class GrantTable:
         self._facts, self._pages = facts, pages
         self._stages = [common_layer_spans(stages, stages) for stages in facts.stages]
         self._lock = threading.Lock()
-        self._open: dict[tuple[int, int], _Landing] = {}
+        self._open: dict[tuple[int, int], _Generation] = {}
         self._epoch, self._theirs = 0, facts
         self.strays = self.damaged = 0
 
@@ -83,7 +83,7 @@ class GrantTable:
         with self._lock:
             if not epoch or epoch != self._epoch:
                 return
-            landing = self._open.setdefault((move.transfer, move.generation), _Landing())
+            landing = self._open.setdefault((move.transfer, move.generation), _Generation())
             granted = landing.groups.setdefault(
                 move.group, _Granted(GroupProgress(units, self._stages[move.group]), []))
             granted.into.append((move, units.stop))

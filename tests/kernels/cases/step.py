@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cases import DTYPES, TOLERANCE, Case
-from penstock.kernels.fused.step.spec import Looks, Place
+from penstock.kernels.fused.step.spec import BlockTableRef, Looks
 
 _ROWS = 150
 _TABLES = {"no table": (), "of one tier": ((4, 1), (0, 1), (4, 2)), "of two": ((16, 1), (16, 1), (16, 1)),
@@ -49,7 +49,7 @@ def _begin(device: str, num: int, tables: tuple[tuple[int, int], ...], asks: boo
 
     def integers(low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=generator).to(device)
-    places = tuple(Place(integers(-1, 99, _ROWS, 11).int() if size else None, size, unit)
+    places = tuple(BlockTableRef(integers(-1, 99, _ROWS, 11).int() if size else None, size, unit)
                    for size, unit in tables)
     looks = Looks(places, integers(0, 3, _ROWS).int() if asks else None,
                   torch.tensor([7], dtype=torch.int32, device=device) if asks else None)

@@ -175,7 +175,7 @@ def pages_of_a_paused_request_are_promised_for_ever(real: Real, core: Core, r: R
 
 
 @instead_of(reclaim, "for_growth", 200)
-def oldest_gives_way(real: Real, core: Core, r: Request, tier: Tier, taken: reclaim.Taken) -> None:
+def oldest_gives_way(real: Real, core: Core, r: Request, tier: Tier, taken: reclaim.PlannedRows) -> None:
     """Memory pressure takes the pages of the request that has waited longest."""
     if not reclaim.reserved_will_come(core):
         reclaim.yield_device(core, next(v for v in core.running if v not in taken

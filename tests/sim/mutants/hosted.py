@@ -204,7 +204,7 @@ def hot_buffer_takes_a_shared_page(real: Real, kv: KVCache, r: Request) -> Trial
 
 @instead_of(reclaim, "reserved_will_come", mode=LOANS)
 def second_victim_while_a_spill_is_promised(real: Real, core: Core, tier: Tier = Tier.HBM,
-                                            taken: reclaim.Taken | None = None) -> bool:
+                                            taken: reclaim.PlannedRows | None = None) -> bool:
     """While the pages of one spill are behind their fences, the next row is spilled."""
     spilled = any(q.place is Place.HOST for q in core.running)
     return not spilled and bool(real(core, tier, taken))

@@ -17,7 +17,7 @@ from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
 from penstock.sim.device import Device
 from penstock.sim.executor import SimExecutor
-from penstock.sim.store import Store
+from penstock.sim.store import SimStore
 
 
 class _BytesNotVerified(Core):
@@ -100,8 +100,8 @@ LYING = ("pair=0,model=1,prefix_cache=1,lie=0.5,fail=0,full=0,hang=0,disk=1,copy
          "requests=20,hbm_pages=16,dram_pages=12,disk_pages=200,deadline=1000,rows=4")
 
 
-@of_ranks(Store, "store", "num_good", mode=LYING)
-def checksums_of_storage_not_compared(real: Real, store: Store, k: int, device: Device, move: Move) -> int:
+@of_ranks(SimStore, "store", "num_good", mode=LYING)
+def checksums_of_storage_not_compared(real: Real, store: SimStore, k: int, device: Device, move: Move) -> int:
     """Whatever is read from storage is taken for what was stored."""
     return len(move.src_pages)
 

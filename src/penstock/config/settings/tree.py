@@ -430,9 +430,9 @@ class Config:
 
     @property
     def ranks_here(self) -> int:
-        """Of one engine on one of its machines, at most: whole stages, or lanes of one."""
-        nodes, stages, lanes = max(1, self.nodes.num), max(1, self.device.pp), max(1, self.device.tp)
-        return -(-stages // nodes) * lanes if nodes <= stages else -(-lanes // (nodes // stages))
+        """Of one engine on one of its machines, at most: whole stages, or TP ranks of one."""
+        nodes, stages, tp_size = max(1, self.nodes.num), max(1, self.device.pp), max(1, self.device.tp)
+        return -(-stages // nodes) * tp_size if nodes <= stages else -(-tp_size // (nodes // stages))
 
     def gpus_of(self, engine: int, num_gpus: int) -> list[int]:
         """Numbers of the GPUs that this engine's ranks have, in their order, of so many of a machine: with

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, TypeVar
 
 from penstock.core.kv.page_table import Column, PageTable, add, extend, pin, pinned, put, unpin
-from penstock.core.kv.pages import NONE_LEFT, Headroom, Pages, Refused, Shortage
+from penstock.core.kv.pages import NONE_LEFT, Headroom, Pages, Shortage, TrialRefused
 from penstock.core.kv.pool import Pool
 from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import Phase, Place
@@ -17,7 +17,7 @@ from penstock.core.plan import Tier
 from penstock.core.request import Request
 
 _HOST, _HBM, _DRAM = Place.HOST, Tier.HBM, Tier.DRAM    # Python 3.11 takes 0.1 us to find a member of an Enum
-_Why = TypeVar("_Why", bound=Refused)
+_Why = TypeVar("_Why", bound=TrialRefused)
 
 
 class Claim:

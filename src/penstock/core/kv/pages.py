@@ -30,7 +30,7 @@ def _arena(cfg: CoreConfig, tier: Tier, pages: int, base: int) -> Arena:
              base + g * cfg.group_base, group.slab_pages) for g, group in enumerate(cfg.groups)])
 
 
-class Refused:
+class TrialRefused:
     """Why a trial changed nothing. It is false; a trial that succeeds is True."""
 
     def __bool__(self) -> Literal[False]:
@@ -38,7 +38,7 @@ class Refused:
 
 
 @dataclass(slots=True)
-class Shortage(Refused):
+class Shortage(TrialRefused):
     """Pages of each group that somebody wanted in vain."""
 
     tier: Tier
@@ -49,14 +49,14 @@ class Shortage(Refused):
 
 
 @dataclass(slots=True)
-class SourceNotReady(Refused):
+class SourceNotReady(TrialRefused):
     """What it would copy is still being filled."""
 
     source: Copy
 
 
-NO_ROW, UNDERWAY = Refused(), Refused()     # UNDERWAY: its prefix is long, the next turn goes on
-Trial: TypeAlias = Literal[True] | Refused
+NO_ROW, UNDERWAY = TrialRefused(), TrialRefused()     # UNDERWAY: its prefix is long, the next turn goes on
+Trial: TypeAlias = Literal[True] | TrialRefused
 
 
 @dataclass(slots=True, eq=False)

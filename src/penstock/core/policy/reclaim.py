@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterator
 
 from penstock.core.kv import allocate, claims, offload
 from penstock.core.kv.page_table import is_own
-from penstock.core.kv.pages import Refused, Shortage, Trial
+from penstock.core.kv.pages import Shortage, Trial, TrialRefused
 from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import Phase, Trigger
 from penstock.core.plan import Tier
@@ -20,7 +20,7 @@ from penstock.core.state import CoreState
 AWAY_STEPS = 8       # so long a peer may take to say that it writes no more, before the next must ask it
 
 
-class Taken:
+class PlannedRows:
     """The rows of a step that is being planned. They are out of reach of who needs pages: they are older,
     mostly. Remembers what was found out about all others, until one of them takes an edge."""
 
@@ -70,7 +70,7 @@ class Taken:
             self._skipped.clear()
 
 
-def reserved_will_come(core: CoreState, tier: Tier = Tier.HBM, taken: Taken | None = None) -> bool:
+def reserved_will_come(core: CoreState, tier: Tier = Tier.HBM, taken: PlannedRows | None = None) -> bool:
     """Whether pages of `tier` will become free or evictable without a further victim. What a store reads
     or writes does not count, it may hang; nor does what another engine writes, or reads for a request
     that has ended: that takes as long as it takes. taken: of the step that is being planned, in which the
@@ -111,7 +111,7 @@ def landing(core: CoreState, tier: Tier) -> Iterator[Copy]:
         yield from (pair[side] for pair in flight.pairs if pair[side].pins == 0)
 
 
-def for_growth(core: CoreState, r: Request, tier: Tier, taken: Taken) -> None:
+def for_growth(core: CoreState, r: Request, tier: Tier, taken: PlannedRows) -> None:
     """`r` runs and needs one more page of `tier`: somebody gives up theirs, possibly `r` itself."""
     if reserved_will_come(core, tier, taken):
         return
@@ -147,7 +147,7 @@ def for_growth(core: CoreState, r: Request, tier: Tier, taken: Taken) -> None:
     taken.forget()
 
 
-def _spill_youngest(core: CoreState, taken: Taken) -> bool:
+def _spill_youngest(core: CoreState, taken: PlannedRows) -> bool:
     return any(victim not in taken and spills(core, victim)
                for victim in reversed(core.by_phase[Phase.RESIDENT]))
 
@@ -178,7 +178,7 @@ def spillable(core: CoreState, r: Request, most: int = 1) -> int:
     return free
 
 
-def spills(core: CoreState, victim: Request) -> bool | Refused:
+def spills(core: CoreState, victim: Request) -> bool | TrialRefused:
     """Let it go on from host pages, if that helps and there is room. The first of all only when alone."""
     last = victim is core.running[0] and len(core.running) > 1
     return not last and spillable(core, victim) > 0 and spill(core, victim)
@@ -209,14 +209,14 @@ def stage(core: CoreState, r: Request) -> None:
         r.blocked_on = allocate.last_missing(t.host for t in r.tables if t.hosted)
 
 
-def _is_heating(core: CoreState, r: Request, refused: Refused) -> bool:
+def _is_heating(core: CoreState, r: Request, refused: TrialRefused) -> bool:
     """Whether pages for the hot buffer of `r`, who was just refused them, are behind fences. It waits
     for the steps that were in flight when it was first refused: others may get those pages."""
     r.hot_wait_until = r.hot_wait_until or core.kv.issued
     return isinstance(refused, Shortage) and refused.waits_for_fence and core.kv.retired < r.hot_wait_until
 
 
-def _for_host_pages(core: CoreState, taken: Taken) -> None:
+def _for_host_pages(core: CoreState, taken: PlannedRows) -> None:
     """Mirrors, which no step reads, go first, of one row, then who does not run gives way, then the youngest
     that runs from host pages."""
     if not taken.once(("no mirrors", _changes(core)), lambda: not _drop_mirrors(core)):
@@ -245,7 +245,7 @@ def is_away(core: CoreState) -> bool:
     return any(arena.away for arena in core.kv.arenas.values()) or bool(core.kv.moves.pushes_of_ended())
 
 
-def _revoke_grant(core: CoreState, tier: Tier, taken: Taken) -> bool:
+def _revoke_grant(core: CoreState, tier: Tier, taken: PlannedRows) -> bool:
     """Decode role: the youngest request that has pages and no row computes its prompt itself, one whose
     KV has come before others. Pages that the other engine may still write come back when it says so:
     it is given some steps for that, or, if nobody can go on, until the next event. Returns whether to wait

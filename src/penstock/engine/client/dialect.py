@@ -23,7 +23,7 @@ _API: dict[str, dict[str, str]] = {
 _PREFIX_HITS = ("prefix_hbm_hits", "prefix_dram_hits", "prefix_disk_hits")
 
 
-class Usage:
+class CacheUsage:
     """How full an engine's KV cache is, for a router that chooses among engines.
 
     reads_host   whether decode can read KV from host memory: then its pages are room for requests too, and
@@ -34,7 +34,7 @@ class Usage:
         self._tiers = ("hbm", "dram") if reads_host else ("hbm",)
 
     @classmethod
-    def of(cls, info: Mapping[str, Any]) -> Usage:
+    def of(cls, info: Mapping[str, Any]) -> CacheUsage:
         """info: what an engine said of itself when it was ready."""
         return cls(reads_host=info.get("hot_buffer_tokens", 0) > 0)
 
@@ -55,7 +55,7 @@ class Dialect(Collector):
     """Labels of each are `model_name` and `engine`, the number of the engine: 0 for what is counted once for
     all of them. `engines`, their Stats by the core's names, is set before a scrape."""
 
-    def __init__(self, dialect: str, model: str, page_size: int, usage: Usage, own: Iterable[Collector],
+    def __init__(self, dialect: str, model: str, page_size: int, usage: CacheUsage, own: Iterable[Collector],
                  prefix: str) -> None:
         """own: collectors of the API process; prefix: what their names begin with."""
         self._dialect, self._model, self._page_size, self._usage = dialect, model, page_size, usage

@@ -21,7 +21,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from penstock.engine.client.dialect import Dialect, Usage
+from penstock.engine.client.dialect import CacheUsage, Dialect
 from penstock.engine.client.metric_help import HELP
 
 # One more line for each of ours, which nobody reads.
@@ -135,7 +135,7 @@ class Metrics:
             self._dialect.engines = engines
         return generate_latest(self._registry)
 
-    def speak(self, dialect: str, model: str, page_size: int, usage: Usage) -> None:
+    def speak(self, dialect: str, model: str, page_size: int, usage: CacheUsage) -> None:
         """Tell the numbers under the names of `dialect`, vllm or sglang, too. Once. page_size: tokens."""
         assert self._dialect is None
         own = (self.ttft, self.tokens, self.e2e, self.queue, self.prefill, self.decode, self.prompt_lengths,

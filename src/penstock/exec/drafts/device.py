@@ -48,7 +48,7 @@ class OnDevice(Protocol):
         return
 
 
-class Lookup(OnDevice):
+class GpuNGram(OnDevice):
     """`NGram` of `drafter.py`, of all rows at once."""
 
     def __init__(self, rows: int, max_len: int, least: int, most: int, device: torch.device) -> None:
@@ -94,13 +94,13 @@ class Ahead:
 
     def __init__(self, drafter: OnDevice, history: History, simple: Callable[[RequestId], bool],
                  at_once: Callable[[Row], int], index: Callable[[Row], int], *,
-                 beyond: Callable[[RequestId], int], keeps: bool, lanes: int) -> None:
+                 beyond: Callable[[RequestId], int], keeps: bool, tp_size: int) -> None:
         """As `Narrowing` takes them; simple: whether a device samples a row by itself; index: of a row in the
         tables; beyond: as `Tokens.beyond`; keeps: steps leave more behind than KV, of what the device has
         said, so that rows which the host samples draft nothing."""
         self.drafter, self._keeps = drafter, keeps
-        # Every step of rows that decode: lanes, which hear of answers at times of their own, take one path.
-        self.always = drafter.layer or lanes > 1
+        # Every step of rows that decode: TP ranks, which hear of answers at times of their own, take one path.
+        self.always = drafter.layer or tp_size > 1
         self._history, self._simple, self._at_once, self._index = history, simple, at_once, index
         self._beyond = beyond
         self._there: dict[int, int] = {}        # tokens of each row that the drafter has; all of them: absent
@@ -131,7 +131,7 @@ class Ahead:
             r, known = self._index(row), len(prompt) + len(outputs)
             if (there := self._there.pop(r, known)) < known:
                 self.drafter.put(r, there, prompt, outputs)
-            # The same whether a lane has heard of a row's end by now or not.
+            # The same whether a TP rank has heard of a row's end by now or not.
             positions.append(OUT if rid in out else known + self._beyond(rid) + flying.get(rid, 0) - 1)
             simple = self._simple(rid)
             drafts = max(0, min(count, width, self._at_once(row)) - 1)

@@ -11,11 +11,11 @@ import torch
 
 from penstock.config.settings.tree import Config
 from penstock.core.plan import RequestId, Row
-from penstock.exec.drafts.device import Lookup, OnDevice
+from penstock.exec.drafts.device import GpuNGram, OnDevice
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class DraftQuery:
     """`rid` has said `outputs` behind `prompt`, and may say `most` further tokens in the step to come, which
     computes its last one in `row`."""
 
@@ -31,7 +31,7 @@ class Drafter(Protocol):
 
     name: str
 
-    def propose(self, asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
+    def propose(self, asks: Sequence[DraftQuery]) -> Sequence[Sequence[int]]:
         """Of each the tokens that come next, in their order: none to `most`. A list that is longer, or has an
         id outside the vocabulary, is dropped."""
         ...
@@ -60,10 +60,10 @@ class NGram(Drafter):
         self._least, self._most = least, most
         self._known: dict[RequestId, tuple[npt.NDArray[np.int32], int]] = {}    # a buffer, tokens in it
 
-    def propose(self, asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
+    def propose(self, asks: Sequence[DraftQuery]) -> Sequence[Sequence[int]]:
         return [self._of(self._history(ask), ask.most) for ask in asks]
 
-    def _history(self, ask: Ask) -> npt.NDArray[np.int32]:
+    def _history(self, ask: DraftQuery) -> npt.NDArray[np.int32]:
         num_prompt, size = len(ask.prompt), len(ask.prompt) + len(ask.outputs)
         buffer, had = self._known.get(ask.rid) or (np.array(ask.prompt, np.int32), num_prompt)
         if size > len(buffer):
@@ -96,7 +96,7 @@ class NGram(Drafter):
         self._known.pop(rid, None)
 
     def on_device(self, rows: int, max_len: int, device: torch.device) -> OnDevice | None:
-        return Lookup(rows, max_len, self._least, self._most, device)
+        return GpuNGram(rows, max_len, self._least, self._most, device)
 
 
 class OnLast(Drafter):
@@ -107,7 +107,7 @@ class OnLast(Drafter):
         """name: of the other."""
         self.name = name
 
-    def propose(self, asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
+    def propose(self, asks: Sequence[DraftQuery]) -> Sequence[Sequence[int]]:
         return [()] * len(asks)
 
     def forget(self, rid: RequestId) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.plan import RequestId, StepId, StepPlan
-from penstock.exec.drafts.drafter import Ask, Drafter
+from penstock.exec.drafts.drafter import Drafter, DraftQuery
 from penstock.exec.step.attend import Grouped, Latent, LatentOps
 from penstock.exec.step.states import StatePools
 from penstock.exec.step.tables import Lowered, RowTables
@@ -63,7 +63,7 @@ class MTP(Drafter):
         """As `StatePools.settle`."""
         return self._states.settle(step, right)
 
-    def propose(self, asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
+    def propose(self, asks: Sequence[DraftQuery]) -> Sequence[Sequence[int]]:
         said = [[ask.outputs[-1]] for ask in asks]
         live, hidden_BD = [*range(len(asks))], self._last(asks)
         while going := [b for b, i in enumerate(live) if len(said[i]) <= asks[i].most and said[i][-1] >= 0]:
@@ -79,7 +79,7 @@ class MTP(Drafter):
                 said[i].append(token)
         return [tokens[1:] for tokens in said]
 
-    def _last(self, asks: Sequence[Ask]) -> Tensor:
+    def _last(self, asks: Sequence[DraftQuery]) -> Tensor:
         """hidden_BD of the token before each row's last."""
         table = self._tables.groups[-1]
         pages = [table.device_RM[self._tables.index(ask.row), (_position(ask) - 1) // table.size]
@@ -90,7 +90,7 @@ class MTP(Drafter):
         return
 
 
-def _position(ask: Ask) -> int:
+def _position(ask: DraftQuery) -> int:
     """Of its last token, which no step has computed."""
     return len(ask.prompt) + len(ask.outputs) - 1
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from penstock.core.plan import RequestId, Row, StepId, StepPlan
-from penstock.exec.drafts.drafter import Ask, Drafter
+from penstock.exec.drafts.drafter import Drafter, DraftQuery
 from penstock.exec.step.attend import ANY
 from penstock.exec.step.links import Links, Puts, Takes
 from penstock.model.base import Boundary
@@ -72,7 +72,7 @@ class Narrowing:
         room, drafting = self._room(plan, rows), sum(count > 1 for _, _, count in rows)
         assert not (room and drafting and flying), "drafts are asked for behind tokens that are not known"
         given = _shares(room, drafting, [min(count, self._at_once(row)) - 1 for _, row, count in rows])
-        asks = [Ask(rid, row, *history, most) for (rid, row, _), history, most in
+        asks = [DraftQuery(rid, row, *history, most) for (rid, row, _), history, most in
                 zip(rows, histories, given, strict=True) if most]
         found = dict(zip([ask.rid for ask in asks], self._proposed(asks), strict=True))
         inputs: list[int] = []
@@ -92,18 +92,18 @@ class Narrowing:
         most |= {rid: (row, count - 1) for rid, row, count in decoding(plan)}
         live = [rid for rid, tokens in zip(most, said, strict=True) if tokens and most[rid][1]]
         given = _shares(max(0, self._wide - len(most)), len(live), [most[rid][1] for rid in live])
-        found, asks = dict[RequestId, tuple[int, ...]](), list[Ask]()
+        found, asks = dict[RequestId, tuple[int, ...]](), list[DraftQuery]()
         for rid, much in zip(live, given, strict=True):
             row, (prompt, outputs) = most[rid][0], self._history(rid)
             found[rid] = tuple(self._forced(rid, much)) if much else ()
             pages = min(much, end(row) - (len(prompt) + len(outputs) - 1))
             if pages > 0 and not found[rid] and layer is not None:
-                asks.append(Ask(rid, row, prompt, outputs, pages))
+                asks.append(DraftQuery(rid, row, prompt, outputs, pages))
         if layer is not None and asks:
             found |= zip([ask.rid for ask in asks], map(tuple, layer.propose(asks)), strict=True)
         return tuple(found.get(rid, ()) for rid in most)
 
-    def _proposed(self, asks: Sequence[Ask]) -> list[Sequence[int]]:
+    def _proposed(self, asks: Sequence[DraftQuery]) -> list[Sequence[int]]:
         found: list[Sequence[int]] = []
         proposed = {ask.rid: self._forced(ask.rid, ask.most) for ask in asks}
         if free := [ask for ask in asks if not proposed[ask.rid]]:

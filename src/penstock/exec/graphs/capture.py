@@ -101,7 +101,7 @@ class Replays:
         return graph, *out
 
 
-class Decodes(Protocol):
+class DecodeAttention(Protocol):
     """How rows that decode attend, as a function of tensors on the device alone."""
 
     kinds: tuple[str, ...] = ("all",)       # of steps, each captured by itself
@@ -123,7 +123,7 @@ class DecodeGraphs(Steps):
     rows' last tokens.
     """
 
-    def __init__(self, model: Model, tables: RowTables, decodes: Decodes, draws: Draws,
+    def __init__(self, model: Model, tables: RowTables, decodes: DecodeAttention, draws: Draws,
                  buckets: Sequence[int], replays: Replays) -> None:
         assert list(buckets) == sorted(set(buckets)), f"buckets {buckets}"
         self._model, self._tables, self._decodes, self._draws = model, tables, decodes, draws
@@ -167,7 +167,7 @@ class DecodeGraphs(Steps):
         return logits_BV[:len(rows)], answer_XB
 
 
-def decode_step(model: Model, tables: RowTables, decodes: Decodes, kind: str, input_2B: Tensor,
+def decode_step(model: Model, tables: RowTables, decodes: DecodeAttention, kind: str, input_2B: Tensor,
                 draws: Draws | None, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     """What is captured, as a function of rows and positions: as `DecodeGraphs.run`, with padding.
 
@@ -222,7 +222,7 @@ class PagedDecode:
                                    spec=self._spec, cut=self._cut, sinks_N=sinks_N)
 
 
-class GroupedDecodes(Decodes):
+class GroupedDecodes(DecodeAttention):
     """Of layers that read all of their KV, from device pages: several positions of a row are
     queries like others, each with its own context."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.core.plan import RequestId, StepPlan
 from penstock.exec.drafts.device import OUT, Ahead, OnDevice
-from penstock.exec.graphs.capture import Decodes, Decoding, Recorded, Replays, fill
+from penstock.exec.graphs.capture import DecodeAttention, Decoding, Recorded, Replays, fill
 from penstock.exec.sampling.on_device import Draws
 from penstock.exec.step.eager import Ran, wait
 from penstock.exec.step.tables import RowTables
@@ -44,7 +44,7 @@ class DraftGraphs:
 
     lines = 3       # of the input: rows, positions of their last tokens (-1: padding, or OUT), drafts at most
 
-    def __init__(self, model: Model, tables: RowTables, decodes: Decodes, draws: Draws,
+    def __init__(self, model: Model, tables: RowTables, decodes: DecodeAttention, draws: Draws,
                  buckets: Mapping[int, int], replays: Replays, ahead: Ahead) -> None:
         self._model, self._tables, self._decodes, self._draws = model, tables, decodes, draws
         self._buckets, self._replays, self.ahead = dict(sorted(buckets.items())), replays, ahead
@@ -87,7 +87,7 @@ class DraftGraphs:
         return logits_BV, answer_3B
 
 
-def draft_step(model: Model, tables: RowTables, decodes: Decodes, kind: str, input_3N: Tensor, draws: Draws,
+def draft_step(model: Model, tables: RowTables, decodes: DecodeAttention, kind: str, input_3N: Tensor, draws: Draws,
                drafter: OnDevice, width: int, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     """What is captured: (logits_BV float32, answer_3B int64), the second as `Draws.checked` returns it.
     Positions of a row are queries like others, each with its own context: what all of them write comes before

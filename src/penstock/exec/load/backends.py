@@ -102,14 +102,14 @@ def keeps_scaled(config: Config, files: ModelFiles, log: Callable[[str], object]
 
 
 def _check_blocks(config: Config, files: ModelFiles, blocks: Blocks) -> None:
-    """Raises Unusable: of theirs, or of parts that lanes have of them, kernels do not read the columns."""
+    """Raises Unusable: of theirs, or of parts that TP ranks have of them, kernels do not read the columns."""
     if not scaled_linear.takes(blocks.cols):
         raise Unusable(f"its blocks have {blocks.cols} columns, not 16 or a multiple")
     parts = of_config(config, families.read_spec_of(files.config).num_layers) if config.device.tp > 1 else []
-    for lane in (part for part in parts if part.embeds):
-        for name, cuts in families.cuts_of(files.config, lane):
+    for tp_rank in (part for part in parts if part.embeds):
+        for name, cuts in families.cuts_of(files.config, tp_rank):
             if quantises(name) and not scaled_linear.takes(gcd(blocks.cols, cuts[1].first)):
-                raise Unusable(f"a lane's part of {name} begins at column {cuts[1].first}, not at a multiple "
+                raise Unusable(f"a TP rank's part of {name} begins at column {cuts[1].first}, not at a multiple "
                                "of 16")
 
 

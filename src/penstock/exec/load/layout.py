@@ -94,7 +94,7 @@ class Caches:
     def stage(self, stage: Stage, shapes: Sequence[CacheShape], node: Sequence[Stage] = ()) -> Caches:
         """Of the layers and heads of a part of this model, of which `shapes` are the cache groups. Slabs have
         as many pages as the model's, of these; in the host it has its rectangle of each page, which other
-        lanes may have too. node: all parts on its machine, whose host pool has what these have of each page;
+        TP ranks may have too. node: all parts on its machine, whose host pool has what these have of each page;
         (): all of the model's are."""
         own, parts, held, origins = [], [], [], []
         for layout, shape in zip(self.layouts, shapes, strict=True):
@@ -109,9 +109,9 @@ class Caches:
                                  num_kv_heads=max(hs.stop for _, hs in rectangles) - first_head)
             held.append(all_of)
             origins.append((first_layer, first_head))
-            same = [one.lane.index for one in node or (stage,) if one.first == stage.first
-                    and one.lane.kv_heads(layout.num_kv_heads) == stage.lane.kv_heads(layout.num_kv_heads)]
-            writes = min(same) == stage.lane.index if node else stage.lane.owns(layout.num_kv_heads)
+            same = [one.tp_rank.index for one in node or (stage,) if one.first == stage.first
+                    and one.tp_rank.kv_heads(layout.num_kv_heads) == stage.tp_rank.kv_heads(layout.num_kv_heads)]
+            writes = min(same) == stage.tp_rank.index if node else stage.tp_rank.owns(layout.num_kv_heads)
             parts.append(PoolPart(all_of, layers.start - first_layer, heads.start - first_head, writes))
         host = self.slabs if tuple(held) == self.layouts else slabs.of_counts(held, self.slabs.slab_pages)
         return Caches(self.groups, tuple(own), slabs.of_counts(own, self.slabs.slab_pages), host,
@@ -168,7 +168,7 @@ class Caches:
 def _rectangle(stage: Stage, layout: PageLayout, shape: CacheShape) -> tuple[range, range]:
     """Layers and heads of whole pages that a part of the model has; layers of a group that it has none of are
     those between its neighbours', none."""
-    heads = stage.lane.kv_heads(layout.num_kv_heads)
+    heads = stage.tp_rank.kv_heads(layout.num_kv_heads)
     if shape.drafts:
         return range(len(shape.layers) * stage.heads), range(heads.first, heads.end)
     before = sum(layer < stage.first for layer in shape.layers)
@@ -177,9 +177,9 @@ def _rectangle(stage: Stage, layout: PageLayout, shape: CacheShape) -> tuple[ran
 
 def stage_shapes(shapes: Sequence[CacheShape], stage: Stage) -> tuple[CacheShape, ...]:
     """A whole model's cache groups as `stage` has them: of each its own layers, perhaps none, and heads."""
-    lane = stage.lane
+    tp_rank = stage.tp_rank
     return tuple(replace(
-        shape, num_kv_heads=lane.kv_heads(shape.num_kv_heads).size, owned=lane.owns(shape.num_kv_heads),
+        shape, num_kv_heads=tp_rank.kv_heads(shape.num_kv_heads).size, owned=tp_rank.owns(shape.num_kv_heads),
         layers=shape.layers * stage.heads if shape.drafts else tuple(
             LocalLayer(layer - stage.first) for layer in shape.layers
             if stage.first <= layer < stage.end)) for shape in shapes)

@@ -57,7 +57,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class NodeMemory:
     """One machine: bytes of its memory that are free with the weights loaded, how many ranks it has, and the
     slabs of its host pool."""
 
@@ -125,7 +125,7 @@ def _kept(shape: CacheShape, dtype: str, coded: int, flag: str) -> CacheShape:
     return replace(shape, dtype=torch.uint8, head_dim=fp8.width(shape.head_dim, coded))
 
 
-def size_pools(config: Config, caches: Caches, max_position: int, free: int | Sequence[Room], *,
+def size_pools(config: Config, caches: Caches, max_position: int, free: int | Sequence[NodeMemory], *,
                budget: int = 0, gpu: DeviceMemory | None = None) -> Sizes:
     """The core's numbers.
 
@@ -138,7 +138,7 @@ def size_pools(config: Config, caches: Caches, max_position: int, free: int | Se
     """
     kv = config.kv
     hosts = bool(budget) and kv.host_decode != "off" and kv.host_tier is not False
-    rooms = [Room(free, config.device.num_ranks, caches.host)] if isinstance(free, int) else free
+    rooms = [NodeMemory(free, config.device.num_ranks, caches.host)] if isinstance(free, int) else free
     found = [(*(_memory(config, each, room, hosts) if gpu is None else
                 _gpu_memory(config, each, room, hosts, gpu)), each)
              for room in rooms for each in [replace(caches, host=room.host)]]
@@ -155,20 +155,20 @@ def size_pools(config: Config, caches: Caches, max_position: int, free: int | Se
         draft_tokens=config.schedule.num_drafts if config.pair.disaggregation_mode != "prefill" else 0,
         draft_positions=WIDE["cpu" if gpu is None else "cuda"] if config.schedule.num_drafts else 0,
         prefix_cache=kv.prefix_cache, groups=caches.groups, pp_size=config.device.pp,
-        role=config.pair.disaggregation_mode or "unified", peers=places(config)))
+        role=config.pair.disaggregation_mode or "unified", peers=num_peer_slots(config)))
     if hosts and dram:
         sizes = _hosting(config, caches, sizes.core, hbm, budget, device)
     return replace(sizes, core=replace(sizes.core, max_len=_max_len(config, caches, sizes.core)))
 
 
-def places(config: Config) -> int:
+def num_peer_slots(config: Config) -> int:
     """Engines of the other role that the core knows: one at least. A prefill end behind a router has one more
     beside, who never says a word: prompts are his until a decode end asks for them."""
     held = config.is_routed and config.pair.disaggregation_mode == "prefill"
     return max(1, config.pair.num_peers) + held
 
 
-def _memory(config: Config, caches: Caches, at: Room, hosts: bool) -> tuple[int, int, str]:
+def _memory(config: Config, caches: Caches, at: NodeMemory, hosts: bool) -> tuple[int, int, str]:
     """Bytes of a rank's device pool and of the host pool, and what to call the first. Raises ConfigError."""
     kv, ranks, engines, free = config.kv, at.ranks, config.num_engines, at.free
     workspace = WORKSPACE_BYTES * ranks
@@ -191,7 +191,7 @@ def _memory(config: Config, caches: Caches, at: Room, hosts: bool) -> tuple[int,
     return hbm, dram, device
 
 
-def _gpu_memory(config: Config, caches: Caches, at: Room, hosts: bool,
+def _gpu_memory(config: Config, caches: Caches, at: NodeMemory, hosts: bool,
                 gpu: DeviceMemory) -> tuple[int, int, str]:
     """As `_memory`, of a device with memory of its own, in which each stage takes the same for KV."""
     kv, share, ranks, free = config.kv, config.kv.gpu_memory_utilization or 0.0, at.ranks, at.free

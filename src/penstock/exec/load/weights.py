@@ -31,7 +31,7 @@ from penstock.kernels.gemm import experts
 from penstock.kernels.state import scan
 from penstock.kernels.types.scaled import Scaled
 from penstock.model import registry as families
-from penstock.model.base import Checkpoint, Lanes, Model, Stage
+from penstock.model.base import Checkpoint, Model, Stage, TpGroup
 from penstock.model.eagle3 import Eagle3, read_eagle
 from penstock.model.parts import ONE
 from penstock.model.source.overrides import Noted
@@ -49,7 +49,7 @@ TURN_S = 0.0005               # for which a thread keeps the interpreter while w
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedModel:
     """A model with its weights, and what is worth telling about them; `dtype` of weights and KV, `bytes` in
     it, `peak` what loading added to the largest resident size of this process; `whole`: the shape of all
     its stages, without weights; `digest`: of its configuration; `scaled`: some weights have stayed in fp8."""
@@ -66,7 +66,7 @@ class Loaded:
     scaled: bool = False
 
 
-def outline(config: Config, log: Callable[[str], object]) -> Loaded:
+def outline(config: Config, log: Callable[[str], object]) -> LoadedModel:
     """The whole model without weights, for who plans for it and computes nothing. Raises ConfigError."""
     files = files_of(config.model)
     checkpoint, pack, backends = _opened(config, files, log)
@@ -75,7 +75,7 @@ def outline(config: Config, log: Callable[[str], object]) -> Loaded:
     mine = nodes_of(config)[config.nodes.rank]
     _check_weights_fit(config, files, checkpoint, dtype, [parts[i] for i in mine])
     model = _whole(config, checkpoint, dtype, pack, _eagle(config, checkpoint, dtype, pack, backends))
-    return Loaded(model, backends, files.name, files.load_format, dtype, 0, 0, model,
+    return LoadedModel(model, backends, files.name, files.load_format, dtype, 0, 0, model,
                   digest_of(checkpoint.config))
 
 
@@ -172,8 +172,8 @@ def _short_turns() -> Iterator[None]:
 
 
 @_short_turns()
-def load(config: Config, stage: Stage | None, log: Callable[[str], object], lanes: Lanes | None = None,
-         beside: Callable[[Sketch], object] | None = None) -> Loaded:
+def load(config: Config, stage: Stage | None, log: Callable[[str], object], tp_group: TpGroup | None = None,
+         beside: Callable[[Sketch], object] | None = None) -> LoadedModel:
     """Stream the weights of a stage in, or all: one source tensor at a time, and freed ones go back to
     the system. `log` is told how far it is every PROGRESS_S, as long as tensors come. beside: begins what
     goes on while they are read. Raises ConfigError."""
@@ -189,8 +189,8 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object], lane
     made = functools.partial(
         families.build, checkpoint.config, dtype=dtype, linear=pack, ops=layer.OP.use(backends["layer"].name),
         experts=together, scan=scan.OP.use(backends["scan"].name if "scan" in backends else "reference"))
-    model = made(stage=stage, lanes=lanes)
-    eagle = _eagle(config, checkpoint, dtype, pack, backends, stage, lanes)
+    model = made(stage=stage, tp_group=tp_group)
+    eagle = _eagle(config, checkpoint, dtype, pack, backends, stage, tp_group)
     whole = model if all_of_it else _whole(config, checkpoint, dtype, pack, eagle)
     digest = digest_of(checkpoint.config)
     need = weight_bytes(checkpoint, dtype, stage)
@@ -203,7 +203,7 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object], lane
     become = form_of(checkpoint.config) if load_format == "safetensors" else ""
     log(f"model: {name} has {show_size(need)} of weights to load" +
         f"; {become} become {show_dtype(dtype)}" * bool(become))
-    if stage is None or (stage.embeds and stage.lane.index == 0):       # once, of several ranks
+    if stage is None or (stage.embeds and stage.tp_rank.index == 0):    # once, of several ranks
         for line in checkpoint.unread(whole.ignores):
             log(f"model: {line}")
     if beside is not None:
@@ -233,7 +233,7 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object], lane
     elif eagle is not None:
         model.tap(eagle.taps)
     log(f"model: {name}, {show_size(loaded)} of weights as {kept} in {time.perf_counter() - started:.1f} s")
-    return Loaded(model, backends, name, load_format, dtype, loaded, _peak_rss() - rss_before, whole, digest,
+    return LoadedModel(model, backends, name, load_format, dtype, loaded, _peak_rss() - rss_before, whole, digest,
                   scaled)
 
 
@@ -260,14 +260,14 @@ def _whole(config: Config, checkpoint: Checkpoint, dtype: torch.dtype, pack: Lin
 
 def _eagle(config: Config, checkpoint: Checkpoint, dtype: torch.dtype, pack: LinearFactory,
            backends: Mapping[str, registry.Choice], stage: Stage | None = None,
-           lanes: Lanes | None = None) -> Eagle3 | None:
+           tp_group: TpGroup | None = None) -> Eagle3 | None:
     """What a folder has to draft for the model, without weights. Raises ConfigError: it is for another."""
     folder = config.schedule.speculative_model
     if folder is None:
         return None
     spec = families.read_spec_of(checkpoint.config)
     return Eagle3(read_eagle(locate(folder).config, spec, folder), dtype, pack,
-                  layer.OP.use(backends["layer"].name), ONE if stage is None else stage.lane, lanes)
+                  layer.OP.use(backends["layer"].name), ONE if stage is None else stage.tp_rank, tp_group)
 
 
 def _fill(eagle: Eagle3, config: Config) -> None:
@@ -284,7 +284,7 @@ def digest_of(config: Mapping[str, object]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def identity_of(loaded: Loaded, config: Config, caches: Caches) -> dict[str, str]:
+def identity_of(loaded: LoadedModel, config: Config, caches: Caches) -> dict[str, str]:
     """What all ranks of an engine must have in common."""
     layouts = (f"{g.name} {'x'.join(map(str, layout.shape))}"
                for g, layout in zip(caches.groups, caches.layouts, strict=True))

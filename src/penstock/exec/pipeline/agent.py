@@ -27,7 +27,7 @@ from penstock.exec.load.layout import Caches, caches_of
 from penstock.exec.load.sizing import groups_of
 from penstock.exec.load.weights import outline
 from penstock.exec.pipeline import nodes
-from penstock.exec.pipeline.local import LocalRanks, gpus_here
+from penstock.exec.pipeline.local_launcher import LocalRanks, gpus_here
 from penstock.exec.pipeline.nodes import FRONT, NodeLink, Stranger
 from penstock.exec.step.links import nodes_of, of_config
 from penstock.transfer.pages import PoolPages, Span
@@ -70,7 +70,7 @@ class Agent:
         self._own = [whole.stage(part, groups, node) for part in node]
         ranks = self._ranks = LocalRanks(config, mine, self._engine)
         try:
-            link.say(nodes.Started([process.pid for process in ranks.processes]))
+            link.say(nodes.NodeStarted([process.pid for process in ranks.processes]))
             for i, sock in zip(mine, ranks.fronts, strict=True):
                 self._spawn(self._of_rank, i, sock)
             for (i, slot), sock in ranks.outside.items():
@@ -147,22 +147,22 @@ class Agent:
             case nodes.ToAll(body):
                 for sock in ranks.fronts:
                     _give(sock, body)
-            case nodes.Pools(core):
+            case nodes.NodePools(core):
                 self._pages = PoolPages([])             # or the ranks' memory would stay
                 ranks.make_room(core, self._own)
             case nodes.Seen(core, handles):
                 self._pages = PoolPages(ranks.seen(core, self._own, handles))
-            case nodes.Stack(rank):
+            case nodes.NodeStack(rank):
                 ranks.processes[rank - ranks.mine.start].send_signal(signal.SIGUSR2)
             case nodes.Read(number, tier, group, layers, spans):
                 found = bytearray(self._size(group, layers[1] * sum(units for _, _, units in spans)))
                 self._pages.read(Tier(tier), Group(group), range(layers[0], sum(layers)),
                                  [Span(*span) for span in spans], memoryview(found))
-                link.say(nodes.Bytes(number, bytes(found)))
+                link.say(nodes.NodeBytes(number, bytes(found)))
             case nodes.Write(number, tier, group, layers, spans, body):
                 self._pages.write(Tier(tier), Group(group), range(layers[0], sum(layers)),
                                   [Span(*span) for span in spans], memoryview(body))
-                link.say(nodes.Bytes(number))
+                link.say(nodes.NodeBytes(number))
             case nodes.Bye():
                 self._asked = True
             case _:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 BEAT_S = 1.0                # between two beats of a rank, and between two looks at them
-FRONT, LANES, STAGE = "front", "lanes", "stage"         # whom a rank waits for; "" while it computes
+FRONT, TP_RANKS, STAGE = "front", "TP ranks", "stage"   # whom a rank waits for; "" while it computes
 DEVICE_MORE = 4             # a step on a device may take so many times what the longest so far has
 
 
@@ -33,7 +33,7 @@ class Waits:
 
 
 @dataclass(slots=True)
-class Heard:
+class RankStatus:
     """Of one rank: how many messages, and as its last beat told it the number and kind of its wait, and the
     step that its device works on, counted from 1; 0: none."""
 
@@ -62,7 +62,7 @@ class Watch:
         """The longest step has run: none takes much longer."""
         self._serves = True
 
-    def look(self, heard: Sequence[Heard]) -> tuple[list[int], str]:
+    def look(self, heard: Sequence[RankStatus]) -> tuple[list[int], str]:
         """Every BEAT_S: the ranks that hang, none as a rule, and why."""
         for i, one in enumerate(heard):
             self._silent[i] = self._silent[i] + 1 if one.messages == self._messages[i] else 0
@@ -82,8 +82,8 @@ class Watch:
             return between, f"all wait for each other, and nobody has computed for {self._looks * BEAT_S:g} s"
         return [], ""
 
-    def _count_steps(self, heard: Sequence[Heard]) -> None:
-        """Lanes wait on their devices for one that still compiles."""
+    def _count_steps(self, heard: Sequence[RankStatus]) -> None:
+        """TP ranks wait on their devices for one that still compiles."""
         computes = any(not one.step and not one.wait[1] for one in heard)
         for i, one in enumerate(heard):
             if one.step and one.step == self._steps[i] and not computes:

@@ -26,11 +26,11 @@ from penstock.core.plan import Group, RequestId, Row, StepId, StepPlan
 from penstock.core.settings import CoreConfig
 from penstock.exec.load.layout import Caches
 from penstock.exec.pipeline import wire
-from penstock.exec.pipeline.beats import BEAT_S, Heard, Watch
-from penstock.exec.pipeline.far import FarProcess, Node, NodeHost, NodePages, Nodes
-from penstock.exec.pipeline.local import LocalRanks
-from penstock.exec.pipeline.nodes import Pools as Room
+from penstock.exec.pipeline.beats import BEAT_S, RankStatus, Watch
+from penstock.exec.pipeline.local_launcher import LocalRanks
+from penstock.exec.pipeline.nodes import NodePools as Room
 from penstock.exec.pipeline.nodes import Seen, ToAll
+from penstock.exec.pipeline.remote_node import FarProcess, NodeHost, NodePages, Nodes, RemoteNode
 from penstock.exec.rank import Report
 from penstock.exec.sampling.grammar import COMPILED_MAX, NO_TOKENIZER, BadGrammar, Vocabulary
 from penstock.exec.sampling.sampler import check_ids
@@ -54,7 +54,7 @@ class RankProcess:
         self._answers: SimpleQueue[wire.FromRank | None] = SimpleQueue()
         self._counters: dict[str, float] = {}       # as it has last told
         self._compiled = OrderedDict[Grammar, bool]()       # that it was asked to compile: whether it has
-        self.heard = Heard()
+        self.heard = RankStatus()
         self.died, self.hangs = False, ""           # hangs: why it is taken for dead
         self.memory = b""                           # `wire.Ready.memory`
         self.use: dict[str, int] = {}               # `wire.Ready.use`
@@ -69,7 +69,7 @@ class RankProcess:
             message = wire.decode_from_rank(body)
             self.heard.messages += 1
             match message:
-                case wire.Beat(number, whom, step):
+                case wire.RankBeat(number, whom, step):
                     self.heard.wait, self.heard.step = (number, whom), step
                 case wire.Reports():
                     self._reports.put(message)
@@ -79,7 +79,7 @@ class RankProcess:
                     self._crew.tell()
                 case wire.Counters(values):
                     self._counters = values
-                case wire.Met():
+                case wire.RendezvousKey():
                     for other in self._crew.beside(self):
                         with contextlib.suppress(RankDied):         # whoever waits for that one hears it
                             other.send(wire.encode(message))
@@ -162,7 +162,7 @@ class RankProcess:
             self._crew.hang([rank for rank in self._crew.ranks if rank.queued] or [self], timeout_s)
         if message is None:
             self._crew.fail(self)
-        if isinstance(message, wire.Refused):
+        if isinstance(message, wire.StageRefused):
             raise ConfigError(message.message)
         return message
 
@@ -172,7 +172,7 @@ class Crew:
 
     def __init__(self, config: Config, num_layers: int, own: Sequence[Caches], wake: Callable[[], None],
                  log: Callable[[str], object] = print) -> None:
-        """Starts a process for each lane of each stage, which begins to load; on several machines once all
+        """Starts a process for each TP rank of each stage, which begins to load; on several machines once all
         have come. own: what each has of the model's caches. wake: called in other threads whenever a rank has
         reported or died. `places`: of each rank its machine and its GPU there; none on CPUs. Raises
         ConfigError: a machine does not come, or is not of this engine."""
@@ -184,7 +184,7 @@ class Crew:
         self._watched = False
         self._closed = threading.Event()
         self._encoded: tuple[StepPlan | None, bytes] = None, b""
-        self._lanes, self.own = config.device.tp, own
+        self._tp_size, self.own = config.device.tp, own
         self.ranges = nodes_of(config)
         self.ranks: list[RankProcess] = []
         self._nodes = Nodes(config, self.ranges, log) if len(self.ranges) > 1 else None
@@ -217,7 +217,7 @@ class Crew:
             rank.send(wire.encode(wire.Begin(to_plain(settings), rank.index, num_layers,
                                              max(1, cores // len(mine)), host, self.alone)))
 
-    def _node(self, rank: RankProcess) -> Node | None:
+    def _node(self, rank: RankProcess) -> RemoteNode | None:
         """The machine that it is on, if that is not this one."""
         return None if rank.index in self.ranges[0] or self._nodes is None else self._nodes.of(rank.index)
 
@@ -232,15 +232,15 @@ class Crew:
             found.append(message)
         return found
 
-    def vocabulary(self, of: Callable[[], Vocabulary | None], lanes: int) -> None:
-        """Tell the lanes of the last stage, which sample. Before `pools`."""
+    def vocabulary(self, of: Callable[[], Vocabulary | None], tp_size: int) -> None:
+        """Tell the TP ranks of the last stage, which sample. Before `pools`."""
         try:
             found = of()
             words = wire.Words("", [], NO_TOKENIZER) if found is None else wire.Words(
                 found.tokenizer, list(found.eos_ids), "")
         except BadGrammar as why:
             words = wire.Words("", [], str(why))
-        for rank in self.ranks[-lanes:]:
+        for rank in self.ranks[-tp_size:]:
             rank.send(wire.encode(words))
 
     def pools(self, core: CoreConfig, *, capture: bool = False, serves: bool = False) -> None:
@@ -264,9 +264,9 @@ class Crew:
         """All that they do at the start is done, and they have seen their longest step."""
         self._watch.serves()
 
-    def measured(self) -> list[wire.Memory]:
+    def measured(self) -> list[wire.RankMemory]:
         """Of each rank on a GPU, one after the other, what its steps so far have taken; or all at once with
-        what they capture, which lanes do together."""
+        what they capture, which TP ranks do together."""
         found = []
         if self.captures:
             for rank in self.ranks:
@@ -275,7 +275,7 @@ class Crew:
             if not self.captures:
                 rank.send(wire.encode(wire.Measure()))
             message = rank.answer(self.timeout_s)
-            assert isinstance(message, wire.Memory)
+            assert isinstance(message, wire.RankMemory)
             found.append(message)
         return found
 
@@ -365,19 +365,19 @@ class Crew:
         raise RankDied(f"rank {names} hangs: no report for {silent_s:g} s") from None
 
     def beside(self, rank: RankProcess) -> list[RankProcess]:
-        """The other lanes of its stage."""
-        first = rank.index // self._lanes * self._lanes
-        return [one for one in self.ranks[first:first + self._lanes] if one is not rank]
+        """The other TP ranks of its stage."""
+        first = rank.index // self._tp_size * self._tp_size
+        return [one for one in self.ranks[first:first + self._tp_size] if one is not rank]
 
     def stage_of(self, rank: RankProcess) -> int:
-        return rank.index // self._lanes
+        return rank.index // self._tp_size
 
     def computed(self, rank: RankProcess, began: float, ended: float) -> None:
         """Seconds of a step, and those of them in which the stage before computed as well."""
         rank.first = rank.first or began
         rank.busy += ended - began
         rank.steps.append((began, ended))
-        n = self._lanes
+        n = self._tp_size
         for one in (rank.index, rank.index + n):            # whichever of two reports last finds the other
             if n <= one < len(self.ranks):
                 other = self.ranks[one - n if one == rank.index else one]

@@ -23,7 +23,7 @@ def _library() -> ctypes.CDLL:
     try:
         lib = ctypes.CDLL("libnccl.so.2")       # found by its name, as torch has loaded it
     except OSError as e:
-        raise ConfigError(f"lanes on GPUs of their own add by NCCL, which torch has not loaded here ({e}): "
+        raise ConfigError(f"TP ranks on GPUs of their own add by NCCL, which torch has not loaded here ({e}): "
                           "install torch with CUDA from pip's default index") from None
     p, n, i = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     for name, given in (("ncclGetUniqueId", (p,)), ("ncclCommInitRank", (p, i, _Id, i)),
@@ -52,7 +52,7 @@ class Communicator:
         _check(self._lib, self._lib.ncclCommInitRank(
             ctypes.byref(self._comm), size, _Id.from_buffer_copy(unique), rank))
 
-    def add(self, x: Tensor) -> None:
+    def all_reduce(self, x: Tensor) -> None:
         """The sum over the ranks, in place."""
         whole = x.contiguous()
         _check(self._lib, self._lib.ncclAllReduce(

@@ -43,7 +43,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 class Join(_Message, frozen=True):
     """The first of an agent: which node it is, of which version, with which settings and weights, at which
-    address lanes of other machines reach its own, and how many GPUs it sees."""
+    address TP ranks of other machines reach its own, and how many GPUs it sees."""
 
     version: str
     node: Number
@@ -67,7 +67,7 @@ class Refuse(_Message, frozen=True):
     why: str
 
 
-class Started(_Message, frozen=True):
+class NodeStarted(_Message, frozen=True):
     """Processes of the node's ranks, in their order."""
 
     pids: list[Number]
@@ -86,7 +86,7 @@ class ToAll(_Message, frozen=True):
     body: bytes
 
 
-class Pools(_Message, frozen=True):
+class NodePools(_Message, frozen=True):
     """Pools of these sizes come: make room. Ranks are told behind it."""
 
     core: CoreConfig
@@ -107,7 +107,7 @@ class Exited(_Message, frozen=True):
     code: int
 
 
-class Stack(_Message, frozen=True):
+class NodeStack(_Message, frozen=True):
     """Print what this rank does: it has said nothing for long."""
 
     rank: Number
@@ -138,14 +138,14 @@ class Write(_Message, frozen=True):
     body: bytes
 
 
-class Bytes(_Message, frozen=True):
+class NodeBytes(_Message, frozen=True):
     """Answers Read and Write, each by its number."""
 
     number: Number
     body: bytes = b""
 
 
-class Beat(_Message, frozen=True):
+class NodeBeat(_Message, frozen=True):
     """The sender lives."""
 
 
@@ -154,7 +154,8 @@ class Bye(_Message, frozen=True):
 
 
 SAYS = Kinds(f"node protocol version {VERSION}", (
-    Join, Start, Refuse, Started, Data, ToAll, Pools, Exited, Stack, Read, Write, Bytes, Beat, Bye, Seen))
+    Join, Start, Refuse, NodeStarted, Data, ToAll, NodePools, Exited, NodeStack, Read, Write,
+    NodeBytes, NodeBeat, Bye, Seen))
 
 
 def settings_of(config: Config) -> LinkSettings:
@@ -247,7 +248,7 @@ class NodeLink:
         """Hand over what comes, until there is nothing more; why. After `live`."""
         try:
             while True:
-                if not isinstance(message := self.next(), Beat):
+                if not isinstance(message := self.next(), NodeBeat):
                     handle(message)
         except ConnectionError:
             return self._why
@@ -266,7 +267,7 @@ class NodeLink:
     def _beat(self) -> None:
         while not self._ended.wait(self._silence_s / BEATS):
             try:
-                self.say(Beat())
+                self.say(NodeBeat())
             except ConnectionError:
                 return
 

@@ -37,12 +37,12 @@ from penstock.exec.load.sizing import groups_of
 from penstock.exec.load.weights import identity_of, load
 from penstock.exec.pipeline import wire
 from penstock.exec.pipeline.beats import BEAT_S, FRONT, Waits
-from penstock.exec.pipeline.lanes import GlooLanes, Meeting, NcclLanes
+from penstock.exec.pipeline.collectives import GlooGroup, NcclGroup, Rendezvous
 from penstock.exec.pipeline.sockets import PutBoundary, PutSampled, Taker, boundaries, sampled
 from penstock.exec.rank import Rank, Report, Stepped
 from penstock.exec.sampling.grammar import BadGrammar, Grammars, Vocabulary
 from penstock.exec.start.memory_use import MemoryUse
-from penstock.exec.start.workspace import Gauge
+from penstock.exec.start.workspace import MemoryProfile
 from penstock.exec.step.links import Links, nodes_of, of_config
 from penstock.kernels.triton import compiles
 from penstock.memory.across import allocated
@@ -50,11 +50,11 @@ from penstock.memory.dram import mapped
 from penstock.memory.pinned import NotPinned
 
 EXIT_CONFIG, EXIT_BUG = 2, 70
-LANE_SHARE = 0.8            # of the time after which a rank hangs: who waits for another lane says so before
+TP_SHARE = 0.8            # of the time after which a rank hangs: who waits for another TP rank says so before
 COUNTERS_S = 0.2            # between two of its Counters
 
 
-class Landed:
+class _StepEnded:
     """The oldest step in flight on the device has ended."""
 
 
@@ -64,11 +64,11 @@ class Process:
     def __init__(self, fds: list[int]) -> None:
         self._front = wire.Channel(socket.socket(fileno=fds[0]))
         self._fds = fds
-        self._inbox: SimpleQueue[wire.ToRank | Landed | None] = SimpleQueue()
+        self._inbox: SimpleQueue[wire.ToRank | _StepEnded | None] = SimpleQueue()
         self._flights: SimpleQueue[torch.cuda.Event] = SimpleQueue()        # to be waited for
         self._awaits = False                    # a Landed is to come
         self._waits = Waits()
-        self._meeting = Meeting(lambda key, value: self.send(wire.Met(key, value)))
+        self._rendezvous = Rendezvous(lambda key, value: self.send(wire.RendezvousKey(key, value)))
         self._rank: Rank | None = None
         self._grammars: Grammars | None = None
         self._queued = 0                        # plans that have not run
@@ -87,15 +87,15 @@ class Process:
     def _listen(self) -> None:
         while (body := self._front.receive()) is not None:
             message = wire.decode_to_rank(body)
-            if isinstance(message, wire.Met):
-                self._meeting.heard(message.key, message.value)
+            if isinstance(message, wire.RendezvousKey):
+                self._rendezvous.heard(message.key, message.value)
             else:
                 self._inbox.put(message)
         os._exit(0)                             # the front is gone, and what it wanted with it
 
     def _beat(self) -> None:
         while True:
-            self.send(wire.Beat(*self._waits.now, self._on_device()))
+            self.send(wire.RankBeat(*self._waits.now, self._on_device()))
             time.sleep(BEAT_S)
 
     def _on_device(self) -> int:
@@ -127,12 +127,12 @@ class Process:
         node = next(ranks for ranks in nodes_of(config) if begin.index in ranks)
         torch.set_num_threads(1)
         _, _, _, before, after, tokens = self._fds
-        timeout_s = LANE_SHARE * config.device.step_timeout_s
-        lanes = (None if stage.lane.size == 1 else
-                 NcclLanes(self._meeting, stage.lane, timeout_s, begin.host, self._log) if begin.alone else
-                 GlooLanes(self._meeting, stage.lane, timeout_s, begin.host, self._waits))
+        timeout_s = TP_SHARE * config.device.step_timeout_s
+        tp_group = (None if stage.tp_rank.size == 1 else
+                 NcclGroup(self._rendezvous, stage.tp_rank, timeout_s, begin.host, self._log) if begin.alone else
+                 GlooGroup(self._rendezvous, stage.tp_rank, timeout_s, begin.host, self._waits))
         self._use = MemoryUse(cuda=config.device.device == "cuda")
-        self._loaded = load(config, stage, self._log, lanes)
+        self._loaded = load(config, stage, self._log, tp_group)
         self._use.took("weights")
         torch.set_num_threads(begin.threads)
         dtype = self._loaded.dtype
@@ -150,7 +150,7 @@ class Process:
             tell=PutSampled(way) if way and stage.heads else None,
             hear=Taker(sampled(way), self._waits) if way and stage.embeds else None)
         if self._device == "cuda":
-            self._gauge = Gauge()
+            self._gauge = MemoryProfile()
             threading.Thread(target=self._land, daemon=True, name="penstock-landing").start()
         self.send(wire.Loaded(identity_of(self._loaded, config, self._caches), self._loaded.bytes,
                               self._loaded.peak, machine.probe().memory_available))
@@ -162,7 +162,7 @@ class Process:
             try:
                 event.synchronize()
             finally:
-                self._inbox.put(Landed())       # after an error too, which `collect` then meets
+                self._inbox.put(_StepEnded())       # after an error too, which `collect` then meets
 
     def _flies(self) -> bool:
         """Whether a step is on the device, whose end the inbox tells."""
@@ -197,7 +197,7 @@ class Process:
         if serves:
             self._use.took("tables")
         if capture:
-            # As many on each lane, however long they take.
+            # As many on each TP rank, however long they take.
             self._rank.capture(buckets_of(core.rows), 0.0, width=1 + core.draft_tokens)
         if serves:
             self._use.took("graphs")
@@ -220,7 +220,7 @@ class Process:
                                 1 + self._config.schedule.num_drafts)
         self._drop()
         torch.cuda.empty_cache()
-        self.send(wire.Memory(told.total, torch.cuda.mem_get_info()[0], told.workspace))     # of all by now
+        self.send(wire.RankMemory(told.total, torch.cuda.mem_get_info()[0], told.workspace))     # of all by now
 
     def run(self) -> NoReturn:
         """Messages as they come, steps when there is nothing else; waits in the kernel."""
@@ -236,18 +236,18 @@ class Process:
             else:
                 self._handle(message)
 
-    def _next(self, late: float | None) -> wire.ToRank | Landed | None:
+    def _next(self, late: float | None) -> wire.ToRank | _StepEnded | None:
         """Raises Empty: nothing has come, and a step waits or `late` seconds are over."""
         if self._queued:
             return self._inbox.get(block=self._flies())
         with self._waits.on(FRONT):
             return self._inbox.get(timeout=late)
 
-    def _handle(self, message: wire.ToRank | Landed | None) -> None:
+    def _handle(self, message: wire.ToRank | _StepEnded | None) -> None:
         if message is None:
             self._collect_ended()
             return
-        if isinstance(message, Landed):
+        if isinstance(message, _StepEnded):
             self._awaits = False
             self._collect()
             return
@@ -343,11 +343,11 @@ def main(argv: list[str]) -> NoReturn:
         process.load()
         process.run()
     except (ConfigError, NotPinned) as e:
-        process.send(wire.Refused(str(e)))
+        process.send(wire.StageRefused(str(e)))
         os._exit(EXIT_CONFIG)
     except torch.OutOfMemoryError as e:
         print(e, file=sys.stderr, flush=True)
-        process.send(wire.Refused(
+        process.send(wire.StageRefused(
             "a stage, its KV and its largest step do not fit into what is left of the GPU's memory: lower "
             "--gpu-memory-utilization, --max-num-batched-tokens or --max-num-seqs"))
         os._exit(EXIT_CONFIG)

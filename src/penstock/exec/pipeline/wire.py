@@ -26,7 +26,7 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 # ---------------------------------------------------------------- front -> rank
 class Begin(_Message, frozen=True):
     """First message: load what rank `index` of a model of so many layers has. `host`: the address of this
-    machine on which other lanes of its stage reach it. `alone`: each rank has a GPU of its own."""
+    machine on which other TP ranks of its stage reach it. `alone`: each rank has a GPU of its own."""
 
     config: Plain
     index: int
@@ -36,8 +36,8 @@ class Begin(_Message, frozen=True):
     alone: bool
 
 
-class Met(_Message, frozen=True):
-    """Of `lanes.Meeting`: from a lane to the front, and on to the others of its stage."""
+class RendezvousKey(_Message, frozen=True):
+    """Of `collectives.Rendezvous`: from a TP rank to the front, and on to the others of its stage."""
 
     key: str
     value: bytes
@@ -60,7 +60,7 @@ class Measure(_Message, frozen=True):
 
 
 class Words(_Message, frozen=True):
-    """To the lanes of the last stage, before Pools: the vocabulary of grammars, as
+    """To the TP ranks of the last stage, before Pools: the vocabulary of grammars, as
     `exec.sampling.grammar.Vocabulary`, or why there is none."""
 
     tokenizer: str
@@ -69,7 +69,7 @@ class Words(_Message, frozen=True):
 
 
 class Compile(_Message, frozen=True):
-    """To the lanes of the last stage; answered by Compiled."""
+    """To the TP ranks of the last stage; answered by Compiled."""
 
     grammar: Grammar
 
@@ -107,7 +107,7 @@ class Plan(_Message, frozen=True):
     plan: StepPlan
 
 
-ToRank = Begin | Met | Pools | Words | Measure | Compile | Open | Close | Given | Checked | Plan
+ToRank = Begin | RendezvousKey | Pools | Words | Measure | Compile | Open | Close | Given | Checked | Plan
 
 
 # ---------------------------------------------------------------- rank -> front
@@ -125,7 +125,7 @@ class Loaded(_Message, frozen=True):
     free_bytes: int
 
 
-class Refused(_Message, frozen=True):
+class StageRefused(_Message, frozen=True):
     """The stage cannot be built: one clear line for the user; the process exits."""
 
     message: str
@@ -139,7 +139,7 @@ class Ready(_Message, frozen=True):
     use: dict[str, int] = {}
 
 
-class Memory(_Message, frozen=True):
+class RankMemory(_Message, frozen=True):
     """Answers Measure, in bytes: of the GPU, what is free of that, and what steps since Loaded have taken
     beside weights, at most."""
 
@@ -170,7 +170,7 @@ class Counters(_Message, frozen=True):
     values: dict[str, float]
 
 
-class Beat(_Message, frozen=True):
+class RankBeat(_Message, frozen=True):
     """The sender lives: `beats.Waits.now`, and `beats.Heard.step`."""
 
     wait: int
@@ -178,7 +178,8 @@ class Beat(_Message, frozen=True):
     step: int
 
 
-FromRank = Beat | Met | Loading | Loaded | Refused | Ready | Memory | Compiled | Reports | Counters
+FromRank = (RankBeat | RendezvousKey | Loading | Loaded | StageRefused | Ready | RankMemory | Compiled | Reports
+            | Counters)
 
 _ENCODER = msgspec.msgpack.Encoder()
 _TO = msgspec.msgpack.Decoder(ToRank)

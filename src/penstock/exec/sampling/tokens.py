@@ -32,7 +32,7 @@ from penstock.exec.sampling.sampler import (
     told,
 )
 from penstock.exec.step.eager import Ran
-from penstock.exec.step.links import Heard, Links
+from penstock.exec.step.links import Links, TokensFromLast
 from penstock.exec.step.tables import RowTables
 from penstock.kernels.types.ragged import on_device
 
@@ -182,7 +182,7 @@ def tokens_of(links: Links, vocab_size: int, rows: int, tables: RowTables, seed:
     """Of a stage with these links, on the device of its tables; `draw` as for `Draws`, `mask` as for
     `Sampler`."""
     if links.hear is not None:
-        return FromLast(vocab_size, Heard(links.hear), tables)
+        return FromLast(vocab_size, TokensFromLast(links.hear), tables)
     if links.after is not None:
         return Tokens(vocab_size)
     device = tables.last_R.device
@@ -385,7 +385,7 @@ class Drawn(Chosen):
 class FromLast(Tokens):
     """By the last stage, and this first one hears of them: they are the inputs of its next steps."""
 
-    def __init__(self, vocab_size: int, heard: Heard, tables: RowTables) -> None:
+    def __init__(self, vocab_size: int, heard: TokensFromLast, tables: RowTables) -> None:
         super().__init__(vocab_size)
         self._heard, self._tables = heard, tables
         self._prompts: dict[RequestId, tuple[int, ...]] = {}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.plan import Bind, StepPlan
-from penstock.exec.graphs.capture import Decodes, Decoding, PagedDecode
+from penstock.exec.graphs.capture import DecodeAttention, Decoding, PagedDecode
 from penstock.exec.sparse.layers import (
     DEVICE,
     HOST,
@@ -25,14 +25,14 @@ from penstock.exec.sparse.layers import (
     SparseStep,
     unit_attention,
 )
-from penstock.exec.sparse.prompts import GPU_WINDOW, Chunk, HostedPrompts
+from penstock.exec.sparse.prompts import GPU_WINDOW, HostedPrompts, PromptChunk
 from penstock.exec.sparse.rows import HotRows, Selects
 from penstock.exec.step.attend import OfHeads, spec_of
 from penstock.exec.step.states import StatePools, StepStates
 from penstock.exec.step.tables import Lowered, RowTables
 from penstock.kernels.attention.paged_attention import Prepare, Prepared, write_kv
 from penstock.kernels.choose.select import SelectRule
-from penstock.kernels.fused.step import Place, Queries
+from penstock.kernels.fused.step import BlockTableRef, Queries
 from penstock.kernels.kv.write_kv import WriteAt
 from penstock.kernels.types.ragged import Ragged, on_device
 from penstock.memory.pool import BlockPool
@@ -156,11 +156,11 @@ class Selecting(Selects):
             return out_TNH
         return attend
 
-    def _split(self, plan: StepPlan) -> tuple[list[Chunk], list[Chunk], list[tuple[int, int, int]]]:
+    def _split(self, plan: StepPlan) -> tuple[list[PromptChunk], list[PromptChunk], list[tuple[int, int, int]]]:
         """Chunks that read all from device pages, those whose pages are not all there, and queries that
         select: (token, row, position)."""
-        dense: list[Chunk] = []
-        windows: list[Chunk] = []
+        dense: list[PromptChunk] = []
+        windows: list[PromptChunk] = []
         queries: list[tuple[int, int, int]] = []
         at = 0
         for row, start, count in zip(plan.rows, plan.start, plan.count, strict=True):
@@ -168,7 +168,7 @@ class Selecting(Selects):
             who, end = self.rows[r], start + count
             split = min(max(who.first, start), end) if who.budget else end
             if split > start:
-                chunk = Chunk(r, at, start, split)
+                chunk = PromptChunk(r, at, start, split)
                 (dense if self._kv.is_resident(r) else windows).append(chunk)
             queries += [(at + p - start, r, p) for p in range(split, end)]
             at += count
@@ -197,7 +197,7 @@ class _SelectingStep(OfHeads):
         return self._prepared[group](q_TNH, k_PKGH, v_PKGH, sinks_N)
 
 
-class SelectingDecodes(Decodes):
+class SelectingDecodes(DecodeAttention):
     """Of a `Selecting`: steps in which every row selects, by whether any lacks a device page; the others also
     read all pages of the rows that do not."""
 
@@ -205,7 +205,7 @@ class SelectingDecodes(Decodes):
         self._of = selecting
         self.kinds = (DEVICE, MIXED) if selecting._kv.host_RM is None else (DEVICE, HOST, MIXED)
         kv, unit = selecting._kv, selecting._unit
-        bounds = Place(selecting._bounds.device_RM, kv.size // unit, unit)
+        bounds = BlockTableRef(selecting._bounds.device_RM, kv.size // unit, unit)
         self.looks = selecting.rows.looks(kv.place, kv.host_place, bounds, budget_R=selecting._budget_R)
 
     def kind(self, rows: Sequence[int]) -> str:
@@ -257,12 +257,12 @@ class _DecodeStep(Decoding):
         return torch.where(self._selects_B[:, None, None], out_TNH, all_TNH)
 
 
-def _where(chunks: Sequence[Chunk], device: torch.device) -> Tensor:
+def _where(chunks: Sequence[PromptChunk], device: torch.device) -> Tensor:
     """int64: indices into T of the chunks' tokens, in their order."""
     return on_device([t for c in chunks for t in range(c.at, c.at + c.end - c.start)], device, torch.int64)
 
 
-def _part(ragged: Ragged, chunks: Sequence[Chunk], at_T: Tensor | slice) -> Ragged:
+def _part(ragged: Ragged, chunks: Sequence[PromptChunk], at_T: Tensor | slice) -> Ragged:
     """The layout of these chunks alone."""
     starts = [0]
     for chunk in chunks:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.plan import Bind, StepPlan
-from penstock.exec.graphs.capture import Decodes
+from penstock.exec.graphs.capture import DecodeAttention
 from penstock.exec.sparse.bounds import Selector
 from penstock.exec.sparse.layers import DEVICE, HOST, SparseLayers, SparseStep, row_attention
 from penstock.exec.sparse.rows import HotRows, Selects
@@ -220,7 +220,7 @@ class _IndexedStep:
                                    self.table_RM, self.keys_at)
 
 
-class IndexedDecodes(Decodes):
+class IndexedDecodes(DecodeAttention):
     """Of an `Indexed`: steps by whether a row lacks a device page."""
 
     def __init__(self, indexed: Indexed, tables: RowTables, most: int) -> None:

@@ -29,7 +29,7 @@ GPU_WINDOW = 16_384
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class PromptChunk:
     """Tokens [at, at + end - start) of the step are positions [start, end) of a row, and read all."""
 
     row: int
@@ -75,7 +75,7 @@ class HostedPrompts:
         self._chunk_attention = chunk_attention.OP.use(backends["chunk_attention"])
         self._gather = gather.OP.use(backends["gather"])
 
-    def windows(self, chunk: Chunk) -> list[Window]:
+    def windows(self, chunk: PromptChunk) -> list[Window]:
         """The pages before a chunk, each in one window. Of the row's hot buffer nothing is hot yet: its bind
         has said so, pages are kept only of a row behind its prompt, and so are positions that bring units."""
         host_RM, row = self._kv.host_RM, self._rows[chunk.row]
@@ -107,7 +107,7 @@ class HostedPrompts:
         miss_E3[:, 1], miss_E3[:, 2] = from_W[miss_E3[:, 1]], page_W[miss_E3[:, 2]]
         return miss_E3.int(), on_device([len(miss_E3)], page_W.device, torch.int32)
 
-    def attend(self, layer: int, chunk: Chunk, windows: Sequence[Window], q_TNH: Tensor, k_TKH: Tensor,
+    def attend(self, layer: int, chunk: PromptChunk, windows: Sequence[Window], q_TNH: Tensor, k_TKH: Tensor,
                v_TKH: Tensor, sinks_N: Tensor | None = None) -> Tensor:
         """Attention of prompt positions to all before them: their own chunk as it was computed, and what is
         earlier a window of pages at a time."""

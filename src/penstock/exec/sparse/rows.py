@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.core.plan import Bind, HotResize, RequestId
 from penstock.exec.step.attend import ANY, Attending, Counts, Reads, none_read
 from penstock.exec.step.tables import GroupTable, Lowered, RowTables
-from penstock.kernels.fused.step import Looks, Place
+from penstock.kernels.fused.step import BlockTableRef, Looks
 from penstock.kernels.kv.write_kv import WriteAt
 from penstock.memory.hot import HotBuffers
 from penstock.memory.pool import BlockPool
@@ -121,7 +121,7 @@ class HotRows:
             self._reads.setdefault(rid, Counter())["window_bytes"] += (
                 pages * self._page_rows * self._unit_bytes // self._unit)
 
-    def looks(self, *places: Place, budget_R: Tensor | None = None) -> Looks:
+    def looks(self, *places: BlockTableRef, budget_R: Tensor | None = None) -> Looks:
         """What captured steps ask of rows, which they tell in their answers what they have read."""
         return Looks(places, budget_R, self.hot.now_1, self.hot.count_LRKE)
 

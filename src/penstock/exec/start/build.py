@@ -24,8 +24,8 @@ from penstock.exec.graphs import mixed
 from penstock.exec.graphs.capture import buckets_of
 from penstock.exec.load.backends import parts_of, selection_for, selector_of
 from penstock.exec.load.layout import Caches, caches_of
-from penstock.exec.load.sizing import DeviceMemory, Room, Sizes, groups_of, show_size, size_pools
-from penstock.exec.load.weights import Loaded, identity_of, kept_as, load, outline, show_dtype
+from penstock.exec.load.sizing import DeviceMemory, NodeMemory, Sizes, groups_of, show_size, size_pools
+from penstock.exec.load.weights import LoadedModel, identity_of, kept_as, load, outline, show_dtype
 from penstock.exec.pipeline.crew import Crew
 from penstock.exec.rank import Rank, RankParts
 from penstock.exec.sampling.grammar import Grammars, Vocabulary, switched_off, whose
@@ -151,7 +151,7 @@ class _Parts:
     """`caches` of the whole model; `threads` of each rank."""
 
     front: Front
-    loaded: Loaded
+    loaded: LoadedModel
     caches: Caches
     sizes: Sizes
     selection: Selection | None
@@ -171,7 +171,7 @@ def kinds_of(caches: Caches, dtype: torch.dtype) -> dict[str, str]:
             for group, layout in zip(caches.groups, caches.layouts, strict=True) if layout.dtype != dtype}
 
 
-def kv_identity(config: Config, loaded: Loaded, selection: Selection | None,
+def kv_identity(config: Config, loaded: LoadedModel, selection: Selection | None,
                 caches: Caches) -> dict[str, str]:
     """What two engines must have in common for one to go on from the other's KV, in words."""
     files = files_of(config.model)
@@ -284,7 +284,7 @@ def _check_gpu() -> None:
         raise ConfigError(f"--device cuda: {why}") from None
 
 
-def _with_step(config: Config, loaded: Loaded) -> Config:
+def _with_step(config: Config, loaded: LoadedModel) -> Config:
     """With tokens of a step, where a GPU's were not given. Many keep it busy; where launching a layer takes
     longer than its arithmetic over them, no more than a captured step has."""
     if config.schedule.max_num_batched_tokens is not None:
@@ -304,7 +304,7 @@ def _longest(config: Config, caches: Caches, max_position: int) -> int:
                caches.context_pages(torch.cuda.mem_get_info()[0]) * config.kv.page_size)
 
 
-def _measure(config: Config, loaded: Loaded, selection: Selection | None, captures: bool,
+def _measure(config: Config, loaded: LoadedModel, selection: Selection | None, captures: bool,
              log: Callable[[str], object]) -> tuple[DeviceMemory, Info]:
     """Memory of the GPU, and what to tell of it. Raises ConfigError: its largest step does not fit."""
     model, schedule = loaded.model, config.schedule
@@ -325,14 +325,14 @@ def _measure(config: Config, loaded: Loaded, selection: Selection | None, captur
     return gpu, _tell_gpu(gpu, log)
 
 
-def _measure_several(config: Config, crew: Crew, loaded: Loaded, caches: Caches,
+def _measure_several(config: Config, crew: Crew, loaded: LoadedModel, caches: Caches,
                      log: Callable[[str], object]) -> tuple[DeviceMemory, Info]:
     """As `_measure`, of the GPU with the least room for each rank on it: what one takes at most another may
     take at the same time."""
     longest = _longest(config, caches, loaded.whole.max_position)
     core = replace(one_page(caches, config.schedule.max_num_seqs, longest), pp_size=config.device.pp)
     crew.pools(core)
-    largest_step(Front(crew.ranks, crew.wait, lanes=config.device.tp), core,
+    largest_step(Front(crew.ranks, crew.wait, tp_size=config.device.tp), core,
                  config.schedule.num_step_tokens)
     told, found = crew.measured(), []
     gpus = sorted(set(crew.places))
@@ -358,8 +358,8 @@ def _tell_gpu(gpu: DeviceMemory, log: Callable[[str], object]) -> Info:
 
 def _several(config: Config, log: Callable[[str], object], wakes: Waker,
              vocabulary: Callable[[], Vocabulary | None]) -> _Parts:
-    """Pipeline stages and their lanes, each in a process of its own; this one plans for them."""
-    lanes, device = config.device.tp, config.device.device
+    """Pipeline stages and their TP ranks, each in a process of its own; this one plans for them."""
+    tp_size, device = config.device.tp, config.device.device
     if device == "cuda":
         _check_gpu()
     loaded = outline(config, log)
@@ -380,20 +380,20 @@ def _several(config: Config, log: Callable[[str], object], wakes: Waker,
         widest = max(own, key=lambda c: c.slabs.slab_bytes)
         gpu, info = (_measure_several(config, crew, loaded, caches, log) if device == "cuda" else
                      (None, {}))
-        rooms = [Room(machine.probe().memory_available if not n else min(told[i].free_bytes for i in node),
+        rooms = [NodeMemory(machine.probe().memory_available if not n else min(told[i].free_bytes for i in node),
                       len(node), own[node.start].host) for n, node in enumerate(nodes)]
         sizes = size_pools(config, widest, loaded.whole.max_position, rooms,
                            budget=selection.budget if selection else 0, gpu=gpu)
         core = sizes.core
         selector = selector_of(selection, core.largest_hot, loaded.backends)
-        crew.vocabulary(vocabulary, lanes)
+        crew.vocabulary(vocabulary, tp_size)
         trial = replace(scratch(caches, selector), pp_size=config.device.pp)
         crew.pools(trial)
-        prove_front(Front(crew.ranks, crew.wait, lanes=lanes), trial, loaded.whole.max_position, selector)
+        prove_front(Front(crew.ranks, crew.wait, tp_size=tp_size), trial, loaded.whole.max_position, selector)
         if device == "cuda":
             trial = replace(one_page(caches, core.rows, core.max_len, core.largest_hot), pp_size=core.pp_size)
             crew.pools(trial)
-            take_each_kind(Front(crew.ranks, crew.wait, lanes=lanes), trial,
+            take_each_kind(Front(crew.ranks, crew.wait, tp_size=tp_size), trial,
                            largest_chunk(caches, core.step_tokens), core.budget)
         crew.pools(core, capture=crew.captures, serves=True)
         crew.serves()
@@ -402,7 +402,7 @@ def _several(config: Config, log: Callable[[str], object], wakes: Waker,
         raise
     for i, rank in enumerate(crew.ranks):
         info |= {f"rank_{i}_gpu_{part}_bytes": n for part, n in rank.use.items()}
-    info |= {"pp": config.device.pp, "pp_layers": ",".join(map(str, layers[::lanes])), "tp": lanes,
+    info |= {"pp": config.device.pp, "pp_layers": ",".join(map(str, layers[::tp_size])), "tp": tp_size,
              **({"ep": config.device.expert_ranges} if config.device.expert_ranges > 1 else {})}
     for i, (n, mine, one) in enumerate(zip(layers, own, told, strict=True)):
         used, given = mine.nbytes(core.hbm_pages), widest.nbytes(core.hbm_pages)
@@ -417,10 +417,10 @@ def _several(config: Config, log: Callable[[str], object], wakes: Waker,
     pages, dram = crew.seen(core, caches), [own[node.start].host_bytes(core) for node in nodes]
     if len(nodes) > 1:
         info |= {"nnodes": len(nodes), **{f"node_{n}_dram_bytes": size for n, size in enumerate(dram)}}
-    front = Front(crew.ranks, crew.wait, lanes=lanes, page_size=core.page_size)
+    front = Front(crew.ranks, crew.wait, tp_size=tp_size, page_size=core.page_size)
     return _Parts(front=front, loaded=loaded, caches=caches, sizes=sizes,
                   selection=selection, threads=threads, info=info, pages=pages,
-                  stages=[[one.layouts[g].num_layers for one in own[::lanes]] for g in range(len(groups))],
+                  stages=[[one.layouts[g].num_layers for one in own[::tp_size]] for g in range(len(groups))],
                   host=crew.host_pages(core, caches), dram_bytes=sum(dram), crew=crew)
 
 

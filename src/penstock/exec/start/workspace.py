@@ -24,7 +24,7 @@ SLACK = 0.1
 SLACK_BYTES = 256 << 20
 
 
-class Gauge:
+class MemoryProfile:
     """What is taken of a GPU's memory by this process from now on, beside what it holds already."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ def device_memory(parts: RankParts, caches: Caches, *, rows: int, step_tokens: i
     parameter; with `capture` the largest graphs, with a `drafter` of up to `width` positions a row. Their sum
     and a tenth; what grows with a context beyond `context_max` is added by its size.
     """
-    gauge, core = Gauge(), one_page(caches, rows, max_len)
+    gauge, core = MemoryProfile(), one_page(caches, rows, max_len)
     rank = Rank(parts, *caches.pools(core, "cuda"), rows=rows, max_len=core.max_len, drafter=drafter)
     largest_step(Front([rank]), core, step_tokens)
     found = gauge.read(parts.model.vocab_size, rows, rank if capture else None, width)

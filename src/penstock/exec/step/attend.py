@@ -21,7 +21,7 @@ from penstock.exec.step.states import StatePools, StepStates
 from penstock.exec.step.tables import Lowered, RowTables
 from penstock.kernels.attention.latent_attention import LatentAttention
 from penstock.kernels.attention.paged_attention import AttentionSpec, Prepare, Prepared, flash, write_kv
-from penstock.kernels.attention.paged_attention.native import Decodes, Paged
+from penstock.kernels.attention.paged_attention.native import NativeDecodes, Paged
 from penstock.kernels.choose.index_select import IndexSelect
 from penstock.kernels.types import fp8
 from penstock.kernels.types.states import States
@@ -252,6 +252,6 @@ class _GroupedStep(OfHeads):
 
     def paged(self) -> Paged | None:
         first, ragged = self._prepared[0], self._ragged[0]
-        if len(self._prepared) > 1 or not isinstance(first, Decodes):
+        if len(self._prepared) > 1 or not isinstance(first, NativeDecodes):
             return None
         return first.paged(self._pools, self._places[LocalLayer(0)][1], ragged.page_T, ragged.offset_T)

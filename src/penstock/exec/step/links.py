@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from penstock.config.settings.tree import Config
 from penstock.core.plan import RequestId, StepId
 from penstock.model.base import Boundary, GlobalLayer, Stage
-from penstock.model.parts import Lane, even
+from penstock.model.parts import TpRank, even
 
 T_contra = TypeVar("T_contra", contravariant=True)
 T_co = TypeVar("T_co", covariant=True)
@@ -58,21 +58,21 @@ def split(layers: Sequence[int]) -> list[Stage]:
 
 def of_config(config: Config, num_layers: int) -> list[Stage]:
     """What each rank has, as --pp, --pp-layers, --tp and --ep ask for, of a config that `check_model` has
-    taken: all lanes of the first stage, then of the next. The last stages, which also have the head, get
+    taken: all TP ranks of the first stage, then of the next. The last stages, which also have the head, get
     fewer layers."""
     device = config.device
     layers = [int(n) for n in device.pp_layers] or even(num_layers, device.pp)
     assert min(layers) >= 1 and sum(layers) == num_layers, layers
     block = 32 if config.model.dtype == "gguf" else 16
-    lanes = [Lane(i, device.tp, device.expert_ranges, block) for i in range(device.tp)]
+    tp_ranks = [TpRank(i, device.tp, device.expert_ranges, block) for i in range(device.tp)]
     method = config.schedule.speculative_method
-    return [replace(stage, lane=lane, drafts=method == "mtp" and stage.heads,
+    return [replace(stage, tp_rank=tp_rank, drafts=method == "mtp" and stage.heads,
                     inputs=method in ("mtp", "eagle3") and stage.heads)
-            for stage in split(layers) for lane in lanes]
+            for stage in split(layers) for tp_rank in tp_ranks]
 
 
 def nodes_of(config: Config) -> list[range]:
-    """The ranks of each machine, of a config that `check` has taken: whole stages, or lanes of one stage."""
+    """The ranks of each machine, of a config that `check` has taken: whole stages, or TP ranks of one stage."""
     device, nodes = config.device, config.nodes.num
     if nodes <= device.pp:
         sizes = [n * device.tp for n in even(device.pp, nodes)]
@@ -85,7 +85,7 @@ def nodes_of(config: Config) -> list[range]:
 MOST_AWAITED = 128          # steps: more than plans can be in flight (64 stages and the one ahead)
 
 
-class Heard:
+class TokensFromLast:
     """On the first of several stages: output tokens of open requests, as the last stage samples them.
 
     Waits for a step only when a row needs a token of it: a row that decodes needs its newest, and a

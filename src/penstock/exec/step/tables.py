@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.core.plan import Bind, DramPage, Grow, HbmPage, Page, Remap, Row, StepPlan
 from penstock.exec.step.edits import Edits
-from penstock.kernels.fused.step import Place
+from penstock.kernels.fused.step import BlockTableRef
 from penstock.kernels.types.ragged import Ragged, on_device
 from penstock.memory.pool import PagePool
 
@@ -55,7 +55,7 @@ class GroupTable:
         shape = rows, -(-max_len // self.size)
         self.device_RM = torch.full(shape, NONE, dtype=torch.int32, device=device)
         self.host_RM = None if host_pool is None else torch.full_like(self.device_RM, NONE)
-        self.place, self.host_place = (Place(table, self.size) for table in (self.device_RM, self.host_RM))
+        self.place, self.host_place = (BlockTableRef(table, self.size) for table in (self.device_RM, self.host_RM))
         self._held: list[int | None] = [None] * rows       # entries; None: never bound
         self._absent = [set[int]() for _ in range(rows)]   # of them, those without a device page
 

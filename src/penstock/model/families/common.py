@@ -7,7 +7,7 @@ from typing import Any
 from penstock.config.base.errors import ConfigError
 from penstock.model.base import GlobalLayer
 from penstock.model.latent import LatentSpec
-from penstock.model.layers import AttentionSpec
+from penstock.model.layers import GqaSpec
 from penstock.model.moe import MoESpec
 from penstock.model.mtp import MTPNames
 from penstock.model.rope import read_rope
@@ -23,7 +23,7 @@ def read_attention(
     qkv_bias: bool,
     out_bias: bool,
     qk_norm: bool = False,
-) -> AttentionSpec:
+) -> GqaSpec:
     """Heads and biases. `kv_heads` and `head_dim` are transformers' defaults for absent fields."""
     hidden, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     # A null means "as many as query heads" everywhere; only absence means the class's default.
@@ -41,7 +41,7 @@ def read_attention(
             f"num_attention_heads = {num_heads}"
         )
     head_dim = fields.size("head_dim", head_dim or hidden // num_heads)
-    return AttentionSpec(
+    return GqaSpec(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -54,7 +54,7 @@ def read_attention(
 
 def read_spec(
     fields: Fields,
-    attention: AttentionSpec | LatentSpec,
+    attention: GqaSpec | LatentSpec,
     *,
     mlp_bias: bool = False,
     moe: MoESpec | None = None,
@@ -99,7 +99,7 @@ def read_spec(
     )
 
 
-def stated_by(fields: Fields, attention: AttentionSpec | LatentSpec) -> dict[str, tuple[Any, ...]]:
+def stated_by(fields: Fields, attention: GqaSpec | LatentSpec) -> dict[str, tuple[Any, ...]]:
     """Return values of neutral fields that say what a model with this attention does anyway."""
     layers = fields.size("num_hidden_layers")
     states: dict[str, tuple[Any, ...]] = {

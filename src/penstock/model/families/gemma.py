@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from penstock.model.families.common import read_attention, read_spec
-from penstock.model.layers import AttentionSpec
+from penstock.model.layers import GqaSpec
 from penstock.model.rope import read_window_rope
 from penstock.model.transformer import Spec
 from penstock.model.weights.fields import Fields
@@ -28,14 +28,14 @@ def gemma3_text(fields: Fields) -> Spec:
     return replace(spec, window_rope=read_window_rope(fields, attention.head_dim))
 
 
-def _attention(fields: Fields, *, qk_norm: bool) -> AttentionSpec:
+def _attention(fields: Fields, *, qk_norm: bool) -> GqaSpec:
     bias = fields.flag("attention_bias")
     attention = read_attention(fields, kv_heads=4, head_dim=256, qkv_bias=bias, out_bias=bias,
                                qk_norm=qk_norm)
     return replace(attention, scale=fields.number("query_pre_attn_scalar", 256) ** -0.5, norm_plus=1.0)
 
 
-def _spec(fields: Fields, attention: AttentionSpec, slides: Callable[[int], bool], theta: float,
+def _spec(fields: Fields, attention: GqaSpec, slides: Callable[[int], bool], theta: float,
           logit_cap: float, reads: tuple[str, ...]) -> Spec:
     spec = read_spec(fields, attention, slides=slides, window_default=4096, gelu=True, tied=True, theta=theta,
                      reads=(*reads, "query_pre_attn_scalar"))

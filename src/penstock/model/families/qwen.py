@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock.model.families.common import from_layer, layers_of, num_chosen, read_attention, read_spec
-from penstock.model.layers import AttentionSpec
+from penstock.model.layers import GqaSpec
 from penstock.model.moe import MoESpec
 from penstock.model.transformer import Spec
 from penstock.model.weights.fields import Fields
@@ -46,7 +46,7 @@ def qwen3_vl_moe_text(fields: Fields) -> Spec:
     return _spec(fields, attention, 0, moe, text=True, theta=5e5)
 
 
-def _spec(fields: Fields, attention: AttentionSpec, first: int | None = None, moe: MoESpec | None = None, *,
+def _spec(fields: Fields, attention: GqaSpec, first: int | None = None, moe: MoESpec | None = None, *,
           text: bool = False, theta: float = 10000.0) -> Spec:
     """first: layer with a window, None: as the config says. text: of a model that also sees images, whose
     RoPE has three positions a token, all the same in text, and no windows."""

@@ -18,8 +18,8 @@ from penstock.kernels.gemm.experts import ExpertOps
 from penstock.kernels.state.scan import Scan
 from penstock.kernels.types import scaled
 from penstock.kernels.types.scaled import Scaled
-from penstock.model.base import Lanes
-from penstock.model.parts import ONE, Cut, Lane, whole
+from penstock.model.base import TpGroup
+from penstock.model.parts import ONE, Cut, TpRank, whole
 from penstock.model.weights import codes
 from penstock.model.weights.codes import Codes, Packed
 
@@ -152,20 +152,20 @@ class Slots:
     """Every name that a model expects, with its shape and the place of its rows.
 
     experts     computes all experts of a layer at once; None: each is an MLP of its own
-    lane        what of the model's weights this is: shapes are checked whole, then cut
+    tp_rank        what of the model's weights this is: shapes are checked whole, then cut
     scan        of layers that keep a state
-    lanes       the tensor-parallel ranks of its stage, where it has several
+    tp_group       the tensor-parallel ranks of its stage, where it has several
     """
 
     def __init__(self, dtype: torch.dtype, pack: LinearFactory, ops: LayerOps,
-                 experts: ExpertOps | None = None, lane: Lane = ONE, scan: Scan | None = None,
-                 lanes: Lanes | None = None) -> None:
+                 experts: ExpertOps | None = None, tp_rank: TpRank = ONE, scan: Scan | None = None,
+                 tp_group: TpGroup | None = None) -> None:
         self.dtype = dtype
         self.pack = pack
         self.ops = ops
         self.experts = experts
-        self.lane = lane
-        self.scan, self.lanes = scan, lanes
+        self.tp_rank = tp_rank
+        self.scan, self.tp_group = scan, tp_group
         self._places: dict[str, tuple[Slot, int, tuple[Cut, ...]]] = {}
         self._foreign: dict[str, tuple[int, ...]] = {}
         self._seen: set[str] = set()
@@ -178,10 +178,10 @@ class Slots:
     ) -> Linear:
         """Fuses `prefix.weight` (and `prefix.bias`) of every prefix, in this order, of each the rows and
         columns of its cuts; output i is then row order[i] of that. Where columns are cut, outputs are summed
-        over the lanes, and one `adds` the bias; None: the first does."""
+        over the TP ranks, and one `adds` the bias; None: the first does."""
         kept, columns = [_cut(n) for n in rows], _cut(cols)
         if adds is None:
-            adds = isinstance(cols, int) or self.lane.index == 0
+            adds = isinstance(cols, int) or self.tp_rank.index == 0
         made = Linear((sum(cut.size for cut in kept), columns.size), bias and adds, self, order)
         first = 0
         for prefix, cut in zip(prefixes, kept, strict=True):
@@ -194,7 +194,7 @@ class Slots:
         return made
 
     def foreign(self, name: str, shape: tuple[int, ...]) -> None:
-        """A weight of this stage that another lane has."""
+        """A weight of this stage that another TP rank has."""
         self._foreign[name] = shape
 
     def stack(self, prefixes: Sequence[str], rows: int | Cut, cols: int | Cut) -> Table:
@@ -276,11 +276,11 @@ class Slots:
             not bool(tensor.any()))
 
     def wants(self, name: str) -> bool:
-        """Not of what another lane has."""
+        """Not of what another TP rank has."""
         return name not in self._foreign
 
     def has(self, name: str) -> bool:
-        """Whether it is a weight of this stage and lane."""
+        """Whether it is a weight of this stage and TP rank."""
         return name in self._places or name in self._bundles
 
     def _shape(self, name: str) -> tuple[int, ...]:

@@ -62,10 +62,10 @@ def prepare(layout: Ragged, spec: AttentionSpec) -> Prepared:
     if spec.head_dim % _LANES:          # no model that is served has such heads
         return sdpa.prepare(layout, spec)
     few = [row for row in rows if row.count <= _QUERIES_MAX]
-    parts: list[Part] = [(few, Decodes(few, spec, layout))] if few else []
+    parts: list[Part] = [(few, NativeDecodes(few, spec, layout))] if few else []
     for row in rows:
         if row.count > _QUERIES_MAX:
-            chunk = tiled.Chunk if tiled.takes(row, spec) else sdpa.Chunk
+            chunk = tiled.TiledChunk if tiled.takes(row, spec) else sdpa.SdpaChunk
             parts.append(([row], Sound(chunk, row, spec, layout)))
     return compose(parts, layout)
 
@@ -78,13 +78,13 @@ class Paged:
     page_T, offset_T    int64: where the step's tokens are written
     """
 
-    decodes: Decodes
+    decodes: NativeDecodes
     pools: ctypes.Array[ctypes.c_void_p]
     page_T: Tensor
     offset_T: Tensor
 
 
-class Decodes:
+class NativeDecodes:
     """All queries that are handled one by one, in the order of their tokens. `step` is the argument of
     `kernel` but for `q`, `k`, `v`, `out` and strides."""
 

@@ -44,7 +44,7 @@ def probe(platform: Platform) -> str:
 def prepare(layout: Ragged, spec: AttentionSpec) -> Prepared:
     rows = rows_of(layout)
     singly = [row for row in rows if row.count == 1 and spec.plain]
-    parts: list[Part] = [([row], Sound(Chunk, row, spec, layout)) for row in rows if row not in singly]
+    parts: list[Part] = [([row], Sound(SdpaChunk, row, spec, layout)) for row in rows if row not in singly]
     for bucket in _buckets(singly, spec):
         parts.append((bucket, _Single(bucket[0], spec, layout) if len(bucket) == 1
                       else _Batch(bucket, spec, layout)))
@@ -134,7 +134,7 @@ class _Batch:
         return out_BKgH.flatten(1, 2)
 
 
-class Chunk:
+class SdpaChunk:
     """The queries of one prefill chunk, a block at a time, each over the keys up to its last: from the first
     that its first query sees.
 

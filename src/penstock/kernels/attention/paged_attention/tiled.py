@@ -23,7 +23,7 @@ _runs = False
 
 
 class _Args(ctypes.Structure):
-    """`Chunk` of chunk.c."""
+    """`TiledChunk` of chunk.c."""
 
     _fields_ = (("step", Step), ("context", ctypes.c_int64), ("head_dim", ctypes.c_int64),
                 ("begin", ctypes.c_int64))
@@ -41,12 +41,12 @@ def build(platform: Platform) -> bool:
 
 
 def takes(row: Row, spec: AttentionSpec) -> bool:
-    """Whether `Chunk` has the row's queries: enough of them, of a type and size that tiles take."""
+    """Whether `TiledChunk` has the row's queries: enough of them, of a type and size that tiles take."""
     return (_runs and spec.dtype is torch.bfloat16 and not spec.first and row.count >= _QUERIES
             and spec.head_dim % _DIM == 0 and spec.head_dim <= _DIM_MAX)
 
 
-class Chunk:
+class TiledChunk:
     """All queries of one prefill chunk. A query's result does not depend on the chunk that it is in."""
 
     def __init__(self, row: Row, spec: AttentionSpec, layout: Ragged) -> None:

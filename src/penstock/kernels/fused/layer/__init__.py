@@ -79,7 +79,7 @@ class LayerOps(Protocol):
 OP: Op[LayerOps] = Op("layer", (
     Implementation("c", native.Native(), native.probe),
     lazy("triton", "penstock.kernels.fused.layer.triton_ops:OPS"),
-    Implementation("reference", reference.Reference(), "torch", DEVICES),
+    Implementation("reference", reference.LayerReference(), "torch", DEVICES),
 ))
 
 

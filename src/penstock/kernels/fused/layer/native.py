@@ -29,7 +29,7 @@ def probe(platform: Platform) -> str:
     """Builds the operations and compares each with the reference on a few odd tokens."""
     _, compiler = library(_SOURCE, platform.cache)
     library(stack.SOURCE, platform.cache)
-    native, definition = Native(), reference.Reference()
+    native, definition = Native(), reference.LayerReference()
     generator = torch.Generator().manual_seed(0)
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.02)):
         h, delta, angle = (torch.randn(3, 38, generator=generator).to(dtype) for _ in range(3))

@@ -7,7 +7,7 @@ from torch import Tensor
 from penstock.kernels.fused.layer.latent import ByParts
 
 
-class Reference(ByParts):
+class LayerReference(ByParts):
     def norm(self, h_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
         if delta_TD is not None:
             h_TD.add_(delta_TD)

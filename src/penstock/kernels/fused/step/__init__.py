@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.fused.step import reference
-from penstock.kernels.fused.step.spec import Best, Looks, Place, Queries
+from penstock.kernels.fused.step.spec import Best, BlockTableRef, Looks, Queries
 
-__all__ = ["Best", "Looks", "Place", "Queries", "angles", "begin", "best", "say"]
+__all__ = ["Best", "BlockTableRef", "Looks", "Queries", "angles", "begin", "best", "say"]
 _NOTHING = Looks()
 
 

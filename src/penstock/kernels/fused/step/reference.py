@@ -4,7 +4,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.kernels.fused.step.spec import Best, Looks, Place, Queries
+from penstock.kernels.fused.step.spec import Best, BlockTableRef, Looks, Queries
 
 
 def begin(row_B: Tensor, position_B: Tensor, last_R: Tensor, looks: Looks) -> Queries:
@@ -21,7 +21,7 @@ def begin(row_B: Tensor, position_B: Tensor, last_R: Tensor, looks: Looks) -> Qu
                    torch.stack(slots) if slots else at_B.new_empty(0, len(at_B)), budget_B, select_B)
 
 
-def _slots(place: Place, row_B: Tensor, at_B: Tensor) -> Tensor:
+def _slots(place: BlockTableRef, row_B: Tensor, at_B: Tensor) -> Tensor:
     if place.table_RM is None:
         return torch.full_like(at_B, -1)
     entry_B = at_B // place.unit

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Place(NamedTuple):
+class BlockTableRef(NamedTuple):
     """A table of the rows, int32 [R, M], of pages that have `size` entries: that of a token is
     `position // unit`. None: no row has a page there."""
 
@@ -29,7 +29,7 @@ class Looks:
     count_LRKE   int64 [layers, R, heads, 4]: counts that each row is told behind its token
     """
 
-    places: tuple[Place, ...] = ()
+    places: tuple[BlockTableRef, ...] = ()
     budget_R: Tensor | None = None
     now_1: Tensor | None = None
     count_LRKE: Tensor | None = None

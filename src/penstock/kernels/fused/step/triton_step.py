@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.fused.step.spec import Best, Looks, Place, Queries
+from penstock.kernels.fused.step.spec import Best, BlockTableRef, Looks, Queries
 from penstock.kernels.triton.depend import early, follow
 
 PART = 4096                     # logits of a program
@@ -127,7 +127,7 @@ def begin(row_B: Tensor, position_B: Tensor, last_R: Tensor, looks: Looks) -> Qu
     line = triton.cdiv(num, 4) * 4          # so that each is aligned: kernels are compiled for what is
     wide_XB = last_R.new_empty(3 + len(places), line)
     narrow_XB = row_B.new_empty(2 if budget_R is None else 4, line)
-    three = (*places, *[Place(None, 0)] * (PLACES - len(places)))
+    three = (*places, *[BlockTableRef(None, 0)] * (PLACES - len(places)))
     tables = [row_B if place.table_RM is None else place.table_RM for place in three]
     block = 128
     # Nothing of a step is in front of it, which it might begin beside.

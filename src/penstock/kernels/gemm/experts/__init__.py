@@ -53,7 +53,7 @@ class Clamped:
 
 
 class Biases(NamedTuple):
-    """Of all experts, dense: [E * 2I] as rows of `gate_up`, and [E * D], None: another lane adds it."""
+    """Of all experts, dense: [E * 2I] as rows of `gate_up`, and [E * D], None: another TP rank adds it."""
 
     gate_up: Tensor
     down: Tensor | None
@@ -87,5 +87,5 @@ class ExpertOps(Protocol):
 
 OP: Op[ExpertOps] = Op("experts", (
     lazy("triton", "penstock.kernels.gemm.experts.triton_experts"),
-    Implementation("reference", reference.Reference(), reference.probe, DEVICES),
+    Implementation("reference", reference.ExpertsReference(), reference.probe, DEVICES),
 ))

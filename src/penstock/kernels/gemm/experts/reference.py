@@ -38,7 +38,7 @@ def route(logit_TE: Tensor, bias_E: Tensor | None, rule: Rule) -> tuple[Tensor, 
     return expert_TC, weight_TC
 
 
-class Reference:
+class ExpertsReference:
     def route(self, logit_TE: Tensor, bias_E: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
         return route(logit_TE, bias_E, rule)
 

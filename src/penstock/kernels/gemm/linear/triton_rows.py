@@ -74,7 +74,7 @@ def few_rows(x, weight, bias, out, T, OUTPUTS, x_row, INPUTS: tl.constexpr, T_PA
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TileShape:
     """Outputs and inputs of a program's tile, warps, stages of loads."""
 
     rows: int
@@ -89,17 +89,17 @@ FEW_MAX = 32          # rows; from there on cuBLAS is as fast
 _FEW, _MIDDLE, _LARGE, _HEAD = 512, 4096, 16384, 65536        # outputs; few: a router's
 
 
-def cut_of(rows: int, outputs: int) -> Cut:
+def cut_of(rows: int, outputs: int) -> TileShape:
     if rows == 1:
-        return Cut(2, 2048, 4, 1) if outputs >= _LARGE or outputs <= _FEW else Cut(8, 512, 4, 3)
+        return TileShape(2, 2048, 4, 1) if outputs >= _LARGE or outputs <= _FEW else TileShape(8, 512, 4, 3)
     if outputs >= _HEAD:
-        return Cut(128, 128, 8, 4)
+        return TileShape(128, 128, 8, 4)
     if rows > 16:
-        return Cut(32, 256, 4, 4) if outputs < 6144 else Cut(64, 128, 4, 5)
-    return Cut(16, 256, 4, 6) if _MIDDLE <= outputs < 2 * _MIDDLE else Cut(64, 128, 4, 5)
+        return TileShape(32, 256, 4, 4) if outputs < 6144 else TileShape(64, 128, 4, 5)
+    return TileShape(16, 256, 4, 6) if _MIDDLE <= outputs < 2 * _MIDDLE else TileShape(64, 128, 4, 5)
 
 
-def run(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, cut: Cut | None = None) -> Tensor:
+def run(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, cut: TileShape | None = None) -> Tensor:
     """y_TO. x bf16, dense in I; the weight bf16 and dense; T at most FEW_MAX. Capturable."""
     tokens, (outputs, inputs) = x_TI.shape[0], weight_OI.shape
     assert x_TI.stride(1) == 1 and weight_OI.is_contiguous(), "rows must be dense"

@@ -25,13 +25,13 @@ from penstock.memory.pool import BlockPool
 Wire = tuple[tuple[int, int], tuple[int, int]]
 
 
-def wires(stages: int, lanes: int) -> list[Wire]:
-    """The links between ranks, each as two ends: a rank, and BEFORE, AFTER or TOKENS. A lane hands its hidden
-    states to the same lane of the next stage: all have the same. Sampled tokens go from the last stage to the
+def wires(stages: int, tp_size: int) -> list[Wire]:
+    """The links between ranks, each as two ends: a rank, and BEFORE, AFTER or TOKENS. A TP rank hands its hidden
+    states to the same TP rank of the next stage: all have the same. Sampled tokens go from the last stage to the
     first."""
-    ranks = stages * lanes
-    return [*(((i, AFTER), (i + lanes, BEFORE)) for i in range(ranks - lanes)),
-            *(((ranks - lanes + i, TOKENS), (i, TOKENS)) for i in range(lanes if stages > 1 else 0))]
+    ranks = stages * tp_size
+    return [*(((i, AFTER), (i + tp_size, BEFORE)) for i in range(ranks - tp_size)),
+            *(((ranks - tp_size + i, TOKENS), (i, TOKENS)) for i in range(tp_size if stages > 1 else 0))]
 
 
 def gpus_here(config: Config, engine: int) -> list[int]:

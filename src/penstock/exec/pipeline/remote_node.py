@@ -27,7 +27,7 @@ from penstock.config.settings.tree import Config
 from penstock.core.plan import Group, Tier
 from penstock.exec.load.layout import Caches
 from penstock.exec.pipeline import nodes, wire
-from penstock.exec.pipeline.local import LocalRanks, wires
+from penstock.exec.pipeline.local_launcher import LocalRanks, wires
 from penstock.exec.pipeline.nodes import FRONT, NodeLink, Stranger
 from penstock.memory.pool import PageLayout
 from penstock.transfer.pages import PageBytes, PoolPages, Span
@@ -40,7 +40,7 @@ CALLERS_MAX = 64                # that shake hands at once
 class FarProcess:
     """A rank's process on another machine: what `subprocess.Popen` is for one here."""
 
-    def __init__(self, node: Node, rank: int, pid: int) -> None:
+    def __init__(self, node: RemoteNode, rank: int, pid: int) -> None:
         self._node, self._rank, self.pid = node, rank, pid
         self.returncode: int | None = None
         self._gone = threading.Event()
@@ -61,13 +61,13 @@ class FarProcess:
     def send_signal(self, number: int) -> None:
         assert number == signal.SIGUSR2, "the only one that is passed on"
         with contextlib.suppress(ConnectionError):
-            self._node.link.say(nodes.Stack(self._rank))
+            self._node.link.say(nodes.NodeStack(self._rank))
 
 
 class FarChannel(wire.Channel):
     """The front's end of the way to a rank elsewhere: frames go over the node's stream, its own come here."""
 
-    def __init__(self, node: Node, rank: int, here: socket.socket) -> None:
+    def __init__(self, node: RemoteNode, rank: int, here: socket.socket) -> None:
         super().__init__(here)
         self._node, self._rank = node, rank
 
@@ -75,7 +75,7 @@ class FarChannel(wire.Channel):
         self._node.link.data(self._rank * 4 + FRONT, frame)
 
 
-class Node:
+class RemoteNode:
     """A machine beside this one, of which the agent has come."""
 
     def __init__(self, link: NodeLink, join: nodes.Join, mine: range, settings: Config) -> None:
@@ -121,7 +121,7 @@ class Node:
 
     def _handle(self, message: Any) -> None:
         match message:
-            case nodes.Started(pids):
+            case nodes.NodeStarted(pids):
                 self.processes = [FarProcess(self, i, pid) for i, pid in zip(self.mine, pids, strict=True)]
                 self._started.set()
             case nodes.Data(channel, body):
@@ -133,7 +133,7 @@ class Node:
             case nodes.Exited(rank, code):
                 self.processes[rank - self.mine.start].ended(code)
                 shut(self._backs[rank - self.mine.start])
-            case nodes.Bytes(number, body):
+            case nodes.NodeBytes(number, body):
                 with self._lock:
                     answer = self._asked.pop(number)
                 answer.body = body
@@ -232,7 +232,7 @@ class Nodes:
         """Returns when all have come. Raises ConfigError: not all do, or one is not of this engine."""
         settings = nodes.settings_of(config)
         self._config, self._ranges, self._weights = config, ranges, nodes.weights_of(config)
-        self.all: list[Node] = []
+        self.all: list[RemoteNode] = []
         until, missing = time.monotonic() + config.device.step_timeout_s, set(range(1, len(ranges)))
         with listen(settings) as server, contextlib.closing(Callers(server, settings, log)) as callers:
             log(f"nodes: waiting at {settings.address} for {len(missing)} of {len(ranges)}")
@@ -255,7 +255,7 @@ class Nodes:
                 log(f"nodes: {node.join.node} has come, from {node.link.peer}")
         self.all.sort(key=lambda node: node.join.node)
 
-    def _joined(self, link: NodeLink, join: nodes.Join, missing: set[int]) -> Node:
+    def _joined(self, link: NodeLink, join: nodes.Join, missing: set[int]) -> RemoteNode:
         """The node that has come. Raises ConfigError, which the node receives as well."""
         theirs = from_plain(join.settings) if join.version == version() else self._config
         if join.version != version():
@@ -276,7 +276,7 @@ class Nodes:
                 link.say(nodes.Refuse(why))
             raise ConfigError(why)
         model = replace(self._config.model, model=theirs.model.model, tokenizer=theirs.model.tokenizer)
-        return Node(link, join, self._ranges[join.node], replace(self._config, model=model))
+        return RemoteNode(link, join, self._ranges[join.node], replace(self._config, model=model))
 
     def start(self, num_layers: int, local: LocalRanks) -> None:
         """Their ranks are being started when this returns. Raises ConfigError."""
@@ -300,7 +300,7 @@ class Nodes:
             threading.Thread(target=nodes.pump, args=(sock, self.of(to).link, to * 4 + end), daemon=True,
                              name="penstock-pump").start()
 
-    def of(self, rank: int) -> Node:
+    def of(self, rank: int) -> RemoteNode:
         return next(node for node in self.all if rank in node.mine)
 
     def close(self, *, asked: bool = False) -> None:
@@ -316,7 +316,7 @@ class NodePages:
     """`transfer.pages.PageBytes` over the pools of all machines: of those of others a call goes there and
     back."""
 
-    def __init__(self, whole: Caches, parts: Sequence[tuple[Node | None, Caches]], local: PoolPages) -> None:
+    def __init__(self, whole: Caches, parts: Sequence[tuple[RemoteNode | None, Caches]], local: PoolPages) -> None:
         """parts: of each machine, in order, the caches of its first rank; None: this one, with `local`."""
         self._whole, self._parts, self._local = whole, parts, local
 
@@ -371,7 +371,7 @@ class NodePages:
         if some:
             yield some, dense
 
-    def _having(self, group: Group, layers: range) -> Iterator[tuple[Node | None, range, slice]]:
+    def _having(self, group: Group, layers: range) -> Iterator[tuple[RemoteNode | None, range, slice]]:
         """Each machine that has these layers: as it counts them, and its heads."""
         for node, caches in self._parts:
             own, (layer, head) = caches.parts[group].whole, caches.origins[group]
