@@ -38,7 +38,7 @@ _DTYPE = {"float32": "float32", "bfloat16": "bfloat16", "fp8": "auto", "gguf": "
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`status` is yes, refused or untried; `why` the tests, or the reasons with the files that refuse."""
+    """`status` is yes, refused or not tested; `why` the tests, or the reasons with the files that refuse."""
 
     status: str
     why: tuple[str, ...] = ()
@@ -103,12 +103,12 @@ def answer(cell: Cell) -> Answer:
     """Whether it works, as the code and the tests say. A proof of what is refused is a mistake of ours."""
     why, tests = tuple(refusals_of(cell)), _proven().get(cell, ())
     assert not (why and tests), f"{tests} cover {cell}, which is refused: {why}"
-    return Answer("refused", why) if why else Answer("yes", tests) if tests else Answer("untried")
+    return Answer("refused", why) if why else Answer("yes", tests) if tests else Answer("not tested")
 
 
 # ---------------------------------------------------------------- the small view
 _START, _END = "<!-- combos: written by `make docs` -->", "<!-- combos: end -->"
-_SHOWN = {"yes": "tested", "refused": "no", "untried": "not tested"}
+_SHOWN = {"yes": "tested", "refused": "no"}
 # Run on a GPU by programs of bench/device, with figures in docs/performance.md, and by no test there.
 _MEASURED = {("ordinary", "bfloat16"), ("ordinary", "fp8")}
 _VIEW: tuple[tuple[str, tuple[Proof, ...]], ...] = (
@@ -141,8 +141,8 @@ _VIEW: tuple[tuple[str, tuple[Proof, ...]], ...] = (
 def _shown(cell: Cell) -> str:
     """The word of the small view for a cell."""
     status = answer(cell).status
-    measured = status == "untried" and cell.device == "gpu" and (cell.kind, cell.weights) in _MEASURED
-    return "measured" if measured else _SHOWN[status]
+    measured = status == "not tested" and cell.device == "gpu" and (cell.kind, cell.weights) in _MEASURED
+    return "measured" if measured else _SHOWN.get(status, status)
 
 
 def view() -> str:
@@ -167,7 +167,7 @@ _INTRO = """\
 # Combinations
 
 Written by `make docs`; a test compares it. **yes**: a test holds it. **no**: it is refused with its reason, before a
-weight is read. **untried**: it is accepted, and no test shows that it works. Rows with equal cells are one row.
+weight is read. **not tested**: it is accepted, and no test shows that it works. Rows with equal cells are one row.
 
 `python tools/combos.py WORD ...` prints any of the {total} combinations ({counts}) with its tests or reasons:
 {dimensions}."""

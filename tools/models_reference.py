@@ -31,7 +31,7 @@ files of `tests/data/configs`. A model is a folder, a `.gguf` file, a hub id tha
 or `demo`; its `model_type` decides. Every family is held to transformers by logits of random weights on a
 CPU.
 
-- **GPU** *yes*: tests on a GPU run tiny models with layers of these kinds. *untried*: no test has run on
+- **GPU** *yes*: tests on a GPU run tiny models with layers of these kinds. *not tested*: no test has run on
   one what this family alone does.
 - **TP**: `--tp`, tensor parallelism. `--pp` works with every family.
 - **Sparse**: `--sparse-top-k N` selects blocks of KV in layers that see all tokens; an indexer of the model
@@ -181,9 +181,9 @@ def _layers(spec: Spec) -> str:
 def _gpu(spec: Spec) -> str:
     """No test has run on a GPU what these fields ask for."""
     attention = spec.attention
-    untried = isinstance(attention, GqaSpec) and (
+    not_run = isinstance(attention, GqaSpec) and (
         attention.sinks or attention.norm_width or attention.growth)
-    return "untried" if untried else "yes"
+    return "not tested" if not_run else "yes"
 
 
 def _sparse(spec: Spec) -> str:

@@ -23,7 +23,7 @@ def test_a_cell_turns_with_its_refusal_and_its_proof(monkeypatch) -> None:
     combos.answer.cache_clear()
     monkeypatch.setattr(combos, "REFUSED", [r for r in combos.REFUSED
                                             if "weights stay quantised on a CPU" not in r.why])
-    assert combos.answer(CODES_ON_A_GPU).status == "untried"
+    assert combos.answer(CODES_ON_A_GPU).status == "not tested"
     combos.answer.cache_clear()
     monkeypatch.setattr(combos, "_proven", lambda: {CODES_ON_A_GPU: ("tests/a.py::test_it",)})
     assert combos.answer(CODES_ON_A_GPU) == combos.Answer("yes", ("tests/a.py::test_it",))

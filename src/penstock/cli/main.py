@@ -41,7 +41,7 @@ COMMANDS = {
     "eval": Command(module="penstock.eval.main", model="optional",
                     help="measure answers: recall, needles, a text's perplexity, GSM8K"),
     "sim": Command(module="penstock.sim.main", model="none",
-                   help="run the planner against simulated ranks and faults"),
+                   help="test the scheduler (the engine's planner) with simulated ranks and injected faults"),
     "store": Command(module="penstock.cli.store", model="none",
                      help="list, verify, sweep or purge what --kv-storage has stored"),
     "doctor": Command(module="penstock.cli.doctor", model="optional", own_flags=False, serves=True,

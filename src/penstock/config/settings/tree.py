@@ -252,8 +252,8 @@ class DeviceConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     host: Annotated[str, "address to bind"] = "127.0.0.1"
-    dp: Annotated[int, "data parallelism: engines at this address, each with memory of its own; a prompt goes to "
-                  "the engine that has its prefix cached, else to the least loaded one",
+    dp: Annotated[int, "data parallelism: engines (replicas) at this address, each with memory of its own; a prompt "
+                  "goes to the engine that has its prefix cached, else to the least loaded one",
                   Alias("--data-parallel-size", "--dp-size", "-dp")] = 1
     port: Annotated[int, "TCP port; 0 takes a free one and prints it"] = 8000
     api_key: Annotated[str | None, "key that clients must send; other users of this machine see it in the "
