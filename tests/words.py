@@ -1,10 +1,11 @@
-"""The dictionary: documents use the field's words, in short sentences.
+"""The dictionary: documents, help, messages and metrics use the field's words, in short sentences.
 
 `tidy/words.toml` has the words, `tidy/words_ceilings.json` how many of each a file may still have. A ceiling
 only falls: `python tests/words.py` (part of `make docs`) lowers it to what is there.
 """
 from __future__ import annotations
 
+import ast
 import json
 import re
 import tomllib
@@ -18,6 +19,10 @@ CEILINGS = ROOT / "tests/tidy/words_ceilings.json"
 SENTENCE_WORDS, LINE_CHARACTERS = 25, 120
 LONG_SENTENCE, LONG_LINE = "sentences over 25 words", "lines over 120 characters"
 HEADINGS = "headings that do not name their subject"
+OPENINGS = "docstrings that begin with Of or As"
+# Calls whose text users read.
+SPEAKS = {"ConfigError", "Refusal", "RequestError", "ApiError", "ProtocolError", "Stranger", "Unusable", "_outside",
+          "refuse", "print", "log", "_log", "debug", "info", "warning", "error", "exception"}
 # Written by the code's own help and refusals, and decisions as they were made: their titles are checked.
 GENERATED = {f"docs/{page}.md" for page in (
     "flags", "combinations", "models", "reference/flags", "reference/compatibility", "reference/models",
@@ -63,13 +68,52 @@ def riddles(text: str) -> list[str]:
                                              for pattern in {**WORDS["headings"], **WORDS["banned"]})]
 
 
+def texts(node: ast.AST) -> str:
+    """The string constants below a node; of those without a space nothing can be told from a name."""
+    return "\n".join(part.value for part in ast.walk(node)
+                     if isinstance(part, ast.Constant) and isinstance(part.value, str) and " " in part.value)
+
+
+def spoken(tree: ast.Module) -> str:
+    """What users read of a module: messages, help and HELP."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            found += [texts(node)] if name in SPEAKS else []
+            found += [texts(key.value) for key in node.keywords if key.arg in ("help", "description", "usage")]
+        elif isinstance(node, ast.AnnAssign):
+            held = node.annotation.value if isinstance(node.annotation, ast.Subscript) else None
+            found += [texts(node.annotation)] if getattr(held, "id", "") == "Annotated" else []
+            found += [texts(node.value)] if getattr(node.target, "id", "") == "HELP" and node.value else []
+    return "\n".join(found)
+
+
+def openings(tree: ast.Module) -> int:
+    """Docstrings that begin with "Of " or "As `": they need the name above them to be a sentence."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    return sum(bool(re.match("Of |As `", ast.get_docstring(node) or ""))
+               for node in ast.walk(tree) if isinstance(node, kinds))
+
+
+def of_source() -> dict[str, Counter[str]]:
+    """The same of each module: banned words that users read, and openings of docstrings."""
+    found: dict[str, Counter[str]] = {}
+    for path in sorted((ROOT / "src/penstock").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        text = spoken(tree)
+        found[path.relative_to(ROOT).as_posix()] = Counter({OPENINGS: openings(tree)}) + Counter(
+            {pattern: len(re.findall(pattern, text, re.IGNORECASE)) for pattern in WORDS["banned"]})
+    return found
+
+
 @cache
 def measured() -> dict[str, Counter[str]]:
-    """What each document has of words that are banned or counted, and of long sentences."""
+    """What each document and each module has of words that are banned or counted, and of long sentences."""
     bodies = {name: text for name, text in documents().items()
               if name not in GENERATED and not name.startswith("docs/design/adr/0")}
     return {name: found(text) + long_ones(text) + Counter({HEADINGS: len(riddles(text))})
-            for name, text in bodies.items()}
+            for name, text in bodies.items()} | of_source()
 
 
 def over(name: str, counts: Counter[str], ceilings: dict[str, dict[str, int]]) -> list[str]:

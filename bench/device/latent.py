@@ -1,11 +1,11 @@
-"""W1 and W1b: decode of a model of latent rows that chooses 2,048 tokens itself, on the device and hosted.
+"""W1 and W1b: decode of a model of MLA KV entries that chooses 2,048 tokens itself, on the device and hosted.
 
     PYTHONPATH=src python bench/device/latent.py OUT [--cells W1:resident:1,8 W1:hosted W1b:hosted:1,8]
 
 Six layers of DeepSeek-V3.2's shape with 64 heads and a hidden size of 4,096, made here by a formula; random
 prompts of 32,768 tokens. W1b is W1 whose consecutive choices overlap as a trained model's do. Cells: all KV
 on the device; always hosted, with hot buffers of 4,096 tokens, or grown to 8,192, the tight ones with 4.0 GB
-for KV on the device. A cell's formats are of rows and of index keys. The file is written anew after each row,
+for KV on the device. A cell's formats are of rows and of indexer keys. The file is written anew after each row,
 so that a run that is cut off tells what it had. `kernels`: by torch's profiler over some steps, by name:
 launches a step, and us a step from the end of the kernel in front to its own, since kernels begin early.
 """

@@ -2,7 +2,7 @@
 
 The hot buffer is the budget and a page, contexts are more than eight of them; NaN in every free page of
 both tiers, disjoint ids. Each scene asserts that the slow path ran. Units of KV heads that bounds of their
-keys chose, and latent rows that a model's own indexer did, go through the same scenes.
+keys chose, and MLA KV entries that a model's own indexer did, go through the same scenes.
 """
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_what_is_told_of_misses_changes_sizes_and_no_token(seed):
     engine = Engine(hbm_pages=2 * kind().device + 42, hot_pages_max=3 * kind().hot_pages, step_tokens=150)
     play(engine, lie)
     hosted_work(engine)
-    # Latent rows find what they miss in one step or two.
+    # MLA KV entries find what they miss in one step or two.
     assert len({*sizes(engine)}) > (1 if "index_topk" in kind().config else 2)
 
 

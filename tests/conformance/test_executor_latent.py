@@ -1,4 +1,4 @@
-"""Latent rows that a model's own indexer chose, from the host: a few cells of `test_executor_hosted.py`,
+"""MLA KV entries that a model's own indexer chose, from the host: a few cells of `test_executor_hosted.py`,
 whose whole list runs with them in the sweep."""
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_a_hit_ends_where_the_first_page_is_missing(tmp_path):
     assert tuple(first.got[1]) == dense(SHARED * 3, 4) and len(PROMPTS) == 7
 
 
-# KV heads, all read or some selected, and latent rows with an indexer; decoding from the device or the host.
+# KV heads, all read or some selected, and MLA KV entries with an indexer; decoding from the device or the host.
 CELLS = [("bounds", "device", 0), ("bounds", "device", None), ("bounds", "host", None),
          ("latent", "device", None), ("latent", "host", None)]
 

@@ -113,7 +113,7 @@ def test_speculation_by_a_layer_of_the_model(num, family, overlap):
 
 @pytest.mark.parametrize("family", ["mtp_lanes", "eagle_latent"])
 def test_speculation_by_a_layer_with_the_kernel_that_an_engine_chooses(family):
-    """Which reads slots up to the first that is none; and KV heads that draft for latent rows."""
+    """Which reads slots up to the first that is none; and KV heads that draft for MLA KV entries."""
     engine = drafting(family, backend=None)
     play(engine)
     assert engine.proposed.total() > 20

@@ -3,7 +3,7 @@ is free, disjoint ids.
 
 Five kinds, by the same scenes: KV heads chosen by bounds (page 4, unit 2; a budget of 12 tokens, a hot
 buffer of 16, contexts of 130 and more), the same beside a layer with a window, without and with sinks, or
-beside one that keeps a state, and latent rows chosen by the model's indexer (index_topk 16, a hot buffer of
+beside one that keeps a state, and MLA KV entries chosen by the model's indexer (index_topk 16, a hot buffer of
 20, contexts of 161 and more).
 """
 from __future__ import annotations

@@ -42,7 +42,7 @@ SINKS = {
     "num_experts_per_tok": 2, "swiglu_limit": 1.5,
 }
 # One cache group; two, and a choice of 4 tokens; two, of which one keeps a window.
-# And one group of latent rows, of which all are read.
+# And one group of MLA KV entries, of which all are read.
 MLA = {key: value for key, value in LATENT.items() if not key.startswith("index")} | {
     "model_type": "deepseek_v3"}
 # A state in front of attention that is gated; states are kept every four pages.
@@ -53,7 +53,7 @@ STATE = {**{key: value for key, value in CONFIG.items() if "num_k" not in key}, 
 INTERVAL = 16
 CONFIGS = {"grouped": CONFIG, "latent": LATENT, "window": WINDOW, "mla": MLA, "sinks": SINKS,
            "state": STATE}
-# Models with a layer that drafts, of latent rows that are all read and of such that choose, and of gated KV
+# Models with a layer that drafts, of MLA KV entries that are all read and of such that choose, and of gated KV
 # heads behind a state.
 MTP = {"mtp": {**MLA, "num_nextn_predict_layers": 1}, "mtp_chosen": {**LATENT, "num_nextn_predict_layers": 1},
        "mtp_state": STATE}

@@ -72,7 +72,7 @@ def answered(end: End, prompt: Sequence[int]) -> list[int]:
 @pytest.mark.parametrize("kind", PLACED)
 def test_a_layer_drafts_over_a_pair_what_it_drafts_in_one(models: dict[str, str], tmp_path: Path,
                                                           kind: str) -> None:
-    """The prefill end computes its KV of prompts. A miss, hits, one that ends with a page."""
+    """The prefill instance computes its KV of prompts. A miss, hits, one that ends with a page."""
     family, options = PLACED[kind]
     model = models[family]
     plain, one = End(model, **options), End(model, **options, **MTP)

@@ -303,7 +303,7 @@ def test_engines_of_other_weights_do_not_pair_and_say_why(model: str, tmp_path: 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_speculation_over_a_pair(model: str, tmp_path: Path, place: str) -> None:
-    """The decode end looks drafts up, and needs no other end for that."""
+    """The decode instance looks drafts up, and needs no other end for that."""
     options = PLACES[place]
     one = whole(model, [], **options)
     drafts = {"speculative_method": "ngram", "prompt_lookup_min": 1}

@@ -75,7 +75,7 @@ def test_what_one_engine_refuses_is_one_line_and_leaves_nothing_behind(model, tm
 
 @pytest.mark.sweep
 def test_two_ends_of_their_own_over_tcp_and_tls(model, tmp_path):
-    """The prefill end shows its health, and nothing to ask; without it the decode end does as it was told."""
+    """The prefill instance shows its health, and nothing to ask; without it the decode instance does as it was told."""
     flags, secret = SERVED["resident"], key_file(tmp_path)
     certificate = Path(__file__).parents[1] / "data" / "pair_tls.pem"
     with serving(model, tmp_path, *flags) as one:

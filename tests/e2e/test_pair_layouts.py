@@ -59,7 +59,7 @@ class Pair:
         return self.ends[-1]
 
     def says(self, salt: str) -> list[list[int]]:
-        """Once all ends have met, each prompt; computed by the prefill ends."""
+        """Once all ends have met, each prompt; computed by the prefill instances."""
         self.decode.until(lambda: self.decode.http.get("/health").json() == {"status": "ok"})
         before = self.decode.stats()["pair_delivered_total"]
         found = [said(self.decode.ask(prompt, cache_salt=salt))[0] for prompt in prompts()]

@@ -96,7 +96,7 @@ def test_two_prefill_ends_share_the_prompts_of_a_decode_end(model, tmp_path, pla
 
 
 def test_a_prefill_end_that_knows_no_rooms_computes_what_was_sent_to_one(model, tmp_path):
-    """A decode end behind a router may call one that is not."""
+    """A decode instance behind a router may call one that is not."""
     with ExitStack() as stack:
         [prefill], [decode] = opened(stack, model, tmp_path, 1, 1, **PLACES["resident"])
         decode.submit(PROMPTS[0], room=BootstrapRoom(7, address=f"unix:{tmp_path}/socket0"))

@@ -1,4 +1,4 @@
-"""A prefill engine delivers the recall model's rows and index keys: a wrong one is a wrong answer."""
+"""A prefill engine delivers the recall model's rows and indexer keys: a wrong one is a wrong answer."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -11,7 +11,7 @@ from penstock.eval import tasks
 from penstock.eval.tasks import Size
 
 TOPK = 256          # of config.json
-# A device that holds hot buffers and index keys, and not the requests.
+# A device that holds hot buffers and indexer keys, and not the requests.
 PLACES = {"resident": {"kv_cache_memory_bytes": "16M", "host_decode": "off"},
           "hosted": {"kv_cache_memory_bytes": "3M", "kv_offloading_size": "64M", "host_decode": "always",
                      "hot_buffer_tokens": TOPK + 16}}

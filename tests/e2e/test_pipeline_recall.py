@@ -13,7 +13,7 @@ from penstock.eval.tasks import Question, Size
 
 pytestmark = pytest.mark.by_exec
 TOPK = 256          # of config.json
-# A device that holds the hot buffers and index keys of what runs, and not the requests.
+# A device that holds the hot buffers and indexer keys of what runs, and not the requests.
 HOSTED = {"kv_cache_memory_bytes": "3M", "kv_offloading_size": "64M", "host_decode": "always",
           "hot_buffer_tokens": TOPK + 16}
 

@@ -20,7 +20,7 @@ def same(answer: dict, want: tuple) -> None:
 
 
 class Ends:
-    """A prefill end and two decode ends behind a router that is this test."""
+    """A prefill instance and two decode instances behind a router that is this test."""
 
     def __init__(self, stack: ExitStack, model: str, folder, dialect: str) -> None:
         both = (*SERVED["resident"], *key_file(folder), "--router-dialect", dialect, "--disaggregation-mode")
@@ -38,7 +38,7 @@ class Ends:
         return {"bootstrap_host": HOST, "bootstrap_port": self.port, "bootstrap_room": self.room}
 
     def ask(self, decode: Server, prompt: list[int], **more: object) -> tuple[dict, dict]:
-        """What the prefill end says, and the decode end."""
+        """What the prefill instance says, and the decode instance."""
         if self.dialect == "vllm":
             first = self.prefill.ask(prompt, **more, max_tokens=1)
             return first, decode.ask(prompt, **more, kv_transfer_params=first["kv_transfer_params"])
@@ -81,7 +81,7 @@ def test_either_decode_end_says_what_one_engine_says_and_the_prefill_end_has_com
         same(answer, want[n % 4])
     assert sum(d.stats()["pair_delivered_total"] for d in ends.decode) == 8
     assert all(d.stats()["pair_delivered_total"] for d in ends.decode)
-    # The prefill end is asked for one token, of how many there must be.
+    # The prefill instance is asked for one token, of how many there must be.
     same(ends.ask(ends.decode[0], prompts()[0], min_tokens=9)[1], want[0])
     # Two choices of one request are two of the room's.
     _, two = ends.ask(ends.decode[0], prompts()[0], n=2, temperature=1, seed=3)
@@ -144,7 +144,7 @@ def test_what_a_router_may_not_say(ends):
     for given in wrong:
         answer = ends.decode[0].ask(prompts()[0], **given)
         assert answer["status"] == 400 and answer["error"]["param"], answer
-    # Nobody listens there: as without a prefill end.
+    # Nobody listens there: as without a prefill instance.
     nobody = {"bootstrap_host": HOST, "bootstrap_port": 9, "bootstrap_room": 1}
     if ends.dialect == "vllm":
         nobody = {"kv_transfer_params": {"host": HOST, "port": 9, "room": 1}}

@@ -125,7 +125,7 @@ def test_in_front_of_two_engines_at_one_address(model, tmp_path, want, router):
     ("sglang-router", "sglang"), ("smg", "sglang"), ("smg", "vllm")])
 def test_in_front_of_a_prefill_end_and_two_decode_ends_of_which_one_is_killed(model, tmp_path, want, router,
                                                                               dialect):
-    """bootstrap_room or kv_transfer_params come with each prompt, by which decode ends find the other end."""
+    """bootstrap_room or kv_transfer_params come with each prompt, by which decode instances find the other end."""
     flags = (*SERVED["resident"], *key_file(tmp_path), "--router-dialect", dialect, "--disaggregation-mode")
     with ExitStack() as stack:
         prefill = Server(model, tmp_path / "prefill", *flags, "prefill", "--disaggregation-listen", "127.0.0.1:0")
@@ -139,7 +139,7 @@ def test_in_front_of_a_prefill_end_and_two_decode_ends_of_which_one_is_killed(mo
             "--decode-replicas", decode[0].url, "--decode-replicas", decode[1].url))
         same(url, want)
         delivered = [end.stats()["pair_delivered_total"] for end in decode]
-        assert sum(delivered) >= ASKED and min(delivered) > 0, "the prefill end has computed them"
+        assert sum(delivered) >= ASKED and min(delivered) > 0, "the prefill instance has computed them"
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=LIMIT_S, max_retries=0) as client, \
                 ThreadPoolExecutor(8) as pool:
             busy = [pool.submit(answer, client, prompt, stream=False) for prompt in prompts(ASKED)]

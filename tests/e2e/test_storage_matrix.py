@@ -13,7 +13,7 @@ PROMPTS = {1: tuple((7 * i) % 96 + 1 for i in range(150)), 2: tuple((i * i * 7 +
 PAGE, NEW = 8, 16
 DEVICE = {"kv_cache_memory_bytes": "4M", "kv_offloading_size": "4M"}
 HOST = {"kv_cache_memory_bytes": "2M", "kv_offloading_size": "8M", "host_decode": "always"}
-# KV heads; the same, of which decode selects; latent rows with an indexer.
+# KV heads; the same, of which decode selects; MLA KV entries with an indexer.
 MODELS = {"heads": (CONFIG, {}), "selecting": (CONFIG, {"sparse_top_k": 96}), "latent": (GLM, {})}
 PLACES = {"device": DEVICE, "host": HOST}
 # Of the matrix of writers and readers that tests/conformance/test_executor_storage.py has in one process.

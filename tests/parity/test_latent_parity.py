@@ -256,8 +256,8 @@ def test_what_would_be_another_model_is_refused(case: str) -> None:
 
 
 @pytest.mark.parametrize(("field", "value", "message"), [
-    ("indexer_types", ["shared"] * LAYERS, "nobody to share with"),
-    ("index_topk_pattern", "S" * LAYERS, "index_topk_pattern = 'SSSS' .* nobody to share with"),
+    ("indexer_types", ["shared"] * LAYERS, "no layer before it"),
+    ("index_topk_pattern", "S" * LAYERS, "index_topk_pattern = 'SSSS' .* no layer before it"),
     ("index_topk_pattern", "FX", "index_topk_pattern = 'FX' ")])
 def test_an_indexer_that_layers_share_is_of_an_earlier_one(field: str, value: object, message: str) -> None:
     config = {**raw_config(make_reference("glm"), "glm"), "indexer_types": None, field: value}

@@ -1,4 +1,4 @@
-"""The decode end of a pair in the loop, without engines: who gets no answer, and what is said of it."""
+"""The decode instance of a pair in the loop, without engines: who gets no answer, and what is said of it."""
 from __future__ import annotations
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""Whom a decode end calls that a router has told where to connect."""
+"""Whom a decode instance calls that a router has told where to connect."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""Rooms of a prefill end: one prompt that a router has sent here, one that is asked for, in any order."""
+"""Rooms of a prefill instance: one prompt that a router has sent here, one that is asked for, in any order."""
 from __future__ import annotations
 
 import pytest

@@ -42,7 +42,7 @@ def fresh(end: LinkEnd) -> None:
 
 
 def attempt(prefill: LinkEnd, decode: LinkEnd, epoch: int, generation: int) -> str:
-    """One transfer: "ok", and then its bytes are right; "damaged", of which the decode end was told; or
+    """One transfer: "ok", and then its bytes are right; "damaged", of which the decode instance was told; or
     "down", and then both ends were."""
     fresh(decode)
     given = grant(decode, epoch, 40, generation=generation)

@@ -1,4 +1,4 @@
-"""Pages that the decode end READs: what is offered lands; what failed or is over does not."""
+"""Pages that the decode instance READs: what is offered lands; what failed or is over does not."""
 from __future__ import annotations
 
 import importlib.util

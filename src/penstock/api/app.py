@@ -69,7 +69,7 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class PeerView:
-    """The other end of a pair. `serves`: this end has the endpoints; the prefill end has none, unless a
+    """The other end of a pair. `serves`: this end has the endpoints; the prefill instance has none, unless a
     router sends it prompts. `here`: its engines, where this server runs them."""
 
     engine: Engines
@@ -323,7 +323,7 @@ class _Views:
                 "device": self._info["device"], "page_size": self._info["page_size"]}
 
     async def numbers(self) -> dict[str, float]:
-        """Of all engines together."""
+        """Return the counters of all engines together."""
         return _total(await self._each())
 
     async def _each(self) -> list[dict[str, float]]:
@@ -385,7 +385,7 @@ class _Views:
                           "avg_utilization": sum(load["utilization"] for load in loads) / len(loads)}})
 
     async def _loads(self) -> list[dict[str, float]]:
-        """Of each engine, in SGLang's words; tokens are those that requests hold."""
+        """Return the load of each engine, in SGLang's words; tokens are those that requests hold."""
         page, rows, usage = self._info["page_size"], self._info["max_num_seqs"], CacheUsage.of(self._info)
         loads = []
         for m, stats in zip(self._api.engine.members, await self._each(), strict=True):

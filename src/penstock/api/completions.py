@@ -238,8 +238,8 @@ class OpenAI:
         return text, ids
 
     def _variables(self, request: ChatRequest, template: ChatTemplate) -> dict[str, Any]:
-        """Of the template, beside what is always there. Clients ask every model for an effort; where the
-        template cannot be told, the model reasons as it does."""
+        """Return variables for the template, next to what is always there. Clients ask every model for an effort;
+        where the template cannot be told, the model reasons as it does."""
         effort = request.reasoning_effort
         found: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
         if effort is not None and not template.reads("reasoning_effort"):

@@ -42,7 +42,7 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def set_up(config: ServerConfig) -> None:
-    """Of this process, once."""
+    """Set up the logs of this process, once."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if config.log_format == "json" else _Text(timed=not sys.stderr.isatty()))
     logging.basicConfig(level=config.log_level.upper(), handlers=[handler])

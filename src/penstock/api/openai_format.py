@@ -61,7 +61,7 @@ def usage_json(usage: Usage) -> dict[str, Any]:
 
 
 def clipped_json(usage: Usage) -> dict[str, int]:
-    """Of a usage: the maximum that an answer had, where it had to be clipped."""
+    """Return the field of a usage: the maximum that an answer had, where it had to be clipped."""
     most = usage.clipped_max_tokens
     return {} if most is None else {"clipped_max_tokens": most}
 
@@ -100,7 +100,8 @@ class Whole:
 
 @dataclass(slots=True)
 class Prompts:
-    """Of one request: the tokens of each prompt, how many answers each gets, the text shown before those."""
+    """The prompts of one request: the tokens of each prompt, how many answers each gets, the text shown before
+    those."""
 
     ids: list[list[int]]
     n: int

@@ -1,7 +1,7 @@
 """What a router puts into a body for the two ends of a pair, and what it wants to find in an answer.
 
-SGLang's dialect: both ends get the same body, with an address and a room. vLLM's: the prefill end gets a body
-first, and answers with both, which the router puts into the body of the decode end. Knows no transfer: what a
+SGLang's dialect: both ends get the same body, with an address and a room. vLLM's: the prefill instance gets a body
+first, and answers with both, which the router puts into the body of the decode instance. Knows no transfer: what a
 room is for, the engine knows.
 """
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Routed:
 
     dialect   sglang, vllm, or off
     mode      prefill or decode; None: it is no end of a pair
-    listens   of a prefill end: HOST:PORT, where decode ends connect
+    listens   of a prefill instance: HOST:PORT, where decode instances connect
     """
 
     dialect: str = "off"
@@ -44,8 +44,8 @@ class Routed:
         return self.mode == "prefill"
 
     def whole(self, request: Body) -> Body:
-        """Of a body that vLLM's dialect has cut to one token for the prefill end: with as many again as
-        `min_tokens` asks for, which both ends choose the first one by."""
+        """Restore a body that vLLM's dialect has cut to one token for the prefill instance: with as many again as
+        `min_tokens` asks for, by which both instances choose the first one by."""
         least = request.min_tokens or 0
         cut = [name for name in ("max_tokens", "max_completion_tokens")
                if getattr(request, name, None) == 1 < least]
@@ -78,14 +78,14 @@ class Routed:
         port = self.listens.rpartition(":")[2]
         if request.bootstrap_room is None:
             raise RequestError("this server computes prompts for others: a router names the bootstrap_room "
-                               "in which a decode end will ask for this one", "bootstrap_room")
+                               "in which a decode instance will ask for this one", "bootstrap_room")
         if request.bootstrap_port is not None and str(request.bootstrap_port) != port:
             raise RequestError(f"bootstrap_port is {request.bootstrap_port}, and this server listens at "
                                f"{port}: tell the router so, behind --prefill URL", "bootstrap_port")
         return BootstrapRoom(_number(request.bootstrap_room, "bootstrap_room"))
 
     def answer(self, room: BootstrapRoom, model: str, count: int) -> dict[str, Any]:
-        """Of a prefill end, to a router: so many choices of whatever kind, without text."""
+        """Answer a router from a prefill instance: so many choices of whatever kind, without text."""
         choices = [{"index": n, "text": "", "message": {"role": "assistant", "content": ""}, "logprobs": None,
                     "finish_reason": "length"} for n in range(count)]
         told = {"id": f"room-{room.number}", "object": "prefill", "created": 0, "model": model,
@@ -100,7 +100,7 @@ ALONE = Routed()
 
 
 def routed_of(config: Config, ready: EngineReady) -> Routed:
-    """Of a server whose engine has said that it is ready."""
+    """Return the router dialect of a server whose engine is ready."""
     if not config.is_routed:
         return ALONE
     return Routed(config.server.router_dialect, config.pair.disaggregation_mode,
@@ -108,13 +108,13 @@ def routed_of(config: Config, ready: EngineReady) -> Routed:
 
 
 def _there(names: tuple[str, ...], given: list[Any]) -> BootstrapRoom:
-    """A room at the prefill end: host, port and number. Raises RequestError."""
+    """A room at the prefill instance: host, port and number. Raises RequestError."""
     host, port, number = given
     # What is dialled is a host and a port, nothing that an address of a pair could be beside that.
     if not isinstance(host, str) or _HOST.fullmatch(host) is None or host == "unix":
-        raise RequestError(f"{names[0]} is {show(host)}: the name or address of a prefill end", names[0])
+        raise RequestError(f"{names[0]} is {show(host)}: the name or address of a prefill instance", names[0])
     if not isinstance(port, int) or not 0 < port < 1 << 16:
-        raise RequestError(f"{names[1]} is {show(port)}: the port at which the prefill end listens", names[1])
+        raise RequestError(f"{names[1]} is {show(port)}: the port at which the prefill instance listens", names[1])
     bare = host.strip("[]")
     return BootstrapRoom(_number(number, names[2]), address=f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}")
 

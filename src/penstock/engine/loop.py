@@ -88,7 +88,7 @@ class EngineLoop:
                  clock: Callable[[], float] = time.monotonic) -> None:
         """selection: the largest that `executor` can decode from; None: it reads all KV.
         peers: the engines of the other end of a pair. storing: where `executor` has storage. deadlines_s: by
-        phase, how long a request may be in it. room_s: of a prefill end behind a router, how long a prompt
+        phase, how long a request may be in it. room_s: of a prefill instance behind a router, how long a prompt
         that one end has waits for the other."""
         self._core = core
         self.recorder = Recorder(core)
@@ -247,7 +247,7 @@ class EngineLoop:
             self._live[m.rid].client = 0
 
     def _enter(self, m: Submit) -> None:
-        """A router has sent a prompt here, for a decode end that asks for it, or has."""
+        """A router has sent a prompt here, for a decode instance that asks for it, or has."""
         if m.room is None or self._rooms is None:
             self._refuse(m, "refused", "this engine computes prompts for others: nobody has asked for this")
             return
@@ -273,7 +273,7 @@ class EngineLoop:
                 self._events.append(Aborted(live.rid))
 
     def _computed(self) -> list[OutputChunk]:
-        """Of prompts whose clients wait for no more than their end."""
+        """Answer prompts whose clients wait for no more than their end."""
         chunks = []
         for rid in [rid for rid in self._untold if (r := self._core.live.get(rid)) and r.num_output]:
             live = self._live[rid]

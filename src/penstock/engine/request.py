@@ -49,7 +49,7 @@ class Live:
                  peer: Peer | None = None, transfer: int = 0, room: BootstrapRoom | None = None,
                  tenant: int = 0) -> None:
         """peer, transfer: who computes its prompt, or has asked for it, and its name there. room: of a
-        prefill end, in which a router sends it here too. tenant: see Submit."""
+        prefill instance, in which a router sends it here too. tenant: see Submit."""
         self.room = room
         self.client = int(rid)                  # who is told of it, by number; 0: nobody, or no longer
         self.verdict = "unavailable"            # how it ends if it is given up

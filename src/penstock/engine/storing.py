@@ -22,7 +22,7 @@ LEAST_S, UNKNOWN_S, MOST_S = 0.25, 2.0, 60.0    # but so long always, if that is
 
 
 class Storing:
-    """Of one engine."""
+    """The KV storage of one engine."""
 
     def __init__(self, storage: Storage, policy: StoragePolicy = "timeout",
                  clock: Callable[[], float] = time.monotonic) -> None:

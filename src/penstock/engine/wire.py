@@ -36,10 +36,10 @@ class Hello(_Message, frozen=True):
 class BootstrapRoom(msgspec.Struct, frozen=True, array_like=True):
     """Where the two ends of a pair meet over one prompt that a router has sent to both.
 
-    number   the router's, or of the prefill end that answers it: it need not rise, and proves nothing
+    number   the router's, or of the prefill instance that answers it: it need not rise, and proves nothing
     index    of the choice in its request, all prompts counted
-    address  of a decode end: HOST:PORT of the prefill end
-    holds    of a prefill end: it answers when the prompt is computed, and keeps the pages; else when all has
+    address  of a decode instance: HOST:PORT of the prefill instance
+    holds    of a prefill instance: it answers when the prompt is computed, and keeps the pages; else when all has
              been sent
     """
 
@@ -130,7 +130,7 @@ class Failed(_Message, frozen=True):
 
 
 class TokenLogprob(_Message, frozen=True, gc=False):
-    """Of one output token: its own logprob, then (token id, logprob) of the best ones."""
+    """One output token: its own logprob, then (token id, logprob) of the best ones."""
 
     logprob: float
     rank: int

@@ -47,7 +47,7 @@ class Library:
 
     async def forced(self, prompt: Sequence[int], given: Sequence[int],
                      budget: int | None = None) -> list[Logprob]:
-        """Of each given token how likely it was, and which rank it had. budget: `sparse_top_k`."""
+        """Return, for each given token, how likely it was, and which rank it had. budget: `sparse_top_k`."""
         params = SamplingParams(temperature=0.0, max_tokens=len(given), forced=tuple(given), logprobs=0,
                                 ignore_eos=True, sparse_top_k=budget)
         [result] = await self.llm.generate({"prompt_token_ids": list(prompt)}, params)

@@ -108,7 +108,7 @@ class AsyncLLM:
 
     @property
     def default_sampling_params(self) -> SamplingParams:
-        """Of a request that is given none: the values of the model's generation_config.json."""
+        """Parameters of a request that is given none: the values of the model's generation_config.json."""
         return default_params(self._opened.sampling)
 
     @property

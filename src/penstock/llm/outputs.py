@@ -20,7 +20,7 @@ Params: TypeAlias = "SamplingParams | Sequence[SamplingParams] | None"
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Of one token at one place. `rank` is 1 for the most likely."""
+    """One token at one place. `rank` is 1 for the most likely."""
 
     logprob: float
     rank: int

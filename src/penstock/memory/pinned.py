@@ -42,7 +42,7 @@ class NotPinned(RuntimeError):
 
 @dataclass(slots=True)
 class _Progress:
-    """Of the thread, which holds nothing else: a pool can go while it works."""
+    """The thread's state, and all that it holds: a pool can go while it works."""
 
     address: int
     nbytes: int

@@ -22,7 +22,7 @@ ONE_GROUP = Group(0)
 class PageLayout:
     """One page of one cache group: a block [L, K, C, U, H], the same bytes in every tier.
 
-    planes      C: 2 for k and v or a lower and an upper bound, 1 for a latent row
+    planes      C: 2 for k and v or a lower and an upper bound, 1 for an MLA KV entry
     page_size   tokens that a page covers
     unit        tokens that one vector stands for: 1 for KV, more for summaries; divides page_size
     """

@@ -348,7 +348,7 @@ class Storage:
             if asked.told.wait(max(0.0, asked.limit - time.monotonic() + 0.05)):
                 continue
             if self._tell(asked, late=True) and self._hung:
-                log.warning("storage: no answer in %g s; nobody waits for it until it has answered", LOOK_S)
+                log.warning("storage: no answer in %g s; no request waits for it until it has answered", LOOK_S)
 
     def _touch(self) -> None:
         """Tells the store of uses that it does not see. Who uses a page uses all before it, so those before

@@ -86,7 +86,7 @@ class Attend(Protocol):
         chosen_TS   as `select` returns it
         sinks_N     f32, of a model with `sinks`: counts in the sum of weights as a key's score, without a
                     value
-        Returns     out_TNH; with a latent row, whose first dims are its value, those of them
+        Returns     out_TNH; with an MLA KV entry, whose first dims are its value, those of them
         """
 
     def select(
@@ -185,7 +185,7 @@ class Model(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Of the weights that were loaded: what is kept of them."""
+        """Bytes of the loaded weights, as they are kept."""
 
     def wants(self, name: str) -> bool:
         """Whether `load` has a use for the tensor of this name: not for another stage's, nor for one that
@@ -226,7 +226,8 @@ class Model(Protocol):
         """logits_BV, float32. Only of a stage that has the head."""
 
     def head(self, hidden_BD: Tensor) -> Tensor:
-        """As `logits`, in the model's dtype where nothing is done to them: exactly these, as floats."""
+        """Return the logits before they become floats: in the model's dtype, where nothing is done to them; see
+        `logits`."""
 
     def take_drafts(self, drafts: Any) -> None:
         """From now on this, a `mtp.Drafts`, drafts. Of a stage that has the head."""
@@ -239,10 +240,10 @@ class Model(Protocol):
         norm. This and the next two only of a stage that drafts."""
 
     def draft(self, ids_T: Tensor, hidden_TD: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        """As `mtp.DraftLayer`, of these tokens."""
+        """Run the draft layer on these tokens, see `mtp.DraftLayer`."""
 
     def guess(self, hidden_BD: Tensor) -> tuple[Tensor, Tensor]:
-        """Of what `draft` gave: the logit of the likeliest token, and its id. [B] each."""
+        """Return, for the result of `draft`, the logit of the likeliest token, and its id. [B] each."""
 
 
 class Checkpoint(Protocol):
@@ -262,4 +263,4 @@ class Checkpoint(Protocol):
         """Lines for the log: which tensors of the files are not read. ignores: as of `Model`."""
 
     def scaled(self, name: str) -> Blocks | None:
-        """Of the weight of this name, if it stays in fp8: which elements share a scale."""
+        """Return, for the weight of this name, if it stays in fp8, which elements share a scale."""

@@ -47,7 +47,7 @@ class EagleSpec:
 
 
 def read_eagle(config: dict[str, Any], of: Spec, name: str) -> EagleSpec:
-    """Of a folder's config.json, for this model. Raises ConfigError: it is for another, or of other kind."""
+    """Read a folder's config.json, for this model. Raises ConfigError: it is for another, or of other kind."""
     fields = Fields(config, "eagle3")
     for key, have in (("hidden_size", of.hidden), ("vocab_size", of.vocab_size)):
         if fields.size(key) != have:
@@ -123,7 +123,7 @@ class Eagle3:
         return self._slots.num_bytes
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Of every weight but d2t."""
+        """Return the shape of every weight but d2t."""
         return ((name, tuple(cut.of for cut in cuts)) for name, cuts in self._slots.cuts())
 
     def made(self, hidden_TD: Tensor, tapped: Sequence[Tensor]) -> Tensor:
@@ -131,7 +131,7 @@ class Eagle3:
 
     def __call__(self, token_TD: Tensor, hidden_TD: Tensor, cos_T1H: Tensor, sin_T1H: Tensor,
                  attend: Attend) -> Tensor:
-        """As `mtp.Drafts`: hidden_TD in front of the layer's last norm."""
+        """Return hidden_TD before the layer's last norm, see `mtp.Drafts`."""
         ops, eps, out_TD = self._ops, self.spec.eps, hidden_TD.clone()
         both = [ops.norm(x_TD, None, norm.value, eps) for x_TD, norm in (
             (token_TD, self.norm_token), (hidden_TD, self.norm_hidden))]

@@ -1,6 +1,6 @@
 """Latent attention (MLA), of DeepSeek-V3, or with a lightning indexer, of DeepSeek-V3.2 and its kin.
 
-A token leaves one latent row for all heads, and, in layers that have an indexer, one index key. Queries are
+A token leaves one MLA KV entry for all heads, and, in layers that have an indexer, one indexer key. Queries are
 multiplied into the latent space (absorbed), in prefill as in decode: no layer ever expands the rows of its
 context. Rotated parts are written de-interleaved, which the weights' rows are put in order for while loading.
 
@@ -73,8 +73,8 @@ class LatentSpec:
         )
 
     def groups(self, stage: Stage, windows: Sequence[int]) -> tuple[CacheShape, ...]:
-        """Rows of every layer, index keys of those that have an indexer; the same on all TP ranks."""
-        assert not windows, "latent rows of a window"
+        """Rows of every layer, indexer keys of those that have an indexer; the same on all TP ranks."""
+        assert not windows, "MLA KV entries of a window"
         owned = stage.tp_rank.owns(1)
         layers = [GlobalLayer(index) for index in range(stage.first, stage.end)]
         rows = CacheShape(

@@ -106,7 +106,7 @@ class DraftLayer:
 
     def __call__(self, token_TD: Tensor, hidden_TD: Tensor, cos_T1H: Tensor, sin_T1H: Tensor,
                  attend: Attend) -> Tensor:
-        """As `Drafts`: hidden_TD behind the layer's last norm."""
+        """Return hidden_TD after the layer's last norm, see `Drafts`."""
         ops, eps = self._ops, self._eps
         both = [ops.norm(x_TD, None, norm.value, eps) for x_TD, norm in (
             (token_TD, self.norm_token), (hidden_TD, self.norm_hidden))]

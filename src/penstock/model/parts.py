@@ -26,7 +26,7 @@ class Cut(NamedTuple):
         return slice(self.first, self.end)
 
     def of_each(self, num: int) -> Cut:
-        """Of what has `num` rows for each of these."""
+        """Return the range of rows, `num` for each of these."""
         return Cut(self.of * num, self.first * num, self.end * num)
 
 
@@ -62,14 +62,15 @@ class TpRank:
         return _at(num, self.size, self.index)
 
     def _sharers(self, kv_heads: int) -> tuple[int, int, int]:
-        """Of more TP ranks than KV heads: this one's head, its number among the TP ranks of that, and how many."""
+        """With more TP ranks than KV heads: return this one's head, its number among the TP ranks of that, and how
+        many."""
         sharers = even(self.size, kv_heads)
         ends = list(accumulate(sharers, initial=0))
         head = next(head for head in range(kv_heads) if self.index < ends[head + 1])
         return head, self.index - ends[head], sharers[head]
 
     def kv_heads(self, num: int) -> Cut:
-        """Some KV heads, or one that other TP ranks have as well. Latent rows are one head, of all TP ranks."""
+        """Some KV heads, or one that other TP ranks have as well. MLA KV entries are one head, of all TP ranks."""
         if self.size <= num:
             return self.evenly(num)
         head, *_ = self._sharers(num)

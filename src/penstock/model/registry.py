@@ -105,7 +105,7 @@ def drafting_stage(config: dict[str, Any]) -> Stage:
 
 
 def numbers_of(spec: Spec) -> dict[str, int]:
-    """Of a model, what refusals compare: words as in `ModelFacts`."""
+    """Return what refusals compare of a model: words as in `ModelFacts`."""
     attention, moe = spec.attention, spec.moe
     widths = [spec.width, *([moe.width, *([moe.shared_width] if moe.shared_width else [])] if moe else [])]
     state = 0 if spec.states is None else 4 * spec.states.scan.elements
@@ -124,13 +124,13 @@ def tensor_shapes(
 
 
 def cuts_of(config: dict[str, Any], stage: Stage | None = None) -> Iterator[tuple[str, tuple[Cut, ...]]]:
-    """As `tensor_shapes`: which rows and columns are kept."""
+    """Return which rows and columns of each tensor are kept, see `tensor_shapes`."""
     return Transformer(read_spec_of(config), torch.float32, _no_pack, REFERENCE_OPS,
                        _between_blocks(config, stage), scan=REFERENCE_SCAN).cuts()
 
 
 def _between_blocks(config: dict[str, Any], stage: Stage | None) -> Stage | None:
-    """Of weights in blocks of fp8, which its TP ranks cut between them."""
+    """Cut weights in blocks of fp8 between blocks."""
     blocks = read_blocks(config, "config.json")
     if stage is None or blocks is None:
         return stage

@@ -227,7 +227,7 @@ def read_rope(fields: Fields, head_dim: int, *, theta: float = 10000.0, partial:
 
 
 def without_turns(rope: Rope) -> Rope:
-    """Of layers without RoPE: an angle of 0 changes no bit."""
+    """Return angles for layers without RoPE: an angle of 0 changes no bit."""
     return replace(rope, inv_freq_F=rope.inv_freq_F * 0, attention_factor=1.0, ntk=None)
 
 
@@ -242,7 +242,8 @@ def rotated_dim(fields: Fields, head_dim: int, partial: float) -> int:
 
 
 def read_window_rope(fields: Fields, head_dim: int, *, theta: float = 10000.0) -> Rope:
-    """As `read_rope`, of layers with a window, where these have another: their entry of `rope_parameters`, or
+    """Read RoPE of layers with a window, see `read_rope`; where they have their own, their entry of
+    `rope_parameters`, or
     `rope_local_base_freq`."""
     params = fields.mapping("rope_parameters").get("sliding_attention")
     if not isinstance(params, dict):

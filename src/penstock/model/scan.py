@@ -43,7 +43,7 @@ class StateSpec:
     ops = ("scan",)
 
     def groups(self, stage: Stage) -> tuple[CacheShape, ...]:
-        """Of a part of the model perhaps without layers; as many of the whole model as of any part."""
+        """Cache groups of a part of the model, perhaps without layers; as many of the whole model as of any part."""
         layers = sorted(self.layers)
         parts = min(GROUPS_MAX, len(layers), -(-4 * self.scan.elements * len(layers) // PAGE_BYTES))
         return tuple(CacheShape(

@@ -106,7 +106,7 @@ class Spec:
 
     @property
     def drafting(self) -> Spec:
-        """Of the layer that drafts: it reads all of its KV, whatever others choose, and has experts where
+        """Cache group of the draft layer: it reads all of its KV, whatever others choose, and has experts where
         others have."""
         attention, moe = self.attention, self.moe
         if isinstance(attention, LatentSpec):
@@ -116,7 +116,7 @@ class Spec:
         return replace(self, attention=attention, moe=moe, windows=(), states=None)
 
     def groups(self, stage: Stage) -> tuple[CacheShape, ...]:
-        """Of a part of the model, perhaps without layers; those of states last."""
+        """Cache groups of a part of the model, perhaps without layers; those of states last."""
         groups = self.attention.groups(stage, self.windows)
         states = self.states
         others = {*(self.feeds or ()), *(states.layers if states is not None else ())}

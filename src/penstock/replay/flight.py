@@ -66,7 +66,7 @@ class Log:
 
 
 def digest(plan: StepPlan | None, outputs: Iterable[Output], tokens: int = 0) -> str:
-    """Of all that the core answered: the plan, what it told, how many tokens (some in `outputs`, or
+    """Return a digest of all that the core answered: the plan, the outputs, how many tokens (some in `outputs`, or
     not). `Finished.reason` is left out: a dump does not have it."""
     said: list[Any] = []
     for out in outputs:

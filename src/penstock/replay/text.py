@@ -27,8 +27,8 @@ def plain(value: Any) -> Any:
 
 
 def plain_event(event: Any) -> list[Any]:
-    """Of an Event or an Output: its kind, then its fields; a message within it is written alike. Of keys,
-    which depend on a secret, only how many there are."""
+    """Return the fields of an Event or an Output: its kind, then its fields; a message within it is written alike.
+    Of keys, which depend on a secret, only how many there are."""
     if isinstance(event, Lookup | Unstore | Used):
         event = replace(event, keys=(b"",) * len(event.keys))
     values = (getattr(event, f.name) for f in fields(event))

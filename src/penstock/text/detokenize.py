@@ -105,7 +105,7 @@ class Detokenizer:
 
 
 class _Pieces:
-    """Of a model without a tokenizer: ids only."""
+    """Pieces of a model without a tokenizer: ids only."""
 
     def add(self, token: int) -> str:
         return ""

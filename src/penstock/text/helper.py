@@ -33,8 +33,8 @@ class Aside:
     """
 
     def __init__(self, module: str, hello: dict[str, Any], *, wrong: str, advice: str) -> None:
-        """Of the ConfigError of a process that does not start or refuses `hello`, `wrong` is the beginning
-        and `advice` the end."""
+        """The ConfigError of a process that does not start or refuses `hello` has `wrong` as its beginning
+        and `advice` as its end."""
         self._module = module
         self._hello = hello
         self._wrong = wrong

@@ -66,7 +66,7 @@ class ModelText:
         return frozenset(i for mark in asked.marks() if (i := self.tokenizer.mark_id(mark)) is not None)
 
     def grammar(self, asked: AnswerForm, given: Grammar | None) -> Grammar | None:
-        """Of such answers, where `given` is what their text must match. Raises RequestError."""
+        """Return the grammar of such answers, where `given` is what their text must match. Raises RequestError."""
         return given if self.tokenizer is None else asked.grammar(self.tokenizer.mark_id, given)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -150,7 +150,7 @@ def sampling_defaults(model: ModelConfig, files: ModelFiles) -> Sampling:
 
 
 def _defaults(model: ModelConfig) -> dict[str, Any]:
-    """Of --default-chat-template-kwargs. Raises ConfigError: a name that the server fills in."""
+    """Return the values of --default-chat-template-kwargs. Raises ConfigError: a name that the server fills in."""
     given = object_of(model.default_chat_template_kwargs) or {}
     if taken := sorted(RESERVED & set(given)):
         raise ConfigError(f"--default-chat-template-kwargs: {taken[0]} is filled in for each request: leave "

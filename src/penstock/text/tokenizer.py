@@ -75,7 +75,8 @@ class Tokenizer:
         self.byte_level = state.get("type") == "ByteLevel"     # alone: a Sequence does more to it
 
     def mark_id(self, text: str) -> int | None:
-        """Of a token that is all of `text` and stands for nothing else: special, or added in the form of
+        """Return the id of the token that is all of `text` and stands for nothing else: special, or added in the
+        form of
         <...>."""
         token = self.raw.token_to_id(text)
         marks = token in self.special_ids or (text[:1] == "<" and text[-1:] == ">")

@@ -196,7 +196,7 @@ class SealedFrameReader:
 
 
 def _check_bounds(message: Any) -> None:
-    """Of the core's messages, whose types have no bounds."""
+    """Check the numbers of the core's messages, whose types have no bounds."""
     if not is_dataclass(message):
         return
     for f in fields(message):

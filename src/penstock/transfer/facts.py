@@ -32,7 +32,7 @@ class GroupFacts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
     @property
     def cell_bytes(self) -> int:
-        """Of one unit in one layer."""
+        """Bytes of one page in one layer."""
         return self.num_kv_heads * self.planes * self.head_dim * self.itemsize
 
     @property

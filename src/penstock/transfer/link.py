@@ -37,7 +37,7 @@ class PairLink:
     def __init__(self, settings: LinkSettings, facts: Facts, pages: PageBytes,
                  wake: Callable[[], None], *, beside: Sequence[PairLink] = (),
                  open_carrier: Open | None = None) -> None:
-        """open_carrier: of a transport by which the decode end READs. beside: of the end that listens, links
+        """open_carrier: of a transport by which the decode instance READs. beside: of the end that listens, links
         that are not started: each is paired with one more of the engines that call here. Raises
         ConfigError."""
         settings.check()

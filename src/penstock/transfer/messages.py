@@ -87,7 +87,7 @@ class Prompted(_Message, frozen=True):
 
 
 class Memory(_Message, frozen=True):
-    """Prefill to decode, before anything else, where the decode end READs: what its transport must know.
+    """Prefill to decode, before anything else, where the decode instance READs: what its transport must know.
     Where that is memory of both, decode to prefill the same: it has it too."""
 
     here: Annotated[bytes, Meta(max_length=1 << 16)]

@@ -140,7 +140,7 @@ class PoolPages:
 
     def _views(self, tier: Tier, group: Group, layers: range, spans: Sequence[Span], data: memoryview) \
             -> Iterator[tuple[slice, list[_Pair]]]:
-        """Of each rank that has these layers: its heads, and uint8 [P, layers, their number, C, units, B] of
+        """Return, for each rank that has these layers: its heads, and uint8 [P, layers, their number, C, units, B] of
         them in its pages and in `data`. In the order of heads, all of them; of the same memory once."""
         done, whole_data = 0, np.frombuffer(data, dtype=np.uint8)
         for pool, pages in self._pools[tier, group]:

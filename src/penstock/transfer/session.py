@@ -29,7 +29,7 @@ from penstock.transfer.streams import Connection
 
 
 class Counts:
-    """Of a link, over all its connections. Each is written by one thread at a time."""
+    """Counters of a link, over all its connections. Each is written by one thread at a time."""
 
     def __init__(self) -> None:
         self.frames_sent = self.frames_received = 0
@@ -57,7 +57,7 @@ class Session:
     def __init__(self, stream: Connection, paired: PeerSession, facts: Facts, pages: PageBytes, landings: GrantTable,
                  events: Events, counts: Counts, silence_s: float,
                  open_carrier: Callable[[], Carrier] | None = None) -> None:
-        """open_carrier: where the decode end READs pages; None: they come in the stream, or by memory of both
+        """open_carrier: where the decode instance READs pages; None: they come in the stream, or by memory of both
         ends where that can be handed over."""
         self._open_carrier = open_carrier
         self._carrier: Carrier | None = None

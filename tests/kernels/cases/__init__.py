@@ -73,7 +73,7 @@ class Workload:
 DTYPES = (("float32", torch.float32), ("bfloat16", torch.bfloat16))
 # Rounding of a few operations: f32 sums in another order, bf16 keeps eight bits.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-# Of what latent rows and index keys may be: name, dtype of queries, dtype of pages; uint8 is `types.fp8`.
+# Of what MLA KV entries and indexer keys may be: name, dtype of queries, dtype of pages; uint8 is `types.fp8`.
 FORMATS = (("float32", torch.float32, torch.float32),
            ("float32 over bfloat16", torch.float32, torch.bfloat16),
            ("float32 over fp8", torch.float32, torch.uint8), ("bfloat16", torch.bfloat16, torch.bfloat16),

@@ -71,7 +71,7 @@ def _run(dtype: torch.dtype, kept: torch.dtype, planes: int, heads: int, dim: in
 
 
 def _bytes(on: str, write_kv: WriteKV) -> Tensor:
-    """Latent rows as bytes, to the device alone: no other tier, no summaries, one token without a slot."""
+    """MLA KV entries as bytes, to the device alone: no other tier, no summaries, one token without a slot."""
     device = torch.ones(3, 1, 1, 4, 656, dtype=torch.uint8, device=on)
     x = (torch.arange(5 * 656) % 251).to(torch.uint8).view(5, 1, 656).to(on)
     none, slots = torch.full((5,), -1, device=on), torch.tensor([9, -1, 3, 0, 7], device=on)

@@ -181,7 +181,7 @@ def joined_text(content: Any, where: str, kinds: Sequence[str], only: str) -> st
 
 
 def arguments_object(text: str) -> dict[str, Any]:
-    """Of a call; nothing of one that was cut off."""
+    """Return the arguments of a call; nothing if it was cut off."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

@@ -47,7 +47,7 @@ class GenerateRequest(Body, kw_only=True, forbid_unknown_fields=True):
     bootstrap_port: int | None = None
     bootstrap_room: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
-    max_tokens: int | None = None               # smg's, to a prefill end, beside sampling_params
+    max_tokens: int | None = None               # smg's, to a prefill instance, beside sampling_params
     # Not built.
     audio_data: Unbuilt = None
     background: Annotated[Any, Neutral(False)] = None
@@ -91,7 +91,7 @@ class GenerateRequest(Body, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def num_best(self) -> int | None:
-        """Of each token, beside its own; None: no logprobs."""
+        """Logprobs per token, next to its own; None: no logprobs."""
         return (self.top_logprobs_num or 0) if self.return_logprob else None
 
     def completion(self) -> CompletionRequest:
@@ -162,7 +162,8 @@ class GenerateFormat:
             **self._logprobs(index // self.prompts.n, whole)}}
 
     def _heard(self, index: int, scores: Scores | None) -> None:
-        """Of a prompt's first choice. What is told of a prompt begins with a token that has no logprob."""
+        """Return what was received of a prompt's first choice. Prompt logprobs begin with a token that has no
+        logprob."""
         if self.asked.return_logprob and index % self.prompts.n == 0 and (
                 scores is not None or index // self.prompts.n not in self._of_prompts):
             ids = self.prompts.ids[index // self.prompts.n]

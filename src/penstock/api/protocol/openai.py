@@ -146,7 +146,7 @@ class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """Of the template, beside what is always there."""
+        """Variables for the template, next to what is always there."""
         given = {} if self.verbosity is None else {"verbosity": self.verbosity}
         return given | (self.chat_template_kwargs or {})
 

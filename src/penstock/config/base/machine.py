@@ -180,7 +180,8 @@ def _kib(text: str, name: str) -> int:
 
 
 def bound_onednn_caches() -> None:
-    """Of this process, before its first product. Two caches, oneDNN's and that of torch's way to it, keep the
+    """Bound the caches of this process, before its first product. Two caches, oneDNN's and that of torch's way to
+    it, keep the
     code made for each number of rows and shape of weight: 0.6 MB each, of 1,024, as they come, 0.6 GB. With
     fewer, code that is made anew costs 0.2 to 0.8 ms. What the user has set stays."""
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):

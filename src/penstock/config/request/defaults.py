@@ -41,7 +41,7 @@ def params(sampling: Sampling, where: str = "sampling defaults") -> SamplingPara
 
 
 def overrides(text: str | None) -> Sampling:
-    """Of --override-generation-config. Raises ConfigError."""
+    """Return the values of --override-generation-config. Raises ConfigError."""
     if text is None:
         return {}
     given = json.loads(text)                    # refused before, unless it is an object

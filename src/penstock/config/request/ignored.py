@@ -13,7 +13,7 @@ import msgspec
 
 
 class OfBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Of the body of a request, on any route."""
+    """Fields of a request's body, on any route."""
 
     access_programs: Any = None
     anthropic_beta: Any = None
@@ -41,7 +41,7 @@ class OfBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class OfTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Of a tool, and of the `function` in it."""
+    """Fields of a tool, and of the `function` in it."""
 
     allowed_callers: Any = None
     cache_control: Any = None
@@ -52,7 +52,7 @@ class OfTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class OfPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Of a text part of a message, or of the system prompt."""
+    """Fields of a text part, in a message or in the system prompt."""
 
     annotations: Any = None
     cache_control: Any = None
@@ -69,7 +69,7 @@ _PLACES: Mapping[str, type[msgspec.Struct]] = {
 
 
 def names(place: type[msgspec.Struct]) -> frozenset[str]:
-    """Of the fields of OfBody, OfTool or OfPart."""
+    """Return the field names of OfBody, OfTool or OfPart."""
     return frozenset(place.__struct_fields__)
 
 

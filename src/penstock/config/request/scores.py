@@ -34,7 +34,7 @@ class Scores(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         return len(self.logprob) // 4
 
     def rows(self) -> Iterator[tuple[float, int, list[tuple[int, float]]]]:
-        """Of each token its logprob, its rank, and the best (id, logprob)."""
+        """Return, per token, its logprob, its rank, and the best (id, logprob)."""
         logprob, rank = memoryview(self.logprob).cast("f"), memoryview(self.rank).cast("i")
         ids, best = memoryview(self.ids).cast("i"), memoryview(self.best).cast("f")
         k = len(ids) // max(1, len(self))
@@ -43,7 +43,7 @@ class Scores(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class PromptScores:
-    """Of one request: parts come in, in any order and some twice, and the whole is taken once."""
+    """Prompt logprobs of one request: parts come in, in any order and some twice, and the whole is taken once."""
 
     def __init__(self, params: SamplingParams, num_prompt: int) -> None:
         """params: with `prompt_logprobs`."""

@@ -126,7 +126,7 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def spellings(self) -> frozenset[str]:
-        """Of the flags that it has so far."""
+        """Return the spellings of the flags that it has so far."""
         return frozenset(self._option_string_actions)
 
     def error(self, message: str) -> NoReturn:

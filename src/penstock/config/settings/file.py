@@ -144,7 +144,7 @@ def _value(node: Any) -> Any:
 
 
 def _words(name: str, value: Any) -> list[str]:
-    """Of the command line, for one key. Raises ConfigError."""
+    """Return the words of the command line for one key. Raises ConfigError."""
     if value is None:                           # as if it were not there
         return []
     if isinstance(value, bool):

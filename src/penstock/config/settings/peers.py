@@ -120,7 +120,7 @@ def sampling(name: str, text: str) -> list[str]:
 
 
 def _counted(flag: str, *default: str) -> Callable[[str, str], list[str]]:
-    """Of llama.cpp's numbers: `default` are its words for what is so without the flag."""
+    """Return the value of one of llama.cpp's numbers: `default` are its words for what is so without the flag."""
     return lambda name, text: [] if text in default else [f"{flag}={text}"]
 
 

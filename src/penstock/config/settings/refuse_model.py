@@ -21,7 +21,7 @@ class ModelFacts:
     name, load_format   of `ModelFiles`              layers    all of them, whatever the stage
     context             tokens of prompt and output that its files allow, stretched by a RoPE scaling
     topk                tokens that the model itself chooses for each query; 0: it reads all
-    kv_heads            its KV is keys and values of KV heads, in one cache group; else latent rows
+    kv_heads            its KV is keys and values of KV heads, in one cache group; else MLA KV entries
     heads               query heads
     experts, vocab      of a layer, 0: it has none; words that it knows
     width               columns of its narrowest MLP

@@ -355,7 +355,7 @@ class NodesConfig:
         return self.node_rank or 0
 
     def of_engine(self, n: int) -> NodesConfig:
-        """Of engine `n` of several: each meets its nodes at a port of its own, the next."""
+        """Return the settings of engine `n` of several: each meets its nodes at a port of its own, the next."""
         if self.dist_init_addr is None:
             return self
         host, _, port = self.dist_init_addr.rpartition(":")
@@ -424,13 +424,13 @@ class Config:
 
     @property
     def num_engines(self) -> int:
-        """Of this server, all of them on this machine."""
+        """Engines of this server, all of them on this machine."""
         pair = self.pair
         return pair.prefill_replicas + pair.decode_replicas if pair.prefill_replicas else self.server.dp
 
     @property
     def ranks_here(self) -> int:
-        """Of one engine on one of its machines, at most: whole stages, or TP ranks of one."""
+        """Ranks of one engine on one of its machines, at most: whole stages, or TP ranks of one."""
         nodes, stages, tp_size = max(1, self.nodes.num), max(1, self.device.pp), max(1, self.device.tp)
         return -(-stages // nodes) * tp_size if nodes <= stages else -(-tp_size // (nodes // stages))
 

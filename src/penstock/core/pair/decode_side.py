@@ -1,4 +1,4 @@
-"""The decode end of a pair: pages that another engine may write into, and when it has stopped.
+"""The decode instance of a pair: pages that another engine may write into, and when it has stopped.
 
 A Receiving is one Move of the decode engine, from PEER into its pages. It ends in exactly one
 Landed; what the pages are, and what a request is, it refuses to know.

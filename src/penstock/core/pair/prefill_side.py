@@ -1,4 +1,4 @@
-"""The prefill end of a pair: which granted pages may be written, and the promise that writing is over.
+"""The prefill instance of a pair: which granted pages may be written, and the promise that writing is over.
 
 Our copy of a request is here before its Grant can be. What is over is forgotten at once: a Grant or a Cancel
 of it, which has crossed our answer, is answered with Drained. Nothing here knows pages or addresses: a push

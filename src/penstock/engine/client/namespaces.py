@@ -5,7 +5,7 @@ import hashlib
 
 
 def namespace(secret: bytes, tenant: bytes, salt: str | None) -> int:
-    """Of this tenant and salt; 0 when there is neither.
+    """Return the namespace of this tenant and salt; 0 when there is neither.
 
     The tenant comes from the API key; a client's `cache_salt` only narrows it. A number is 63 bits of a keyed
     digest: nobody without the secret can look for two that are the same, and among a million salts the chance

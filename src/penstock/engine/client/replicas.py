@@ -177,8 +177,8 @@ class Engines:
         return streams
 
     def _choose(self, tokens: int, pages: Sequence[int], choices: int) -> Member:
-        """Of those that are there, who has least to do for it: the longest cached prefix, then the least
-        load, unless the prefix is worth less than what it would wait behind."""
+        """Return the engine that has least to do for the request: the longest cached prefix, then the least
+        load, unless the prefix is worth less than the requests that it would wait for."""
         there = [m for m in self.members if not m.missing] or self.members
         over = [max(0, m.num_open + choices - m.known("max_num_seqs")) for m in there]
         waits = 0 if all(over) else WAITING_TOKENS
@@ -192,7 +192,7 @@ class Engines:
             member.flush()
 
     async def stats(self) -> dict[str, float]:
-        """Of all together. Raises EngineDied."""
+        """Return the counters of all together. Raises EngineDied."""
         return together(await asyncio.gather(*(member.engine.stats() for member in self.members)))
 
 
@@ -220,7 +220,7 @@ def pages_of(prompt: Sequence[int], namespace: int, page_size: int) -> list[int]
 
 
 def environment(config: Config, n: int) -> dict[str, str] | None:
-    """Of the process of the engine with this number, which sees the GPUs that it has; None: ours."""
+    """Return the environment of this engine's process, which sees the GPUs that it has; None: ours."""
     gpus = len(machine.probe().gpus)
     if config.device.device != "cuda" or config.num_engines == 1 or gpus < 2:
         return None
@@ -228,7 +228,7 @@ def environment(config: Config, n: int) -> dict[str, str] | None:
 
 
 def _numbered(config: Config, n: int) -> Config:
-    """Of the engine with this number: what each writes to is its own."""
+    """Return the settings of the engine with this number: files that it writes are its own."""
     config = replace(config, nodes=config.nodes.of_engine(n))
     log = config.debug.debug_event_log
     if log is None or config.server.dp == 1:

@@ -43,7 +43,7 @@ News: TypeAlias = Event | RemotePrefill
 
 @dataclass(slots=True)
 class RemoteWait:
-    """Decode end: a request that the other engine works for."""
+    """Decode instance: a request that the other engine works for."""
 
     since: float                     # when it was sent on
     num_prompt: int = 0              # tokens
@@ -68,9 +68,9 @@ class Peer:
         self._retired = StepId(0)
         self._due: deque[tuple[int, Move]] = deque()    # pushes whose steps have not retired; epochs
         self._waits: dict[int, RemoteWait] = {}              # by transfer
-        self._rids: dict[int, int] = {}                 # prefill end: transfer -> ours
-        self._lengths: dict[int, int] = {}              # prefill end: transfer -> tokens of the prompt
-        self._ended: dict[int, float] = {}              # prefill end: when the last chunk of a transfer had
+        self._rids: dict[int, int] = {}                 # prefill instance: transfer -> ours
+        self._lengths: dict[int, int] = {}              # prefill instance: transfer -> tokens of the prompt
+        self._ended: dict[int, float] = {}              # prefill instance: when the last chunk of a transfer had
         self._heard_at = 0.0                            # a message of the other engine's, not of its link
         self._newest = 0                                # transfer that was asked for on this connection
         self._count = dict.fromkeys((f"pair_{name}_total" for name in (
@@ -152,7 +152,7 @@ class Peer:
             leader=self._rids.get(ask.leader), choice=ask.choice, selects=ask.selects,
             attention=ask.attention, room=None if ask.room is None else BootstrapRoom(*ask.room)))]
 
-    # ------------------------------------------------------------ prefill end
+    # ------------------------------------------------------------ prefill instance
     def accept(self, transfer: int, rid: int, num_prompt: int) -> None:
         """Our request `rid` works for `transfer` now."""
         self._rids[transfer], self._lengths[transfer] = rid, num_prompt
@@ -164,7 +164,7 @@ class Peer:
     def rid_of(self, transfer: int) -> int | None:
         return self._rids.get(transfer)
 
-    # ------------------------------------------------------------ decode end
+    # ------------------------------------------------------------ decode instance
     def ask(self, m: Submit) -> int:
         """Send a request on. Returns the transfer that names it there; 0: there is no connection, or no
         message holds it."""

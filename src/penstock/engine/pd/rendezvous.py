@@ -1,4 +1,4 @@
-"""The prefill end of a pair behind a router: prompts that the router has sent here, and who asks for them.
+"""The prefill instance of a pair behind a router: prompts that the router has sent here, and who asks for them.
 
 A room is a number under which both ends have the same prompt, in either order. It is the router's, so it
 proves nothing: who asks has the pair's key, and gets a prompt only if it is the one that he names too. Knows
@@ -24,7 +24,7 @@ TAKEN, LATE = "room_taken", "room_late"
 # What a client is told of a room, by the reason that the other end gave.
 WORDS = {
     Reason.TAKEN: (TAKEN, "this room was taken before, by this or another request: a room is of one request"),
-    Reason.LATE: (LATE, "the prompt of this room is not at the prefill end, or no longer: send it again"),
+    Reason.LATE: (LATE, "the prompt of this room is not at the prefill instance, or no longer: send it again"),
     Reason.OTHER: (TAKEN, "this room is of another request: its prompt, or how its first token is chosen, is "
                    "another one"),
 }
@@ -73,7 +73,7 @@ class Rooms:
         return waiting
 
     def asked(self, asked: RemotePrefill, rid: int) -> Submit | Reason | None:
-        """The decode end asks. Returns the prompt that is here, None if it is to be computed from what he
+        """The decode instance asks. Returns the prompt that is here, None if it is to be computed from what he
         says, as `rid`, for the router may still be sending it, or why it is not."""
         room = asked.submit.room
         assert room is not None

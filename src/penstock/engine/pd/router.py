@@ -44,7 +44,7 @@ class Peers:
     """The engines of the other end, as the core numbers them; at least one place."""
 
     def __init__(self, *each: Peer, routed: bool = False, allowed: Sequence[str] = ()) -> None:
-        """routed: of a decode end, a router says whom to call, at most so many at a time. allowed: on these
+        """routed: of a decode instance, a router says whom to call, at most so many at a time. allowed: on these
         hosts; none: on any."""
         self._allowed = frozenset(host.strip("[]").lower() for host in allowed)
         self._routed = routed
@@ -102,7 +102,7 @@ class Peers:
 
     @property
     def info(self) -> Info:
-        """Of the first that is there."""
+        """Return the facts of the first remote instance that is there."""
         return next((peer.info for peer in self.each if peer.epoch), self.each[0].info)
 
     def free(self) -> Peer:
@@ -124,7 +124,7 @@ class Peers:
 
 @dataclass(slots=True)
 class _Parked:
-    """A request whose prefill end is being called."""
+    """A request whose prefill instance is being called."""
 
     until: float
     submit: Submit

@@ -115,7 +115,7 @@ class OnLast(Drafter):
 
 
 def drafter_of(config: Config) -> Drafter | None:
-    """On a rank that has no layer that drafts. None: a row says one token a step. A prefill end's rows do not
+    """On a rank that has no layer that drafts. None: a row says one token a step. A prefill instance's rows do not
     decode, but a layer's KV grows there."""
     schedule = config.schedule
     if schedule.speculative_method in ("mtp", "eagle3"):

@@ -70,7 +70,7 @@ class LayerDrafts(OnDevice):
 
 
 class _LatentDecode:
-    """`model.base.Attend` of queries over latent rows, all of a row's as far as they see."""
+    """`model.base.Attend` of queries over MLA KV entries, all of a row's as far as they see."""
 
     def __init__(self, latent: Latent, table: GroupTable, row_B: Tensor, position_B: Tensor) -> None:
         table_RM, size = table.device_RM, table.size

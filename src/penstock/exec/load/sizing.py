@@ -162,8 +162,8 @@ def size_pools(config: Config, caches: Caches, max_position: int, free: int | Se
 
 
 def num_peer_slots(config: Config) -> int:
-    """Engines of the other role that the core knows: one at least. A prefill end behind a router has one more
-    beside, who never says a word: prompts are his until a decode end asks for them."""
+    """Engines of the other role that the core knows: one at least. A prefill instance behind a router has one more
+    beside, who never says a word: prompts are his until a decode instance asks for them."""
     held = config.is_routed and config.pair.disaggregation_mode == "prefill"
     return max(1, config.pair.num_peers) + held
 
@@ -304,7 +304,7 @@ def largest_hot(kv: KVConfig, budget: int, draft_tokens: int, max_len: int) -> i
 
 def table_bytes(caches: Caches, rows: int, max_len: int, hot_pages: int) -> int:
     """Device bytes of the page tables of both tiers (int32) and of `memory.hot.HotBuffers`: a slot of
-    each unit a row may have, unit and stamp of each slot, four counters, and the step. Of latent rows also
+    each unit a row may have, unit and stamp of each slot, four counters, and the step. Of MLA KV entries also
     a layer's of the longest request, where chunks of a hosted prompt read them."""
     layout, size = caches.layouts[0], caches.layouts[0].page_size
     unit = max(layout.unit for group, layout in zip(caches.groups, caches.layouts, strict=True)

@@ -1,11 +1,11 @@
-"""What a model of latent rows with an indexer attends to, where its rows may be on the host.
+"""What a model of MLA KV entries with an indexer attends to, where its rows may be on the host.
 
 Every position, of a prompt and behind it alike, reads the tokens that the model's own indexer chooses. One
 that decodes finds them in device pages, in the row's hot buffer, or on the host, from where they come into
 it. A chunk of a hosted prompt would bring most rows many times: all that are before it come once, a layer at
 a time, into a workspace where a token's slot is its position. So does, on a GPU, one of a prompt on the
 device whose rows are codes: attention decodes what lies together once. The sums are the same, term by term,
-wherever rows lie. Index keys stay on the device.
+wherever rows lie. Indexer keys stay on the device.
 
     T tokens of the step   N query heads   H row dim   I index heads   J index head dim   S chosen tokens
     P pages of a row   G page size   L pages that lack a device page   E entries of `gather`'s list
@@ -59,13 +59,13 @@ class _Chunk:
 class Indexed(Selects):
     """`Selects` of a model that chooses its tokens itself.
 
-    groups    group 0 has the latent rows of all layers, group 1 the keys of those that have an indexer
+    groups    group 0 has the MLA KV entries of all layers, group 1 the keys of those that have an indexer
     """
 
     def __init__(self, selector: Selector, model: Model, groups: Sequence[CacheShape], tables: RowTables,
                  device: Sequence[BlockPool], host: Sequence[BlockPool], ops: LatentOps) -> None:
         self._tables, self._ops, self._shape = tables, ops, model.attention
-        assert self._shape.latent_dim and self._shape.topk, "ops for latent rows and another model"
+        assert self._shape.latent_dim and self._shape.topk, "ops for MLA KV entries and another model"
         assert ops.select is not None, "a model with an indexer, and no op for it"
         self._select = ops.select
         self._pair = index_pair.OP.use(selector.backends["index_pair"])

@@ -2,7 +2,7 @@
 
 Owns the composition and the rounds of a step; memory and tables belong to others. Rows that are all
 on the device, all on the host or both are one code path, and so are units of KV heads that bounds of their
-keys chose, and latent rows that a model's own indexer did.
+keys chose, and MLA KV entries that a model's own indexer did.
 
     B queries of the step   R rows of the tables   P pages of a row   N query heads   H head dim
     K KV heads   C chosen units   G page size
@@ -157,10 +157,10 @@ def unit_attention(backend: str, *, unit: int, scale: float) -> UnitAttention:
 
 
 def row_attention(run: LatentAttention, *, value_dim: int, scale: float) -> UnitAttention:
-    """Over latent rows, of which every one that was chosen may be seen."""
+    """Over MLA KV entries, of which every one that was chosen may be seen."""
     def attend(q_BNH: Tensor, pool_P11GH: Tensor, chosen_B1C: Tensor, slot_B1C: Tensor,
                position_B: Tensor, sinks_N: Tensor | None) -> Tensor:
-        assert sinks_N is None, "latent rows beside sinks"
+        assert sinks_N is None, "MLA KV entries beside sinks"
         return run(q_BNH, pool_P11GH[:, 0, 0], slot_B1C[:, 0], value_dim=value_dim, scale=scale)[0]
     return attend
 

@@ -36,7 +36,7 @@ ANY = 1 << 30       # queries of a row, where nothing bounds them
 
 @dataclass(frozen=True, slots=True)
 class LatentOps:
-    """The ops of a model with latent rows, as a `Prepare` is that of one with KV heads. select: None where
+    """The ops of a model with MLA KV entries, as a `Prepare` is that of one with KV heads. select: None where
     the model has no indexer; heads: of a layer that drafts with KV heads, None: there is none."""
 
     select: IndexSelect | None
@@ -151,7 +151,7 @@ class Grouped(Attending):
     def __init__(self, shape: AttentionShape, groups: Sequence[CacheShape], prepare: Prepare,
                  hbm: Sequence[HbmPool], first: int = 0) -> None:
         """first: position of the first token that others than its own query see, 0 or 1."""
-        assert not shape.latent_dim, "a model of latent rows and ops for KV heads"
+        assert not shape.latent_dim, "a model of MLA KV entries and ops for KV heads"
         check_pools(groups, hbm)
         self._prepare = prepare
         attends = [*zip(groups, hbm, strict=True)][:sum(not group.snapshot for group in groups)]
@@ -178,7 +178,7 @@ class Grouped(Attending):
 
 
 class Latent(Attending):
-    """Layers that write one latent row a token and read all rows, in one cache group."""
+    """Layers that write one MLA KV entry a token and read all rows, in one cache group."""
 
     SLOTS = 1 << 23     # that are named at once: of more, one part of the queries follows the other
 
@@ -222,7 +222,7 @@ class _LatentStep:
 
     def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
                  chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:
-        assert chosen_TS is None and sinks_N is None, "latent rows are attended to as a whole here"
+        assert chosen_TS is None and sinks_N is None, "MLA KV entries are attended to as a whole here"
         shape, pool_PGH, ragged = self._latent.shape, self._latent.rows[layer], self._ragged
         pool_PGH[ragged.page_T, ragged.offset_T] = fp8.kept(kv_TCKH[:, 0], pool_PGH.dtype,
                                                             shape.latent_dim)[:, 0]

@@ -4,7 +4,7 @@ A vector of H values, of which the first `coded` are in fp8 (e4m3), each BLOCK o
 
     coded bytes: the codes | f32 of each block: its scale | bf16 of each of the other H - coded values
 
-A latent row of 512 and 64 takes 656 bytes, an index key of 128 takes 132. The scale is the largest amount
+An MLA KV entry of 512 and 64 takes 656 bytes, an indexer key of 128 takes 132. The scale is the largest amount
 of its block / 448, so that this one is kept up to the rounding of a float; a code is to nearest, ties to
 even. Pages of these are uint8: copies, moves and a pair carry bytes.
 

@@ -202,7 +202,7 @@ class Files(Bounded):
 
     # ------------------------------------------------------------ objects
     def present(self, keys: Sequence[bytes]) -> Iterator[int]:
-        """Of each key: bit g is set if there is a page of cache group g, by its name and length alone."""
+        """Return, for each key, bits: g is set if there is a page of cache group g, by its name and length alone."""
         return map(self._present, keys)
 
     def _present(self, key: bytes) -> int:

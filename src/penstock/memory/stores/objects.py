@@ -71,7 +71,7 @@ class Store(ABC):
 
     @abstractmethod
     def present(self, keys: Sequence[bytes]) -> Iterator[int]:
-        """Of each key: bit g is set if there is a page of cache group g, for all that is known."""
+        """Return, for each key, bits: g is set if there is a page of cache group g, for all that is known."""
 
     @abstractmethod
     def get(self, keys: Sequence[bytes], group: int, pages: Sequence[memoryview]) -> Iterator[Verdict]:

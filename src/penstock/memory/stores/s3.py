@@ -56,7 +56,7 @@ class Bucket(Store, Inventory):
                                 "timeout": timedelta(seconds=ANSWER_S)},
                 retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=ANSWER_S)})
         except (self._error, ValueError) as e:
-            raise ConfigError(f"--kv-storage {url.shown}: {_fault(e).strerror}: mend the prefix, or "
+            raise ConfigError(f"--kv-storage {url.shown}: {_fault(e).strerror}: fix the prefix, or "
                               "AWS_... in the environment") from None
         self.readonly, self._sizes = readonly, tuple(page_bytes)
         self._prefix = f"{FORMAT}/{fingerprint}/"

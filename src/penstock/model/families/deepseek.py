@@ -134,7 +134,7 @@ def _indexed(fields: Fields) -> list[GlobalLayer]:
         types = ["shared" if max(index - offset + 1, 0) % frequency else "full" for index in layers]
     _check_types(fields, name, types, ("full", "shared"))
     if types[0] != "full":
-        fields.refuse(name, "the first layer must be 'full': it has nobody to share with")
+        fields.refuse(name, "the first layer must be 'full': no layer before it shares its indexer")
     return [index for index in layers if types[index] == "full"]
 
 

@@ -62,7 +62,7 @@ def open_checkpoint(files: ModelFiles, *, packed: bool = False, scaled: bool = F
 
 
 def weights_digest(files: ModelFiles, *, sampled: bool = False) -> str:
-    """Of all bytes of the weights' files, or of some. Raises ConfigError."""
+    """Return a digest of all bytes of the weights' files, or of some. Raises ConfigError."""
     return digest_of_files([files.gguf] if files.gguf is not None else files.safetensors, sampled=sampled)
 
 
@@ -233,7 +233,7 @@ def _what(path: Path, entry: StoredTensor) -> str:
 
 
 def _coded(shards: dict[Path, dict[str, StoredTensor]], said: bool) -> dict[str, tuple[Path, StoredTensor]]:
-    """Of every tensor of MXFP4 blocks where its scales are. Raises ConfigError: other tensors of bytes,
+    """Return, for every tensor of MXFP4 blocks, where its scales are. Raises ConfigError: other tensors of bytes,
     blocks without scales or of another shape than theirs."""
     found = {entry.name: (path, entry) for path, stored in shards.items() for entry in stored.values()
              if entry.dtype == "U8"}
@@ -268,7 +268,7 @@ def _read(file: BinaryIO, entry: StoredTensor, path: Path) -> Tensor:
 
 
 class _Staged:
-    """As `_read`, into a device's memory: parts are read by several threads into pinned memory, each copied
+    """Reads into a device's memory, see `_read`: parts are read by several threads into pinned memory, each copied
     as soon as it has come. One thread copies out of the page cache at a few GB/s, a device takes 50."""
 
     def __init__(self, device: str) -> None:

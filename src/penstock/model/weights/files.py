@@ -103,8 +103,8 @@ SAMPLES, SAMPLE_BYTES, BETWEEN_BYTES = 64, 16 << 10, 64 << 20
 
 
 def digest_of_files(paths: Iterable[Path], *, sampled: bool = False) -> str:
-    """Of all bytes of large files, whatever their names: 7 GB a second and core where they are in the page
-    cache. Not against an attacker, who would need other bytes with the same digest. sampled: of their sizes,
+    """Return a digest of all bytes of large files, whatever their names: 7 GB a second and core where they are in
+    the page cache. Not against an attacker, who would need other bytes with the same digest. sampled: of their sizes,
     and of 16 KiB at SAMPLES places of each or, if those are more, each 64 MiB: all of small ones. Raises
     ConfigError."""
     found, chunk = [], bytearray(SAMPLE_BYTES if sampled else 4 << 20)

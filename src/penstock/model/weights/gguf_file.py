@@ -68,7 +68,7 @@ def read_gguf_header(path: Path) -> GGUFHeader:
 
 
 def parse_gguf_header(file: BinaryIO, size: int, where: str) -> GGUFHeader:
-    """As `read_gguf_header`, from any stream of `size` bytes at its beginning."""
+    """Read a header, see `read_gguf_header`, from any stream of `size` bytes at its beginning."""
     cursor = _Cursor(file, size, where)
     if cursor.take(4) != b"GGUF":
         raise ConfigError(f"{where}: not a GGUF file")
@@ -121,7 +121,7 @@ class _Cursor:
             raise self._not_text() from None
 
     def strings(self, count: int) -> list[str]:
-        """As `string`, `count` times: a vocabulary and its merges are a hundred thousand, and each
+        """Read `count` strings: a vocabulary and its merges are a hundred thousand, and each
         process reads them at its start."""
         read, left, found = self.file.read, self.left, []
         for _ in range(count):

@@ -47,7 +47,7 @@ def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def parse_safetensors_header(file: BinaryIO, size: int, where: str) -> dict[str, StoredTensor]:
-    """As `read_safetensors_header`, from any stream of `size` bytes."""
+    """Read a header, see `read_safetensors_header`, from any stream of `size` bytes."""
     prefix = file.read(8)
     if len(prefix) != 8:
         raise ConfigError(f"{where}: {size} bytes are too few for a safetensors file")

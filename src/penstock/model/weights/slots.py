@@ -68,7 +68,7 @@ class Slot:
         return self._tensor(packed)
 
     def floats(self) -> Tensor:
-        """As `take`, never packed."""
+        """Take a weight that is never packed, see `take`."""
         assert self.rows_left == 0
         packed, self.packed = self.packed, {}
         return self._tensor(packed)

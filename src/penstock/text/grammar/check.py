@@ -23,8 +23,8 @@ PASSED_MAX = 1024
 
 
 class GrammarCheck:
-    """Of one tokenizer. `check` on one event loop; `begin` and `close` anywhere. The first check starts its
-    process, if `begin` has not."""
+    """Checks grammars for one tokenizer. `check` on one event loop; `begin` and `close` anywhere. The first check
+    starts its process, if `begin` has not."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._aside = Aside(

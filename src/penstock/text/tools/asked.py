@@ -63,7 +63,7 @@ class ToolOffer:
 
     @property
     def schemas(self) -> Schemas:
-        """Of the arguments, by name."""
+        """Return the schemas of the arguments, by name."""
         return {t["function"]["name"]: t["function"].get("parameters") or NO_PARAMETERS for t in self.tools
                 if not self.only or t["function"]["name"] == self.only}
 
@@ -122,7 +122,7 @@ class AnswerForm:
         return f"call_{secrets.token_hex(12)}" if self.form is None else self.form.call_id()
 
     def answered(self, text: str) -> Answered:
-        """Of a whole answer's text."""
+        """Read the text of a whole answer."""
         if self.plain:
             return Answered(text)
         texts: dict[type[Item], str] = {TextItem: "", Reasoning: ""}
@@ -142,7 +142,7 @@ class AnswerForm:
         return calls if self.reasoning is None else (*calls, self.around.open, self.around.close)
 
     def grammar(self, token_id: TokenId, given: Grammar | None) -> Grammar | None:
-        """Of the answers; `given`: what text must match. Raises RequestError."""
+        """Return the grammar of the answers; `given`: what text must match. Raises RequestError."""
         offer, before = self.offer, self.reasoning
         if self.form is not None and (offer.required or offer.strict or not offer.many or given is not None):
             return calls_grammar(self.form, offer.schemas, token_id, required=offer.required, many=offer.many,

@@ -204,7 +204,7 @@ class Source:
         self.items.append(CallEnded())
 
     def drop_rest(self) -> None:
-        """Of a call that was cut off."""
+        """Drop the rest of a call that was cut off."""
         self.at = len(self._text)
 
     def _take_value(self, text: str, told: bool) -> None:

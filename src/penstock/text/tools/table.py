@@ -78,7 +78,7 @@ FORMATS = {f.name: f for f in (
 
 
 def format_of(template: str) -> CallFormat | None:
-    """Of the model whose chat template this is."""
+    """Return the call format of the model that has this chat template."""
     return next((f for f in FORMATS.values() if all(s in template for s in f.signs)), None)
 
 
@@ -89,8 +89,8 @@ def plain(source: Source) -> Reading:
 
 def calls_grammar(form: CallFormat, tools: Schemas, token_id: TokenId, *, required: bool, many: bool,
                   reasoning: bool | None, text: Grammar | None = None, marks: Marks = THINK) -> Grammar:
-    """Of an answer that is calls, or, unless `required`, text and then maybe calls; or calls, or what
-    matches `text`. reasoning: as in `grammar_behind_reasoning`, None where there is none. Raises
+    """Return the grammar of an answer that is calls, or, unless `required`, text and then maybe calls; or calls, or
+    what matches `text`. reasoning: as in `grammar_behind_reasoning`, None where there is none. Raises
     RequestError."""
     lark = Lark(token_id)
     body = lark.rule(form.body(lark, tools, many))

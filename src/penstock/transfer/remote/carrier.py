@@ -1,4 +1,4 @@
-"""What a transport does for a pair whose decode end READs: one buffer at each end, and copies between them.
+"""What a transport does for a pair whose decode instance READs: one buffer at each end, and copies between them.
 
 The reader starts and ends every copy, and it ends in a buffer of its own that no page is in: so whatever a
 transport does late, only our own thread writes into our pages (ADR 0034). Knows no piece and no message.

@@ -1,4 +1,4 @@
-"""latent_attention: one query over the latent rows chosen for it, wherever they are. Its contract.
+"""latent_attention: one query over the MLA KV entries chosen for it, wherever they are. Its contract.
 
 A row is one token's key for all heads, and its first dims are its value (MLA, absorbed).
 

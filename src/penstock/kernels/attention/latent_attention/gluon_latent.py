@@ -1,4 +1,4 @@
-"""All 512 values of a latent row for 64 heads in one program, in Gluon: what Triton keeps in no registers.
+"""All 512 values of an MLA KV entry for 64 heads in one program, in Gluon: what Triton keeps in no registers.
 
 Two warp groups have half of the chosen rows' scores each, exchange them through shared memory, and then half
 of the values each: a score is computed once, a row is read once, the next one's copies are on their way.

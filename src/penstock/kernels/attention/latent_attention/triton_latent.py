@@ -1,4 +1,4 @@
-"""One query over chosen latent rows in Triton: rows cut into parts that run side by side, joined in order.
+"""One query over chosen MLA KV entries in Triton: rows cut into parts that run side by side, joined in order.
 
 A part is a fixed number of rows in float32, whatever the batch: a query's result does not depend on who
 runs beside it. In bfloat16, where the step's other products depend on that too, there are as many parts as

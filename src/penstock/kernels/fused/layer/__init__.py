@@ -47,7 +47,7 @@ class LayerOps(Protocol):
     def latent_rows(self, x_TX: Tensor, norms: LatentNorms, cos_T1H: Tensor, sin_T1H: Tensor,
                     weighs: Weighs | None) -> tuple[Tensor, Tensor, Tensor]:
         """Of the latent parts of tokens, side by side in x: Q of the queries, R and H of the row, J of an
-        index key (J = 0: none). Returns residual_TQ, the RMS norm of the first; key_TJ, the layer norm of
+        indexer key (J = 0: none). Returns residual_TQ, the RMS norm of the first; key_TJ, the layer norm of
         the last, its first H rotated; and what `weighs` says, of which None is I = 0. In place: RMS norm of
         the R, `rotate` of the H behind them.
 

@@ -26,7 +26,7 @@ class WriteKV(Protocol):
         """Write each token's rows to its device slot, its host slot and the hot unit that holds its
         position, and the bounds of each unit that one of them completes.
 
-        values         a tensor x_TKH a plane: k and v, or one latent row; dtype of the pools, dense
+        values         a tensor x_TKH a plane: k and v, or one MLA KV entry; dtype of the pools, dense
                        in H, any stride in T and K
         device, host   one layer's pages of both tiers, dense in G and H. No host: `host_T` is -1
         hot            one layer's hot buffers, whose slots are pages of the device pool; a unit that

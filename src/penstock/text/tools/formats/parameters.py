@@ -114,7 +114,7 @@ _SAID = {"type", "description", "title", "default", "examples"}
 
 
 def texts_of(own: Any, root: Mapping[str, Any], where: str) -> list[str] | None:
-    """Of a property that is written without quotes the texts that it may be, none for any; None: it is JSON.
+    """Return the texts that a property without quotes may be, none for any; None: it is JSON.
     Raises RequestError for what holds of a string and no grammar without quotes can say."""
     found = resolved(own, root)
     values = found.get("enum", [found[k] for k in ("const",) if k in found])
