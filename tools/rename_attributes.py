@@ -116,7 +116,7 @@ RENAMED: tuple[tuple[str, str, str, str], ...] = (
 )
 # Words of comments, docstrings and messages.
 PROSE: tuple[tuple[str, str, str], ...] = (
-    (r"model\.base\.Lanes", "model.base.TpGroup", SPOKEN), (r"\bLane\.(?=evenly)", "TpRank.", SPOKEN),
+    (r"\bLane\.(?=evenly)", "TpRank.", SPOKEN),
     (r"\blanes\.(?=Meeting)", "collectives.", SPOKEN), (r"\blanes(?= {4})", "tp_group", SPOKEN),
     (r"\blane(?= {4})", "tp_rank", SPOKEN), (r"\blanes:", "tp_size:", r"src/penstock/exec/front\.py"),
     (r"\blane, lanes:", "tp_rank, tp_group:", SPOKEN),
@@ -127,7 +127,10 @@ ARGUMENTS = {"keep", "promised"}
 
 
 def site_of(tokens: list[tokenize.TokenInfo], i: int) -> str:
-    before, after = (tokens[i - 1].string if i else ""), tokens[i + 1].string
+    back = i - 1
+    while back > 0 and tokens[back].type in (tokenize.NL, tokenize.COMMENT):
+        back -= 1
+    before, after = (tokens[back].string if i else ""), tokens[i + 1].string
     if before == ".":
         return f"{tokens[i - 2].string}."
     if before in ("def", "class"):

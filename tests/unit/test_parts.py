@@ -250,7 +250,7 @@ def test_a_part_of_packed_weights_means_the_part():
 
 # ---------------------------------------------------------------- TP ranks as threads
 class Threads:
-    """`model.base.TpGroupnks` of TP ranks that are threads, in turns."""
+    """`model.base.TpGroup` of TP ranks that are threads, in turns."""
 
     def __init__(self, size: int) -> None:
         self.size, self._at, self._given = size, threading.Barrier(size, timeout=60), {}
@@ -266,10 +266,10 @@ class Threads:
         all_of = self._all
 
         class One:
-            def add(self, x_TD):
+            def all_reduce(self, x_TD):
                 x_TD.copy_(sum(all_of(index, x_TD)))
 
-            def join(self, x_BV, num):
+            def all_gather(self, x_BV, num):
                 return torch.cat(all_of(index, x_BV), 1)
         return One()
 
@@ -284,13 +284,13 @@ def logits(config: dict[str, Any], tp: int, ranges: int = 1, together: ExpertOps
         -> list[torch.Tensor]:
     """Of a chunk and then a token, by TP rank. together: as on a device, experts are one operation, and weights
     in fp8 stay that."""
-    tp_ranks, found, blocks = Threads(tp), [None] * tp, read_blocks(config, "")
+    tp_group, found, blocks = Threads(tp), [None] * tp, read_blocks(config, "")
 
     @torch.inference_mode()
     def run(stage: Stage) -> None:
         index = stage.tp_rank.index
         model = registry.build(config, dtype=torch.float32, stage=stage,
-                               tp_ranks=tp_ranks.of(index) if tp > 1 else None, experts=together,
+                               tp_group=tp_group.of(index) if tp > 1 else None, experts=together,
                                linear=packed)
         for name, tensor in registry.dummy_tensors(
                 config, 7, model.wants, scaled=lambda name: blocks if quantises(name) else None):

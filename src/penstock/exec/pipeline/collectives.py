@@ -64,7 +64,7 @@ class Rendezvous(dist.Store):  # type: ignore[misc, name-defined]
 
 
 class _AllGather(ABC):
-    """`all_gather` of `model.base.TpGroupnks`, by a gather."""
+    """`all_gather` of `model.base.TpGroup`, by a gather."""
 
     def __init__(self, tp_rank: TpRank) -> None:
         self._tp_rank = tp_rank
@@ -82,7 +82,7 @@ class _AllGather(ABC):
 
 
 class GlooGroup(_AllGather):
-    """`model.base.TpGroupnks`; on a GPU that several TP ranks share, by way of the host."""
+    """`model.base.TpGroup`; on a GPU that several TP ranks share, by way of the host."""
 
     def __init__(self, rendezvous: Rendezvous, tp_rank: TpRank, timeout_s: float, host: str, waits: Waits) -> None:
         """host: the address of this machine on which the other TP ranks connect; returns when all have.
@@ -115,7 +115,7 @@ class GlooGroup(_AllGather):
 
 
 class NcclGroup(_AllGather):
-    """`model.base.TpGroupnks` on GPUs of their own, captured as any kernel is. A TP rank that is gone leaves the
+    """`model.base.TpGroup` on GPUs of their own, captured as any kernel is. A TP rank that is gone leaves the
     others waiting on their devices: the front hears of it, and ends them."""
 
     def __init__(self, rendezvous: Rendezvous, tp_rank: TpRank, timeout_s: float, host: str,
