@@ -64,7 +64,7 @@ def test_engines_have_gpus_of_their_own_where_there_are_as_many(model, tmp_path)
         pytest.skip("one GPU")
     with serving(model, tmp_path, *SERVED["resident"]) as one:
         want = [said(one.ask(prompt))[0] for prompt in prompts()]
-    with serving(model, tmp_path, *DP, "--gpu-memory-utilization", ".2") as both:
+    with serving(model, tmp_path, *DP, "--gpu-memory-utilization", ".5") as both:
         assert [said(both.ask(p, data_parallel_rank=n % 2))[0] for n, p in enumerate(prompts())] == want
         seen = [re.search(rb"\0CUDA_VISIBLE_DEVICES=([^\0]*)", Path(f"/proc/{e['pid']}/environ").read_bytes())
                 for e in both.info()["engines"]]

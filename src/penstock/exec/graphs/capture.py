@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any, Protocol, TypeAlias
@@ -59,6 +60,14 @@ def recording(graph: torch.cuda.CUDAGraph, memory: Any) -> Iterator[None]:
             gc.enable()
 
 
+_replays: weakref.WeakSet[Replays] = weakref.WeakSet()
+
+
+def recorded() -> bool:
+    """Whether this process has captured steps: they use the workspaces of cuBLAS that there were then."""
+    return len(_replays) > 0
+
+
 class Replays:
     """What captured steps have in common: `input`, int32, which they read of the host, where they leave their
     logits, and their memory. The next step overwrites it. rehearses: `record` launches a step, and no more.
@@ -75,6 +84,8 @@ class Replays:
         # One for all: cuBLAS keeps a workspace for each stream that it has seen.
         self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._memory = torch.cuda.graph_pool_handle()
+        if not rehearses:
+            _replays.add(self)
 
     def write(self, size: int, fill: Callable[[np.ndarray], None]) -> None:
         """The first so many values of the next step's `input`. Does not wait for the device."""

@@ -19,7 +19,7 @@ from penstock.config.base import machine
 from penstock.config.settings.tree import Config
 from penstock.exec.drafts.drafter import drafter_of
 from penstock.exec.front import Front
-from penstock.exec.graphs.capture import buckets_of
+from penstock.exec.graphs.capture import buckets_of, recorded
 from penstock.exec.load.backends import parts_of, selection_for
 from penstock.exec.load.layout import caches_of
 from penstock.exec.load.sizing import groups_of, largest_hot, show_size
@@ -76,9 +76,10 @@ class Rehearsal:
         except Exception as why:        # a start that this does not help goes on without
             self._log(f"{ONE_BY_ONE}: {type(why).__name__}: {str(why)[:200]}")
         finally:
-            # Workspaces of products stay with a thread, and would hold what they were cut out of: 2.5 GB.
-            torch._C._cuda_clearCublasWorkspaces()
             gc.collect()                # a model is in cycles
+            # Workspaces of products stay with a thread, and would hold what they were cut out of: 2.5 GB.
+            if not recorded():
+                torch._C._cuda_clearCublasWorkspaces()
             done.set_result(None)
 
     def _rehearse(self, sketch: Sketch, stage: Stage) -> None:
