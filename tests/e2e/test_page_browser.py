@@ -94,7 +94,7 @@ def test_a_run_that_fills_the_device_and_the_host_is_seen(url, page):
             assert len(phases & {"queued", "loading", "prefill", "resident", "staging", "hosted", "promoting",
                                  "paused", "dropped", "done"}) >= 4, trail
             turns = page.run("document.getElementById('turns').textContent")
-            assert "step" in turns and not re.search(r"\b1 (rows|tokens|moves)\b", turns)
+            assert "step" in turns and not re.search(r"\b1 (requests|tokens|transfers)\b", turns)
             assert float(page.run("document.querySelectorAll('#ways tbody tr').length")) >= 1
             picture(page, "page-light.png")
             dark = shown_in(page, "dark")
@@ -116,6 +116,7 @@ def shown_in(page: Browser, scheme: str) -> str:
 @pytest.mark.sweep
 @pytest.mark.parametrize("url", ["demo"], indirect=True)
 def test_a_chat_by_keyboard_alone(page):
+    page.run("(() => { document.getElementById('temperature').value = '0'; return ''; })()")
     for _ in range(40):
         if page.run("document.activeElement.id") == "text":
             break
@@ -124,11 +125,82 @@ def test_a_chat_by_keyboard_alone(page):
     page.type("What is the capital of France?")
     page.key("Enter", "\r")
     page.until("!document.getElementById('send').disabled && "
-               "document.querySelector('#said p:nth-child(2)')?.textContent.length > 3")
+               "document.querySelector('#said > div:nth-child(2) p')?.textContent.length > 3")
     page.type("Tell me a very long story about that city.")
     page.key("Enter", "\r")
-    page.until("document.querySelectorAll('#said p').length === 4 && "
+    page.until("document.querySelectorAll('#said > div').length === 4 && "
                "!document.getElementById('stop').disabled")
     page.key("Escape")
     page.until("document.getElementById('stop').disabled")
+    assert not page.wrongs()
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("url", ["demo"], indirect=True)
+def test_chat_comes_first_and_its_text_box_stays_in_place(page):
+    """With a system prompt and a temperature; panels of what is off are hidden; on a phone arrows point down."""
+    assert page.run("document.querySelector('main > section').id") == "talk"
+    assert page.run("getComputedStyle(document.getElementById('hot')).display") == "none"
+    assert page.run("getComputedStyle(document.getElementById('copies')).display") == "none"
+    top = page.run("JSON.stringify(document.getElementById('text').getBoundingClientRect())")
+    page.run("(() => { window.sent = []; const real = fetch; window.fetch = (url, options) => "
+             "{ if (options.body) sent.push(JSON.parse(options.body)); return real(url, options); }; return ''; })()")
+    page.run("(() => { document.getElementById('system').value = 'Answer in one word.'; "
+             "document.getElementById('temperature').value = '0'; document.getElementById('text').focus(); "
+             "return ''; })()")
+    for turn in (1, 2):
+        page.type("What is the capital of France?")
+        page.key("Enter", "\r")
+        page.until(f"document.querySelectorAll('#said > div').length === {2 * turn} && "
+                   "!document.getElementById('send').disabled")
+        assert page.run("JSON.stringify(document.getElementById('text').getBoundingClientRect())") == top
+    sent = json.loads(page.run("JSON.stringify(sent)"))
+    assert [body["temperature"] for body in sent] == [0, 0] and all(
+        body["messages"][0] == {"role": "system", "content": "Answer in one word."} for body in sent)
+    assert [message["role"] for message in sent[1]["messages"]] == ["system", "user", "assistant", "user"]
+    arrow = "getComputedStyle(document.querySelector('#phases li + li:not(.aside)'), '::before').content"
+    assert page.run(arrow) == '"→"'
+    page.ask("Emulation.setDeviceMetricsOverride", width=360, height=700, deviceScaleFactor=1, mobile=True)
+    assert page.run(arrow) == '"↓"'
+    assert page.run("document.documentElement.scrollWidth <= 360 ? 'fits' : 'wide'") == "fits"
+    assert not page.wrongs()
+
+
+MARKDOWN = """# A *title*
+
+One **bold** `a*b*c` [link](https://example.com/a_b) [no](javascript:alert(1)) <b>x</b>
+goes on, 2 * 3 * 4 and snake_case_name.
+
+3. three
+   more
+4. four
+
+- a
+
+> quoted
+
+| x | y |
+|---|--:|
+| 1 | 2 |
+
+---
+```py
+<i>- no list</i>
+"""
+ELEMENTS = ("<h3>A <em>title</em></h3><p>One <strong>bold</strong> <code>a*b*c</code> "
+            '<a href="https://example.com/a_b" target="_blank" rel="noopener noreferrer">link</a> '
+            "[no](javascript:alert(1)) &lt;b&gt;x&lt;/b&gt;\ngoes on, 2 * 3 * 4 and snake_case_name.</p>"
+            '<ol start="3"><li>three more</li><li>four</li></ol><ul><li>a</li></ul>'
+            "<blockquote><p>quoted</p></blockquote><table><thead><tr><th>x</th><th>y</th></tr></thead>"
+            "<tbody><tr><td>1</td><td>2</td></tr></tbody></table><hr>"
+            "<pre><code>&lt;i&gt;- no list&lt;/i&gt;\n</code></pre>")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("url", ["demo"], indirect=True)
+def test_an_answer_is_rendered_as_markdown_and_never_as_html(page):
+    """Every beginning of it too, as it comes in."""
+    for end in range(len(MARKDOWN)):
+        assert int(page.run(f"markdown({json.dumps(MARKDOWN[:end])}).length")) >= 0
+    assert page.run(f"element('div', markdown({json.dumps(MARKDOWN)})).innerHTML") == ELEMENTS
     assert not page.wrongs()

@@ -23,7 +23,7 @@ from penstock.engine.client.metrics import STATS_AGE
 from penstock.engine.client.replicas import Engines
 
 FILES = {"/": ("index.html", "text/html"), "/page.css": ("page.css", "text/css"),
-         "/page.js": ("page.js", "text/javascript")}
+         "/page.js": ("page.js", "text/javascript"), "/markdown.js": ("markdown.js", "text/javascript")}
 VIEWERS_MAX = 8
 EVERY_S = 0.5
 SELDOM_S = 5.0              # most of a long wait is for a step, and costs the engine nothing

@@ -1,4 +1,4 @@
-// The page at `/`: draws what /live tells, and chats. Nothing comes from elsewhere, and nothing is kept but
+// The dashboard at `/`: a chat, and what /live reports. Nothing is loaded from elsewhere, and nothing is kept but
 // the key, in this tab.
 "use strict";
 
@@ -70,23 +70,23 @@ const turnsSeen = new Map();            // of each engine, the number of its las
 let chosen = "";
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 
-function laneOf(phase) {
-  let lane = at("phases").querySelector(`[data-phase="${phase}"]`);
-  if (!lane) {
-    lane = make("li", undefined, ASIDE.has(phase) ? "aside" : "");
-    lane.dataset.phase = phase;
-    lane.append(make("b", 0), phase, make("span", undefined, "dots"));
+function boxOf(phase) {
+  let box = at("phases").querySelector(`[data-phase="${phase}"]`);
+  if (!box) {
+    box = make("li", undefined, ASIDE.has(phase) ? "aside" : "");
+    box.dataset.phase = phase;
+    box.append(make("b", 0), phase, make("span", undefined, "dots"));
     const later = [...at("phases").children].find(l => PHASES.indexOf(l.dataset.phase) > PHASES.indexOf(phase));
-    at("phases").insertBefore(lane, later || null);
+    at("phases").insertBefore(box, later || null);
   }
-  return lane;
+  return box;
 }
 
 // The dot goes from where it was to its place in another phase.
-function move(dot, lane) {
+function move(dot, box) {
   const from = dot.isConnected ? dot.getBoundingClientRect() : null;
   const held = document.activeElement === dot;
-  lane.querySelector(".dots").append(dot);
+  box.querySelector(".dots").append(dot);
   if (held) dot.focus();
   if (!from || calm.matches) return;
   const to = dot.getBoundingClientRect();
@@ -102,7 +102,7 @@ function follow(name) {
 
 function drawChosen() {
   const r = requests.get(chosen);
-  if (r) at("request").textContent = `request ${r.rid}: ${r.told}; ${r.trail.join(" → ")}`;
+  if (r) at("request").textContent = `request ${r.rid}: ${r.says}; ${r.trail.join(" → ")}`;
 }
 
 function known(engine, rid) {
@@ -111,27 +111,27 @@ function known(engine, rid) {
     const dot = make("button");
     dot.type = "button";
     dot.addEventListener("click", () => follow(name));
-    requests.set(name, { rid, dot, trail: [], told: "" });
+    requests.set(name, { rid, dot, trail: [], says: "" });
   }
   return requests.get(name);
 }
 
 function drawPhases(values, rows) {
   for (const [{ phase }, number] of all(values, "requests_in_phase")) {
-    const lane = laneOf(phase);
-    lane.firstChild.textContent = number;
-    lane.classList.toggle("some", number > 0);
+    const box = boxOf(phase);
+    box.firstChild.textContent = number;
+    box.classList.toggle("some", number > 0);
   }
   const alive = new Set();
   for (const [engine, rid, phase, prompt, computed, output] of rows) {
-    const r = known(engine, rid), lane = laneOf(phase);
+    const r = known(engine, rid), box = boxOf(phase);
     alive.add(`${engine}:${rid}`);
     if (r.trail.at(-1) !== phase) r.trail.push(phase);
-    r.told = `prompt of ${counted(prompt, "token")}, ${count(Math.min(computed, prompt))} of them there, ` +
+    r.says = `prompt of ${counted(prompt, "token")}, ${count(Math.min(computed, prompt))} of them computed, ` +
       `answer of ${count(output)}`;
-    r.dot.title = `request ${rid}: ${phase}, ${r.told}`;
+    r.dot.title = `request ${rid}: ${phase}, ${r.says}`;
     r.dot.setAttribute("aria-label", r.dot.title);
-    if (!lane.contains(r.dot)) move(r.dot, lane);
+    if (!box.contains(r.dot)) move(r.dot, box);
   }
   for (const [name, r] of requests)
     if (!alive.has(name)) {
@@ -157,7 +157,7 @@ function drawTurns(turns) {
         if (trail.at(-1) !== to) trail.push(to);
       }
     }
-    const what = step ? `step ${step}: ${counted(rows, "row")}, ${counted(tokens, "token")}` + (moves ? `, ${counted(moves, "move")}` : "") : "no step";
+    const what = step ? `step ${step}: ${counted(rows, "request")}, ${counted(tokens, "token")}` + (moves ? `, ${counted(moves, "transfer")}` : "") : "no step";
     lines.unshift(`${what}${edges.map(([rid, from, to]) => `; ${rid} ${from} → ${to}`).join("")}`);
   }
   at("turns").replaceChildren(...lines.slice(0, 12).map(line => make("li", line)));
@@ -168,13 +168,13 @@ function drawRates(values, before, seconds) {
   const asked = values.prefix_queries || 0;
   const hits = sum(values, "hot_hits_total"), misses = sum(values, "hot_misses_total");
   const rows = [
-    ["tokens made, a second", count(rate("generation_tokens_total"))],
-    ["steps, a second", count(rate("steps"))],
+    ["output tokens per second", count(rate("generation_tokens_total"))],
+    ["steps per second", count(rate("steps"))],
     ["requests: running, waiting", `${values.requests_running || 0}, ${values.requests_waiting || 0}`],
-    ...Object.entries({ hbm: "device", dram: "host", disk: "storage" }).map(([tier, name]) =>
-      [`prompt tokens found on the ${name}`, percent(values[`prefix_${tier}_hits`] || 0, asked)]),
-    ["units found in hot buffers", percent(hits, hits + misses)],
-    ["pauses, drops", `${values.pauses || 0}, ${values.drops || 0}`],
+    ...Object.entries({ hbm: "device", dram: "host", disk: "storage" }).filter(([tier]) => values[`${tier}_pages`]).map(([tier, name]) =>
+      [`prompt tokens cached: ${name}`, percent(values[`prefix_${tier}_hits`] || 0, asked)]),
+    ...(hits + misses ? [["blocks found in hot buffers", percent(hits, hits + misses)]] : []),
+    ["preempted: swap, recompute", `${values.pauses || 0}, ${values.drops || 0}`],
   ];
   at("rates").replaceChildren(...rows.flatMap(([name, value]) => [make("dt", name), make("dd", value)]));
 }
@@ -190,6 +190,7 @@ function drawWays(values, before, seconds) {
   add("was", before, "moved_bytes_total");
   add("took", values, "move_seconds_total");
   add("tookWas", before, "move_seconds_total");
+  at("copies").hidden = !values.dram_pages && !values.disk_pages && !Object.keys(ways).length;
   at("ways").tBodies[0].replaceChildren(...Object.values(ways).map(w => {
     const row = make("tr");
     const link = w.took > w.tookWas ? (w.bytes - w.was) / (w.took - w.tookWas) / 1e9 : 0;
@@ -205,6 +206,7 @@ function drawLayers(values) {
   const misses = Object.fromEntries(all(values, "hot_misses_total").map(([l, v]) => [l.layer, v]));
   const layers = all(values, "hot_hits_total").map(([{ layer }, hits]) => [Number(layer), hits, misses[layer] || 0])
     .filter(([, hits, missed]) => hits + missed > 0).sort((a, b) => a[0] - b[0]);
+  at("hot").hidden = !layers.length;
   at("layers").replaceChildren(...layers.map(([layer, hits, missed]) => {
     const bar = make("span");
     bar.style.height = `${100 * hits / (hits + missed)}%`;
@@ -243,18 +245,18 @@ async function watch() {
     throw new Error(await wrong(response));
   }
   at("key").hidden = true;
-  for await (const told of events(response)) {
-    model = told.model;
-    at("model").textContent = `${model}, ${count(told.max_model_len)} tokens of context, ${told.device}`;
-    const values = told.values, seconds = told.at - then;
-    at("state").textContent = told.age > 3 ? `numbers are ${told.age.toFixed(0)} s old: a step takes long` : "live";
-    drawTiers(values, told.page_size);
-    drawTurns(told.turns);
-    drawPhases(values, told.requests);
+  for await (const news of events(response)) {
+    model = news.model;
+    at("model").textContent = `${model}, ${count(news.max_model_len)} tokens of context, ${news.device}`;
+    const values = news.values, seconds = news.at - then;
+    at("state").textContent = news.age > 3 ? `numbers are ${news.age.toFixed(0)} s old: a step takes long` : "live";
+    drawTiers(values, news.page_size);
+    drawTurns(news.turns);
+    drawPhases(values, news.requests);
     drawRates(values, before, seconds);
     drawWays(values, before, seconds);
     drawLayers(values);
-    [before, then] = [values, told.at];
+    [before, then] = [values, news.at];
   }
   throw new Error("the server has closed the stream");
 }
@@ -270,33 +272,46 @@ const history = [];
 let answering = null;
 
 function say(text, name) {
-  const line = make("p", text, name);
+  const line = make("div", text, name);
   at("said").append(line);
   at("said").scrollTop = at("said").scrollHeight;
   return line;
 }
 
+// The answer so far as Markdown, at most once a frame. The log scrolls along unless its reader has scrolled up.
+function drawAnswer(answer) {
+  if (answer.drawn) return;
+  answer.drawn = true;
+  requestAnimationFrame(() => {
+    const log = at("said"), follows = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+    answer.drawn = false;
+    answer.line.replaceChildren(...markdown(answer.text));
+    if (follows) log.scrollTop = log.scrollHeight;
+  });
+}
+
 async function chat(text) {
   say(text, "you");
   history.push({ role: "user", content: text });
-  const line = say("", "");
+  const answer = { line: say("", "answer"), text: "", drawn: false }, system = at("system").value.trim();
+  const messages = [...(system ? [{ role: "system", content: system }] : []), ...history];
   answering = new AbortController();
   at("send").disabled = !(at("stop").disabled = false);
   try {
     const response = await fetch("v1/chat/completions", {
       method: "POST", signal: answering.signal, headers: { "content-type": "application/json", ...headers() },
-      body: JSON.stringify({ model, messages: history, stream: true, temperature: 0.7 }) });
+      body: JSON.stringify({ model, messages, stream: true, temperature: at("temperature").valueAsNumber || 0 }) });
     if (!response.ok) throw new Error(await wrong(response));
     for await (const chunk of events(response)) {
       if (chunk.error) throw new Error(chunk.error.message);
-      line.textContent += chunk.choices[0]?.delta?.content || "";
-      at("said").scrollTop = at("said").scrollHeight;
+      answer.text += chunk.choices[0]?.delta?.content || "";
+      drawAnswer(answer);
     }
   } catch (error) {
     if (error.name !== "AbortError") say(error.message, "wrong");
   }
-  if (line.textContent) history.push({ role: "assistant", content: line.textContent });
-  else { history.pop(); line.remove(); }
+  if (answer.text) history.push({ role: "assistant", content: answer.text });
+  else { history.pop(); answer.line.remove(); }
   answering = null;
   at("send").disabled = !(at("stop").disabled = true);
 }
