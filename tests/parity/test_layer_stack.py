@@ -10,7 +10,7 @@ from penstock.kernels.attention import paged_attention
 from penstock.kernels.attention.paged_attention import AttentionSpec
 from penstock.kernels.attention.paged_attention.native import NativeDecodes
 from penstock.kernels.fused import layer
-from penstock.kernels.gemm.linear import fastest
+from penstock.kernels.gemm.linear.panels import NATIVE
 from penstock.kernels.op import Unusable, WrongResult
 from penstock.kernels.platform import probe
 from penstock.kernels.types.ragged import Ragged
@@ -71,7 +71,7 @@ def layout_of(contexts, counts) -> tuple[Ragged, torch.Tensor]:
 
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:
-    for op in (fastest.NATIVE, layer.OP.get("c"), paged_attention.OP.get("c")):
+    for op in (NATIVE, layer.OP.get("c"), paged_attention.OP.get("c")):
         try:
             op.probe(probe())
         except WrongResult:
@@ -81,13 +81,13 @@ def built() -> None:
 
 
 def codes(weight_OI, bias_O):
-    return fastest.NATIVE.codes(torch.randint(0, 16, weight_OI.shape, dtype=torch.uint8),
+    return NATIVE.codes(torch.randint(0, 16, weight_OI.shape, dtype=torch.uint8),
                                 torch.randn(len(weight_OI), weight_OI.shape[1] // 16, 2) / 50, bias_O)
 
 
 @pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["biases", "normed heads"])
 @pytest.mark.parametrize(("dtype", "linear"), [
-    (torch.float32, fastest.NATIVE), (torch.bfloat16, fastest.NATIVE), (torch.float32, codes)],
+    (torch.float32, NATIVE), (torch.bfloat16, NATIVE), (torch.float32, codes)],
     ids=["float32", "bfloat16", "codes"])
 @pytest.mark.parametrize("rows", LAYOUTS)
 @torch.inference_mode()
@@ -125,7 +125,7 @@ def test_attention_that_does_not_build_is_not_asked_for(monkeypatch):
         raise Unusable("cc took more than 60 s")
 
     monkeypatch.setattr(NativeDecodes, "kernel", staticmethod(kernel))
-    model = registry.build(LLAMA, dtype=torch.float32, linear=fastest.NATIVE, ops=layer.OP.use("c"))
+    model = registry.build(LLAMA, dtype=torch.float32, linear=NATIVE, ops=layer.OP.use("c"))
     for name, tensor in registry.dummy_tensors(LLAMA, 7):
         model.load(name, tensor)
     model.finish()

@@ -4,13 +4,8 @@ All other C kernels of less than this CPU has run in processes of their own, `li
 """
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -21,7 +16,6 @@ from cases import cases_of
 from gguf import GGMLQuantizationType as Type
 
 from penstock.kernels.gemm import linear
-from penstock.kernels.gemm.linear import fastest
 from penstock.kernels.gemm.linear.panels import Panels
 from penstock.kernels.op import Unusable, WrongResult
 from penstock.kernels.platform import probe
@@ -114,85 +108,3 @@ def test_weights_of_blocks_are_within_a_thousandth(panels, block):
     gap_OI = panels.codes(codes.code_OI, codes.scale_OGB, None)(torch.eye(512)).T - want_OI
     gap, most = (w_OI.abs().view(256, groups, -1).amax(-1) for w_OI in (gap_OI, want_OI))
     assert (gap <= (1e-3 if block.endswith("K") else 1e-6) * most).all(), (gap / most).nan_to_num().max()
-
-
-def test_the_faster_one_is_kept_for_later_processes(tmp_path, monkeypatch):
-    here = replace(probe(), cache=tmp_path)
-    told = probed(fastest.probe, here)
-    [path] = tmp_path.glob("linear-*.json")
-    kept = json.loads(path.read_text())
-    assert set(kept.values()) <= {"c", "onednn", "reference"} and len(kept) == 4
-    monkeypatch.setattr(fastest, "_measure", lambda: pytest.fail("timed again"))
-    assert fastest.probe(here) == told
-    kept["small bfloat16"] = "onednn" if kept["small bfloat16"] == "c" else "c"
-    path.write_text(json.dumps(kept))
-    assert fastest.probe(here) != told and "small bfloat16" in fastest.probe(here)
-    monkeypatch.setattr(fastest, "_measure", lambda: dict.fromkeys(kept, "c"))
-    for damaged in ("", "[]", "{}", json.dumps({**kept, "small bfloat16": ["c"]})):
-        path.write_text(damaged)
-        assert fastest.probe(here).startswith("c, as timed here;"), damaged
-
-
-def test_each_cpu_that_shares_the_folder_keeps_its_own_choice(tmp_path, monkeypatch):
-    here, chosen = replace(probe(), cache=tmp_path), dict.fromkeys(fastest._KEYS, "c")
-    other = replace(here, features=("another",))
-    monkeypatch.setattr(fastest, "_measure", lambda: chosen)
-    told = probed(fastest.probe, here)
-    chosen = dict.fromkeys(fastest._KEYS, "onednn")
-    assert fastest.probe(other).startswith("onednn, as timed here")
-    monkeypatch.setattr(fastest, "_measure", lambda: pytest.fail("timed again"))
-    assert fastest.probe(here) == told and fastest.probe(other) != told
-
-
-def test_who_comes_while_another_times_takes_its_choice(tmp_path, monkeypatch):
-    here, both, times = replace(probe(), cache=tmp_path), threading.Barrier(2), []
-    told = probed(fastest.NATIVE.probe, here)
-
-    def measure():
-        times.append(0)
-        time.sleep(0.2)
-        return dict.fromkeys(fastest._KEYS, ("c", "onednn")[len(times) - 1])
-
-    def choose():
-        both.wait()
-        return fastest._choice(here, told)
-    monkeypatch.setattr(fastest, "_measure", measure)
-    with ThreadPoolExecutor(2) as pool:
-        a, b = pool.submit(choose), pool.submit(choose)
-        assert a.result() == b.result() == dict.fromkeys(fastest._KEYS, "c")
-    assert len(times) == 1
-
-
-def test_what_cannot_be_kept_is_not_timed(tmp_path, monkeypatch):
-    monkeypatch.setattr(fastest, "_measure", lambda: pytest.fail("each process would choose for itself"))
-    (tmp_path / "file").write_text("")
-    for cache in (None, tmp_path / "file" / "cache"):
-        assert probed(fastest.probe, replace(probe(), cache=cache)).startswith("c, untimed without")
-
-
-def test_the_slower_one_is_not_taken(monkeypatch):
-    def slowed(arm):
-        def pack(weight_OI, bias_O):
-            run = arm(weight_OI, bias_O)
-            return lambda x_TI: [run(x_TI) for _ in range(4)][-1]
-        return pack
-    probed(fastest.NATIVE.probe, probe())
-    for slow, taken in (("onednn", "c"), ("c", "onednn")):
-        arms = {"c": fastest.NATIVE, "onednn": fastest.NATIVE, slow: slowed(fastest.NATIVE),
-                "broken": lambda weight_OI, bias_O: lambda x_TI: x_TI[:, :1] * weight_OI[:, 0]}
-        monkeypatch.setattr(fastest, "_ARMS", arms)
-        assert set(fastest._measure().values()) == {taken}
-
-
-def test_every_arm_is_timed_on_weights_that_no_cache_holds(monkeypatch):
-    """An arm that keeps the weight as it came would else be timed on one, in a cache, and others on many."""
-    weights = set()
-
-    def pack(weight_OI, bias_O):
-        weights.add(weight_OI.data_ptr())
-        kept.append(weight_OI)
-        return lambda x_TI: x_TI @ weight_OI.T
-    kept: list[torch.Tensor] = []
-    monkeypatch.setattr(fastest, "_ARMS", {"c": pack})
-    fastest._faster(torch.float32, 576, 576)
-    assert len(weights) > 10

@@ -67,13 +67,14 @@ def choose(platform: Platform, requested: Mapping[str, str] | None = None,
     return {name: _chosen(OPS[name], platform, requested.get(name)) for name in ops}
 
 
-# Spellings of one release: C was `native`, and `cuda` was an op's way on a GPU, whatever it is made of.
-_OLD = ("native", "cuda")
+# Spellings of one release: C was `native`, a linear was `fastest` of several, and `cuda` was an op's way on a GPU,
+# whatever it is made of.
+_OLD = ("native", "fastest", "cuda")
 
 
 def _renamed(op: Op[Any], name: str, usable: Collection[str]) -> str:
     """Return the present name of an implementation. Raises KernelError: the op has none."""
-    if name not in op.names and name == "native":
+    if name not in op.names and (name == "native" or (name, op.name) == ("fastest", "linear")):
         name = "c"
     elif name not in op.names and name == "cuda":
         own = [i.name for i in op.implementations if i.devices == ("cuda",)]

@@ -10,7 +10,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from penstock.kernels.gemm.linear import fastest, onednn, reference
+from penstock.kernels.gemm.linear import onednn, reference
+from penstock.kernels.gemm.linear.panels import NATIVE
 from penstock.kernels.op import DEVICES, Implementation, Op
 from penstock.kernels.platform import KernelError
 from penstock.kernels.triton.lazy import lazy
@@ -21,8 +22,7 @@ Pack: TypeAlias = Callable[[Tensor, Tensor | None], Linear]
 DTYPES = (torch.float32, torch.bfloat16)
 
 OP: Op[Pack] = Op("linear", (
-    Implementation("fastest", fastest.pack, fastest.probe),
-    Implementation("c", fastest.NATIVE, fastest.NATIVE.probe),
+    Implementation("c", NATIVE, NATIVE.probe),
     Implementation("onednn", onednn.pack, onednn.probe),
     lazy("triton", "penstock.kernels.gemm.linear.triton_rows:pack"),
     Implementation("reference", reference.pack, "F.linear", DEVICES),
@@ -37,7 +37,7 @@ def pack_codes(code_OI: Tensor, scale_OGB: Tensor, bias_O: Tensor | None = None)
                 group; G divides I, and I / G is even
     Needs       what `c` needs; there is no other implementation
     """
-    return fastest.NATIVE.codes(code_OI, scale_OGB, bias_O)
+    return NATIVE.codes(code_OI, scale_OGB, bias_O)
 
 
 def pack(weight_OI: Tensor, bias_O: Tensor | None = None, *, backend: str) -> Linear:

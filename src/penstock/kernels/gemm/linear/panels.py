@@ -140,3 +140,6 @@ def _panels(weight_OI: Tensor, width: int, pair: int, whole: int) -> Tensor:
             part_GW = rows_WI[:, b::pair].T
             panels_PGWB[p, : part_GW.shape[0], : part_GW.shape[1], b] = part_GW
     return panels_PGWB
+
+
+NATIVE = Panels("native")
