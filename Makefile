@@ -11,6 +11,9 @@ PORT ?= 8000
 ARGS ?=
 N ?= 600
 JOBS ?= 2
+# What `make gpu` has run, for tools/combos.py --ran; COMMIT, where git does not say it.
+CELLS ?= .cache/cells-gpu.json
+COMMIT ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -59,7 +62,7 @@ clients: $(VENV)/.installed-dev  ## what people use, each in an environment of i
 
 # ---------------------------------------------------------------- checking
 test: $(VENV)/.installed-dev  ## every test but the long ones, under 10 minutes on two quiet cores
-	$(PYTEST) -m "not sweep and not soak and not gpu" --times=.cache/times.json $(ARGS)
+	$(PYTEST) -m "not sweep and not soak and not gpu" --times=.cache/times.json --cells=.cache/cells-test.json $(ARGS)
 
 check: $(VENV)/.installed-dev  ## lint, types, tidy, unit tests, a few simulations, in a minute or two
 	$(BIN)/ruff check src tests bench examples tools
@@ -68,10 +71,11 @@ check: $(VENV)/.installed-dev  ## lint, types, tidy, unit tests, a few simulatio
 	$(BIN)/penstock sim --seeds 20
 
 sweep: $(VENV)/.installed-dev  ## the long loops, once through: with make test, under 20 minutes
-	$(PYTEST) -m sweep
+	$(PYTEST) -m sweep --times=.cache/times-sweep.json --cells=.cache/cells-sweep.json $(ARGS)
 
 gpu:  ## on a machine with a CUDA device, PYTHON's own torch and triton: kernels, executors, servers
-	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m pytest -p no:cacheprovider --device cuda -m "not sweep and not soak" \
+	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m pytest -p no:cacheprovider --device cuda \
+		-m "not sweep and not soak or also_gpu" --cells=$(CELLS) $(if $(COMMIT),--commit=$(COMMIT)) \
 		tests/unit/test_rehearsal.py tests/unit/test_safetensors_file.py tests/parity/test_kernels.py \
 		tests/parity/test_cuda_chunks.py \
 		tests/unit/test_transfer_layout.py::test_pages_of_a_gpu_are_read_and_written_in_one_call \
@@ -82,14 +86,11 @@ gpu:  ## on a machine with a CUDA device, PYTHON's own torch and triton: kernels
 		tests/conformance/test_executor_drafts.py tests/conformance/test_hosted_drafts.py \
 		tests/conformance/test_mtp.py \
 		tests/conformance/test_executor_prompt_logprobs.py tests/conformance/test_late_choice.py \
-		tests/parity/test_recall_model.py \
+		tests/parity/test_recall_model.py tests/equal \
 		tests/e2e/test_pair.py tests/e2e/test_pair_faults.py tests/e2e/test_pair_http.py \
-		tests/e2e/test_hosted_http.py tests/e2e/test_pipeline.py tests/e2e/test_storage.py \
-		tests/e2e/test_recall_drafts.py tests/e2e/test_drafts_of_ranks.py $(ARGS)
+		tests/e2e/test_hosted_http.py tests/e2e/test_pipeline.py tests/e2e/test_storage.py $(ARGS)
 	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m pytest -p no:cacheprovider --device cuda \
-		tests/e2e/test_lanes.py tests/e2e/test_cells.py tests/e2e/test_engines.py tests/e2e/test_pipeline_death.py \
-		-k "one_rank_says and 2-1 or real_shape or fp8 or in_ranges and expert_parallel or several_machines and latent and hosted or \
-		selecting-hosted-nodes or selecting-hosted-both or latent-hosted-both or gpus_of_their_own or a_hang and device or with_drafts"
+		tests/e2e/test_engines.py tests/e2e/test_pipeline_death.py -k "gpus_of_their_own or a_hang and device"
 
 soak: $(VENV)/.installed-dev  ## longer still: the loops whole, other seeds, forced faults, seeded bugs from elsewhere
 	$(BIN)/penstock sim --first 100000 --seeds 10000

@@ -1,17 +1,21 @@
 """For every test: one thread, no hub, unpickling is refused, a hang ends with all threads' stacks."""
 from __future__ import annotations
 
+import datetime
 import faulthandler
 import gc
 import importlib.util
 import json
 import os
+import resource
 import signal
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import cells
 import pytest
 import times
 from hypothesis import HealthCheck, settings
@@ -38,6 +42,7 @@ preloaded.install()
 # A shell that starts the tests in the background has them ignore Ctrl-C, which some of them send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+_BEGAN = pytest.StashKey[float]()
 # A hang, not slowness: at least 20 times what any test takes on a quiet machine.
 HANG_S = 600
 LONG_HANG_S = 2400
@@ -77,23 +82,49 @@ def _nothing_unpickled() -> Iterator[None]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where executors run")
     parser.addoption("--by-exec", action="store_true", help="start all servers and engines as users start them")
+    parser.addoption("--cells", type=Path, help="write which combinations passed here: tools/cells.py")
+    parser.addoption("--commit", help="of what is tested; git is asked else")
     parser.addoption("--times", type=Path, help="note the seconds of each test here, and print folders")
 
 
-SECONDS: Counter[str] = Counter()           # of each test with all its cases, fixtures included
+SECONDS: Counter[str] = Counter()           # processor time of each test with all its cases, fixtures included
+PASSED: dict[str, str] = {}                 # combinations that a test covers: the test
+FAILED: dict[str, str] = {}
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    SECONDS[report.nodeid.split("[")[0]] += report.duration
+    properties = dict(report.user_properties)
+    SECONDS[report.nodeid.split("[")[0]] += properties.get("processor", 0.0) if report.when == "teardown" else 0.0
+    if report.when == "call" and not report.skipped:
+        (PASSED if report.passed else FAILED).update(dict.fromkeys(properties.get("cells", ()), report.nodeid))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    path = config.getoption("--times")
-    if path is not None and not hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):
+        return
+    if (path := config.getoption("--cells")) is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(_run_of_cells(config), indent=0) + "\n")
+    if (path := config.getoption("--times")) is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(SECONDS, indent=0))
         for folder, took in times.by_folder(SECONDS):
             terminalreporter.write_line(f"{took:7.0f} s  tests/{folder}")
+
+
+def _run_of_cells(config: pytest.Config) -> dict[str, object]:
+    if config.getoption("--device") == "cuda":
+        import torch
+        device = torch.cuda.get_device_name()
+    else:
+        from penstock.config.base.machine import probe
+        device = probe().cpu
+    commit = config.getoption("--commit") or subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=8"], cwd=config.rootpath, capture_output=True, text=True,
+        check=False).stdout.strip() or "unknown"
+    passed = {cell: test.split("[")[0] for cell, test in PASSED.items() if cell not in FAILED}
+    return {"commit": commit, "date": f"{datetime.date.today()}", "device": device, "cells": passed,
+            "failed": sorted(FAILED)}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -106,11 +137,34 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Several processes share the tests out, but not those of a file that makes a server or a model. What is
     about drafts is found by `-k speculation`."""
+    device = "gpu" if items and items[0].config.getoption("--device") == "cuda" else "cpu"
     for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        if found := cells.of_marks([mark.kwargs for mark in item.iter_markers("covers")], params, device):
+            item.user_properties.append(("cells", [" ".join(cell) for cell in found]))
         if {"draft", "drafts", "mtp", "eagle3"} & set(item.path.stem.split("_")):
             item.extra_keyword_matches.add("speculation")
-        if item.path.parent.name in ("e2e", "parity"):
+        if item.path.parent.name in ("e2e", "equal", "parity"):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def _processor_s() -> float:
+    """Seconds that this process has used, and its children that have ended."""
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    item.stash[_BEGAN] = _processor_s()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    try:
+        return (yield)
+    finally:
+        item.user_properties.append(("processor", _processor_s() - item.stash[_BEGAN]))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,4 +1,4 @@
-"""What tests cost, by folder: `make test` notes the seconds of each test in .cache/times.json."""
+"""What tests cost, by folder: `make test` notes the processor seconds of each test in .cache/times.json."""
 from __future__ import annotations
 
 from collections import Counter

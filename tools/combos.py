@@ -1,15 +1,17 @@
-"""What works with what, asked of the refusals themselves and of the list of proofs.
+"""What works with what, asked of the refusals themselves and of the report of what tests have run.
 
-    python tools/combos.py [WORD ...] [--into FILE]
+    python tools/combos.py [WORD ...] [--into FILE] [--ran FILE ...]
 
-A combination is refused if a table of refusals says so, with that entry's reason; works ("yes") if a test of
-`proofs.py` covers it; else it is accepted and no test has tried it. Writes docs/reference/compatibility.md and a small
-view of it into README; `make docs` does both, a test compares them.
+A combination is refused if a table of refusals says so, with that entry's reason; works ("yes") if a test of it ran,
+as `tests/data/cells.json` says; else it is accepted and no test has tried it. Writes docs/reference/compatibility.md
+and a small view of it into README; `make docs` does both, a test compares them. --ran takes what `pytest --cells`
+wrote into the report.
 """
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import re
 import sys
 from collections import Counter
@@ -18,8 +20,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from cells import DIMENSIONS, REPORT, Cell, cells, covered, merged, ran, report, written
 from flags_reference import flags_of
-from proofs import DIMENSIONS, PROOFS, Cell, Proof, cells
 
 from penstock.config.base.machine import Machine
 from penstock.config.settings.cli import from_options
@@ -38,7 +40,7 @@ _DTYPE = {"float32": "float32", "bfloat16": "bfloat16", "fp8": "auto", "gguf": "
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`status` is yes, refused or not tested; `why` the tests, or the reasons with the files that refuse."""
+    """`status` is yes, refused or not tested; `why` the test and its run, or the reasons with the files that refuse."""
 
     status: str
     why: tuple[str, ...] = ()
@@ -90,20 +92,16 @@ def refusals_of(cell: Cell) -> Iterator[str]:
 
 
 @cache
-def _proven() -> dict[Cell, tuple[str, ...]]:
-    found: dict[Cell, tuple[str, ...]] = {}
-    for proof in PROOFS:
-        for cell in proof.covers():
-            found[cell] = (*found.get(cell, ()), proof.test)
-    return found
+def _proven() -> dict[Cell, str]:
+    return ran()
 
 
 @cache
 def answer(cell: Cell) -> Answer:
-    """Whether it works, as the code and the tests say. A proof of what is refused is a mistake of ours."""
-    why, tests = tuple(refusals_of(cell)), _proven().get(cell, ())
-    assert not (why and tests), f"{tests} cover {cell}, which is refused: {why}"
-    return Answer("refused", why) if why else Answer("yes", tests) if tests else Answer("not tested")
+    """Whether it works, as the code and the tests say. A run of what is refused is a mistake of ours."""
+    why, test = tuple(refusals_of(cell)), _proven().get(cell)
+    assert not (why and test), f"{test} covers {cell}, which is refused: {why}"
+    return Answer("refused", why) if why else Answer("yes", (test,)) if test else Answer("not tested")
 
 
 # ---------------------------------------------------------------- the small view
@@ -111,30 +109,27 @@ _START, _END = "<!-- combos: written by `make docs` -->", "<!-- combos: end -->"
 _SHOWN = {"yes": "tested", "refused": "no"}
 # Run on a GPU by programs of bench/device, with figures in docs/performance.md, and by no test there.
 _MEASURED = {("ordinary", "bfloat16"), ("ordinary", "fp8")}
-_VIEW: tuple[tuple[str, tuple[Proof, ...]], ...] = (
-    ("full attention, KV cache on the device", (Proof("", "ordinary"),)),
+_ORDINARY, _HOSTED = {"kind": "ordinary"}, {"kind": "selecting", "place": "hosted"}
+_MANY = {"kind": "selecting experts latent", "place": "hosted"}
+_VIEW: tuple[tuple[str, tuple[dict[str, str], ...]], ...] = (
+    ("full attention, KV cache on the device", (_ORDINARY,)),
     ("sparse decode of GQA models (`--sparse-top-k`), KV on the device or in host memory",
-     (Proof("", "selecting", "resident hosted"),)),
+     ({"kind": "selecting", "place": "resident hosted"},)),
     ("DSA models (DeepSeek-V3.2, GLM-5), KV on the device or in host memory",
-     (Proof("", "latent", "resident hosted"),)),
-    ("MoE; hybrid models with recurrent states (Qwen3-Next and others)", (Proof("", "experts states"),)),
-    ("KV offloading to host memory, preemption by swap", (
-        Proof("", "ordinary", feature="tier paused"), Proof("", "selecting", "hosted", "tier paused"))),
-    ("prefix caching over device and host", (Proof("", "ordinary", feature="cache"),
-                                             Proof("", "selecting", "hosted", "cache"))),
-    ("KV storage in files (`--kv-storage`)", (Proof("", "ordinary", feature="stored"),
-                                              Proof("", "selecting", "hosted", "stored"))),
-    ("pipeline parallelism (`--pp`)", (Proof("", "ordinary", across="pp"),
-                                       Proof("", "selecting", "hosted", across="pp"))),
-    ("tensor and expert parallelism (`--tp`, `--ep`)", (
-        Proof("", "ordinary", across="tp"), Proof("", "selecting experts latent", "hosted", across="tp"))),
-    ("several machines (`--nnodes`)", (Proof("", "ordinary latent", across="nodes"),
-                                       Proof("", "selecting experts latent", "hosted", across="nodes"))),
-    ("prefill/decode disaggregation", (Proof("", "ordinary", across="pair"),
-                                       Proof("", "selecting", "hosted", across="pair"))),
-    ("bfloat16 weights", (Proof("", "ordinary", weights="bfloat16"),)),
-    ("fp8 weights in blocks", (Proof("", "ordinary", weights="fp8"),)),
-    ("GGUF kept packed (`--dtype gguf`)", (Proof("", "ordinary", weights="packed"),)),
+     ({"kind": "latent", "place": "resident hosted"},)),
+    ("MoE; hybrid models with recurrent states (Qwen3-Next and others)", ({"kind": "experts states"},)),
+    ("KV offloading to host memory, preemption by swap", tuple(
+        {**one, "feature": "tier paused"} for one in (_ORDINARY, _HOSTED))),
+    ("prefix caching over device and host", tuple({**one, "feature": "cache"} for one in (_ORDINARY, _HOSTED))),
+    ("KV storage in files (`--kv-storage`)", tuple({**one, "feature": "stored"} for one in (_ORDINARY, _HOSTED))),
+    ("pipeline parallelism (`--pp`)", tuple({**one, "across": "pp"} for one in (_ORDINARY, _HOSTED))),
+    ("tensor and expert parallelism (`--tp`, `--ep`)", tuple({**one, "across": "tp"} for one in (_ORDINARY, _MANY))),
+    ("several machines (`--nnodes`)", tuple(
+        {**one, "across": "nodes"} for one in ({"kind": "ordinary latent"}, _MANY))),
+    ("prefill/decode disaggregation", tuple({**one, "across": "pair"} for one in (_ORDINARY, _HOSTED))),
+    ("bfloat16 weights", ({**_ORDINARY, "weights": "bfloat16"},)),
+    ("fp8 weights in blocks", ({**_ORDINARY, "weights": "fp8"},)),
+    ("GGUF kept packed (`--dtype gguf`)", ({**_ORDINARY, "weights": "packed"},)),
 )
 
 
@@ -149,7 +144,7 @@ def view() -> str:
     """The table of README: `tested` where all that a line names is tested."""
     lines = ["| | CPU | GPU |", "|---|---|---|"]
     for title, rows in _VIEW:
-        asked = [cell for row in rows for cell in row.covers()]
+        asked = [cell for row in rows for cell in covered(**row)]
         found = [list(dict.fromkeys(_shown(cell._replace(device=device)) for cell in asked))
                  for device in DIMENSIONS["device"]]
         cells = ["tested in part" if {"tested", "not tested"} <= {*one} else " / ".join(one) for one in found]
@@ -166,10 +161,11 @@ def put_into(text: str) -> str:
 _INTRO = """\
 # Combinations
 
-Written by `make docs`; a test compares it. **yes**: a test holds it. **no**: it is refused with its reason, before a
-weight is read. **not tested**: it is accepted, and no test shows that it works. Rows with equal cells are one row.
+Written by `make docs`; a test compares it. **yes**: a test of it ran and passed, in a run below. **no**: it is refused
+with its reason, before a weight is read. **not tested**: it is accepted, and no test shows that it works. Rows with
+equal cells are one row.
 
-`python tools/combos.py WORD ...` prints any of the {total} combinations ({counts}) with its tests or reasons:
+`python tools/combos.py WORD ...` prints any of the {total} combinations ({counts}) with its test and run, or reasons:
 {dimensions}."""
 
 
@@ -197,6 +193,8 @@ def document() -> str:
     lines += _table(("kind", "place", "feature"), reasons)
     lines += ["", "## Weights, with nothing else", ""]
     lines += _table(("kind", "weights"), reasons)
+    lines += ["", "## Runs", "", "| commit | date | device | combinations |", "|---|---|---|---|"]
+    lines += [f"| {run['commit']} | {run['date']} | {run['device']} | {len(run['cells'])} |" for run in report()]
     lines += ["", "## Refusals", "", *(f"- {reasons(text)}: {text}" for text in reasons.texts)]
     lines += ["", "## Not built", "", "Refused by name; [flags.md](flags.md) has the spellings.", ""]
     lines += [f"- {feature}" for feature in dict.fromkeys(entry.feature for entry in UNBUILT) if feature]
@@ -245,7 +243,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     known = {word: name for name, words in DIMENSIONS.items() for word in words}
     parser.add_argument("words", nargs="*", metavar="WORD", help=f"print the combinations of: {' '.join(known)}")
     parser.add_argument("--into", metavar="FILE", help="write the small view into FILE, between its marks")
+    parser.add_argument("--ran", metavar="FILE", nargs="+", default=[], help="take what `pytest --cells FILE` wrote")
     args = parser.parse_args(argv)
+    for file in args.ran:
+        REPORT.write_text(written(merged(report(), json.loads(Path(file).read_text()))))
+    if args.ran:
+        return 0
     if odd := [word for word in args.words if word not in known]:
         parser.error(f"{odd[0]!r} is no word of a combination: choose from {', '.join(known)}")
     if args.into and args.words:

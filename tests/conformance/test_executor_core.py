@@ -31,6 +31,7 @@ LATENESS = {"thread": lambda: None, "prompt": Promptly, "latest": Latest,
 
 
 pytestmark = pytest.mark.usefixtures("stages")
+FAMILIES = {"grouped": "ordinary", "latent": "latent", "state": "states"}       # as tools/cells.py names them
 
 
 def thinned(*axes):
@@ -44,6 +45,7 @@ def thinned(*axes):
     return cases
 
 
+@pytest.mark.covers(kind=FAMILIES)
 @pytest.mark.parametrize("chunk, overlap, family", thinned([1, 2, 3, 7, 64], [False, True]))
 def test_any_chunk_size_in_mixed_batches(chunk, overlap, family):
     engine = Engine(step_tokens=chunk, overlap=overlap, family=family)
@@ -51,6 +53,7 @@ def test_any_chunk_size_in_mixed_batches(chunk, overlap, family):
     assert engine.ex.stats()["executor_sampled_tokens_total"] >= 12 * len(PROMPTS)
 
 
+@pytest.mark.covers(kind=FAMILIES, feature="tier")
 @pytest.mark.parametrize("chunk, overlap, lateness, family", thinned([3, 64], [False, True], LATENESS))
 def test_a_device_pool_that_is_too_small(chunk, overlap, lateness, family):
     """Rows outgrow the pool, so requests pause through host pages and resume."""
@@ -80,6 +83,7 @@ def test_drops_recompute_when_the_host_has_no_room(dram_pages, family):
     assert engine.core.stats()["drops"] >= 1
 
 
+@pytest.mark.covers(kind=FAMILIES, feature="paused")
 @pytest.mark.parametrize("kind, lateness, family", thinned([Paused, Dropped], LATENESS))
 def test_pause_or_drop_of_anyone_at_any_moment(kind, lateness, family):
     engine = Engine(step_tokens=5, lateness=LATENESS[lateness](), family=family)
@@ -135,6 +139,7 @@ def test_groups_that_share_slabs(backend, lateness, stages):
     assert all(stats[f'moved_bytes_total{{src="hbm",dst="dram",group="{g.name}"}}'] for g in THREE)
 
 
+@pytest.mark.covers(feature="cache")
 def test_a_prefix_hit_in_either_tier_changes_no_token():
     engine = Engine(hbm_pages=12, lateness=Latest())
     for rid, prompt in ((1, SHARED * 2), (2, SHARED * 2), (3, PROMPTS[5] * 8), (4, SHARED * 2)):
@@ -146,6 +151,7 @@ def test_a_prefix_hit_in_either_tier_changes_no_token():
     assert engine.started[4].dram_tokens > 0
 
 
+@pytest.mark.covers(kind="experts", feature="tier cache paused")
 @pytest.mark.parametrize("lateness", ["latest", "torn"])
 def test_experts_on_a_device_that_is_too_small(lateness):
     """Pauses, asked for and needed, and prefixes found in either tier."""

@@ -29,10 +29,12 @@ from penstock.core.plan import (
 )
 
 pytestmark = pytest.mark.usefixtures("stages_swept", "kinds")
+KINDS = {"bounds": "selecting", "latent": "latent"}         # as tools/cells.py names them
 # Where a request says what it reads: with an indexer it is the model that does.
 BY_REQUEST = pytest.mark.parametrize("kinds", ["bounds"], indirect=True)
 
 
+@pytest.mark.covers(kind=KINDS, place="hosted")
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("chunk", [5, 16, 37, 200])
 def test_prompts_longer_than_the_device_in_any_chunks(chunk, overlap):
@@ -43,6 +45,7 @@ def test_prompts_longer_than_the_device_in_any_chunks(chunk, overlap):
     assert engine.total("hot_window_pages") > 0
 
 
+@pytest.mark.covers(kind=KINDS, place="resident hosted", feature="tier")
 @pytest.mark.parametrize("lateness", LATENESS)
 @pytest.mark.parametrize("pages", [60, 110])
 def test_rows_that_outgrow_the_device_spill(pages, lateness):
@@ -118,6 +121,7 @@ def test_a_grown_hot_buffer_gives_way_to_whoever_needs_pages():
     assert grown and min(sizes(engine)) < max(grown)
 
 
+@pytest.mark.covers(kind=KINDS, place="resident hosted", feature="paused")
 @pytest.mark.parametrize("every", [2, 3, 5])
 @pytest.mark.parametrize("kind", [Paused, Dropped, Spilled, Promoted])
 def test_pauses_drops_and_moves_of_anyone_every_few_steps(kind, every):
@@ -143,6 +147,7 @@ def test_a_full_host_delays_and_changes_nothing(lateness):
     hosted_work(engine)
 
 
+@pytest.mark.covers(kind=KINDS, place="resident hosted", feature="cache")
 def test_a_prefix_found_in_either_tier_is_shared():
     """A prompt is computed densely: its pages serve all, whoever selects and who does not. What decode wrote
     while it selected serves no prompt: the next turn computes it again. With an indexer prompts and outputs
@@ -216,6 +221,7 @@ def test_dense_layers_stay_on_the_device_while_the_others_are_hosted():
     assert tuple(engine.got[2]) == resident(kind().prompts[2], NEW, 0)
 
 
+@pytest.mark.covers(kind="selecting", place="resident hosted")
 @BY_REQUEST
 def test_budgets_differ_by_request():
     engine = Engine()

@@ -19,6 +19,7 @@ def latent(monkeypatch):
     monkeypatch.setattr(hosted, "KIND", ["latent"])
 
 
+@pytest.mark.covers(kind="latent", place="hosted")
 def test_prompts_longer_than_the_device_select_at_each_position():
     engine = Engine(step_tokens=37)
     play(engine, prompts={1: kind().prompts[1], 2: kind().prompts[2]})
@@ -26,6 +27,7 @@ def test_prompts_longer_than_the_device_select_at_each_position():
     assert engine.total("hot_window_pages") > 0
 
 
+@pytest.mark.covers(kind="latent", place="resident hosted", feature="tier paused")
 def test_rows_on_both_tiers_and_pauses():
     engine = Engine(hbm_pages=60, step_tokens=150, lateness=LATENESS["shuffled"]())
     play(engine, lambda turn: [Paused(RequestId(1 + turn % 4))] if turn % 5 == 0 and turn < 60 else (),

@@ -209,6 +209,7 @@ def test_mixed_steps_do_not_disturb_each_other():
         rid: dense(prompt, len(got[rid])) for rid, prompt in prompts.items()}
 
 
+@pytest.mark.covers(kind="experts")
 def test_rows_whose_tokens_visit_experts_decode_together_as_each_does_alone():
     """A step of more tokens than a device treats as few, then decodes of both rows at once."""
     h, prompts = Hand(executor(with_model=with_experts)), {1: PROMPT * 7, 2: PROMPT[3:]}

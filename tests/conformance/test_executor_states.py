@@ -44,6 +44,7 @@ NEMOTRON = {**CONFIG, "model_type": "nemotron_h", "hybrid_override_pattern": "M-
             "num_experts_per_tok": 2, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 16}
 
 
+@pytest.mark.covers(kind="states", feature="tier cache")
 @pytest.mark.parametrize("chunk", [3, 64])
 @pytest.mark.parametrize("interval", [4, 8, 12])
 def test_a_prefix_is_found_where_a_state_is_kept(interval, chunk, monkeypatch):

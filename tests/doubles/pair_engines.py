@@ -2,7 +2,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import agents
@@ -16,7 +17,7 @@ from penstock.config.request.scores import Scores
 from penstock.config.settings.cli import from_options
 from penstock.config.settings.resolve import resolve
 from penstock.core.core import Core
-from penstock.core.plan import Paused, RequestId
+from penstock.core.plan import Dropped, Paused, RequestId
 from penstock.engine.loop import EngineLoop
 from penstock.engine.pd.open import open_peers
 from penstock.engine.pd.router import Peers
@@ -70,8 +71,8 @@ class End:
     def abort(self, rid: int) -> None:
         self.loop.handle(Abort(rid))
 
-    def pause(self, rid: int) -> None:
-        self.loop._events.append(Paused(RequestId(rid)))
+    def pause(self, rid: int, kind: type[Paused] | type[Dropped] = Paused) -> None:
+        self.loop._events.append(kind(RequestId(rid)))
 
     def turn(self) -> None:
         for chunk in self.loop.turn(block=self.peer is None or self.loop.works_here):
@@ -144,6 +145,59 @@ class PairOfEnds:
         """Until the prefill engine has nothing left, and the stream is empty."""
         self.until(lambda: not self.prefill.core.live and not self.prefill.core.kv.moves.flying
                    and not self.decode.core.kv.moves.flying)
+
+
+class Engines:
+    """One engine, or both ends of a pair: the one that is asked, and all that have a turn."""
+
+    def __init__(self, *ends: End) -> None:
+        self.asked, self.ends = ends[-1], ends
+
+    def turn(self) -> None:
+        for end in self.ends:
+            end.turn()
+
+    def say(self, asked: Sequence[tuple[Sequence[int], int]], pauses: type[Paused] | type[Dropped] | None = None,
+            turns: int = 0, **more: object) -> list[list[int]]:
+        """What is said to prompts, each with its number of tokens, all at once. pauses: each request gets such an
+        event after every third token, or one after the other in so many turns."""
+        told, turn = {self.asked.submit(prompt, new, **more): 0 for prompt, new in asked}, 0
+        while self.asked.open:
+            for rid in sorted(told.keys() & self.asked.open) if pauses else ():
+                said = len(self.asked.got[rid])
+                if rid == list(told)[turn // turns % len(told)] if turns and turn % turns == 0 else (
+                        not turns and said >= told[rid] + 3):
+                    self.asked.pause(rid, pauses)
+                    told[rid] = said
+            self.turn()
+            turn += 1
+        self.newest = list(told)
+        return [self.asked.got[rid] for rid in told]
+
+    def cached(self, *tiers: str) -> int:
+        """Tokens of the last prompts that were found there."""
+        return sum(self.asked.cached[rid].cached_by_tier.get(tier, 0) for rid in self.newest for tier in tiers)
+
+    def settle(self) -> None:
+        """Until all is written, and nothing lives."""
+        while any(end.loop.moves_in_flight or end.core.live for end in self.ends):
+            self.turn()
+
+
+@contextmanager
+def engines(model: str, folder: Path, layout: Sequence[Mapping[str, object]],
+            decode: Mapping[str, object] | None = None, **options: object) -> Iterator[Engines]:
+    """Options of one engine, or of both ends of a pair; decode: those of the one that is asked."""
+    if len(layout) == 2:
+        own = {**layout[1], **(decode or {})}
+        with PairOfEnds(model, folder, prefill=dict(layout[0]), decode=own, **options) as pair:
+            yield Engines(pair.prefill, pair.decode)
+        return
+    end = End(model, **{**options, **layout[0], **(decode or {})})
+    try:
+        yield Engines(end)
+    finally:
+        end.close()
 
 
 def whole(model: str, prompts: Iterable[Sequence[int]], max_new: int = 12,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +19,11 @@ from penstock.config.request.params import SamplingParams
 from penstock.config.settings.cli import from_options
 from penstock.config.settings.resolve import resolve
 from penstock.core.plan import Dropped, Paused, RequestId
-from penstock.exec.front import Front
 from penstock.exec.start.build import Built, build_engine
+from penstock.kernels.fused import layer
 from penstock.kernels.types.scaled import quantised
 from penstock.model import registry
+from penstock.model.eagle3 import Eagle3, read_eagle
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 97,
@@ -62,6 +61,20 @@ def checkpoint(folder: Path, config: dict[str, object] = CONFIG, *, drafts: bool
     return str(folder)
 
 
+def eagle_checkpoint(folder: Path, config: dict[str, object]) -> str:
+    """An EAGLE-3 layer for it, of random weights."""
+    folder.mkdir()
+    own = {**config, "num_hidden_layers": 1, "draft_vocab_size": 40}
+    (folder / "config.json").write_text(json.dumps(own))
+    made = Eagle3(read_eagle(own, registry.read_spec_of(config), "here"), torch.float32,
+                  lambda w_OI, b_O: lambda x_TI: x_TI, layer.OP.use("reference"))
+    random = torch.Generator().manual_seed(4)
+    tensors = {name: torch.ones(shape) if name.endswith("norm.weight") else
+               torch.randn(shape, generator=random) * .3 for name, shape in made.shapes()}
+    save_file({**tensors, "d2t": torch.arange(40)}, folder / "model.safetensors")
+    return str(folder)
+
+
 def large_checkpoint(folder: Path, config: dict[str, object]) -> str:
     """As `checkpoint`, drawn where tests run, in bfloat16. No word is the one that follows upon itself."""
     folder.mkdir(exist_ok=True)
@@ -74,7 +87,7 @@ def large_checkpoint(folder: Path, config: dict[str, object]) -> str:
 
 def fp8_checkpoint(folder: Path, config: Mapping[str, Any]) -> str:
     """The same with the matrices of its layers in fp8, each block of 16 by 16 with a scale."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     blocks = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]}
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": blocks}))
     tensors: dict[str, torch.Tensor] = {}
@@ -133,21 +146,6 @@ class Pipeline(Driven):
         self.lines: list[str] = []
         return build_engine(resolve(from_options(self.model, options), probe()), self.lines.append)
 
-    def again(self, *, overlap: bool, host_tier: bool) -> None:
-        """As a new engine, with other settings, of the same processes: they get new pools, as they do between
-        their trial and their service. What it was built with has a host tier."""
-        crew, core = self.built.crew, self.built.core_config
-        if crew is None:
-            without = {"kv_offloading_size": "0", **({"host_decode": "off"} if self.built.selection else {})}
-            built = self._build({**self.options, "overlap": overlap, **({} if host_tier else without)})
-            self.begin(built.core_config, built.executor)
-            return
-        if not host_tier:
-            core = replace(core, dram_pages=0, hot_pages=0, always_hosted=False)
-        core = replace(core, overlap=overlap)
-        crew.pools(core)
-        self.begin(core, Front(crew.ranks, crew.wait, tp_size=int(self.built.info["tp"] or 1)))
-
     def __enter__(self) -> Pipeline:
         return self
 
@@ -173,11 +171,3 @@ class Pipeline(Driven):
                 break
         assert set(self.ended) == set(self.got), "a request never ended"
         return {rid: self.got[rid] for rid in prompts}
-
-    def drafts(self) -> tuple[float, float]:
-        """Looked up, and accepted, of which there are some: ranks tell their counters by and by."""
-        until = time.monotonic() + 20
-        while not (accepted := self.ex.stats().get('spec_accepted_tokens_total{drafter="ngram"}')):
-            assert time.monotonic() < until, "no draft was right"
-            time.sleep(0.01)
-        return self.ex.stats()['spec_draft_tokens_total{drafter="ngram"}'], accepted

@@ -17,6 +17,7 @@ TINY = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_
 TIE = 1e-2          # nats between the two best, below which either may be taken
 
 
+@pytest.mark.covers(weights="packed")
 def test_codes_answer_as_floats_do():
     params = SamplingParams(temperature=0.0, max_tokens=24, logprobs=2, ignore_eos=True)
     answers = {}

@@ -53,6 +53,7 @@ def test_logprobs_of_a_prompt_come_from_the_engine_that_computes_it(model: str, 
         assert all(chunk.peer_tokens for chunk in pair.decode.cached.values())
 
 
+@pytest.mark.covers(kind={"resident": "ordinary", "hosted": "selecting"}, feature="plain cache", across="pair")
 @pytest.mark.parametrize("pages", [(16, 16), (64, 16), (16, 64)])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_pair_says_what_one_engine_says(model: str, tmp_path: Path, place: str,
@@ -115,6 +116,8 @@ SHARED = {
 }
 
 
+@pytest.mark.covers(kind="selecting", place={"off": "resident", "always": "hosted", "auto": "resident hosted"},
+                    feature="plain tier", across="pair")
 @pytest.mark.parametrize("place", SHARED)
 def test_requests_that_select_and_that_read_all_share_a_pair(model: str, tmp_path: Path, place: str) -> None:
     """At once, with one beginning: budgets of their own, dense ones, one that is too short to select. Host
@@ -142,58 +145,6 @@ def test_requests_that_select_and_that_read_all_share_a_pair(model: str, tmp_pat
         assert place != "auto" or not all(hosted), "nothing was on the device"
         stats = pair.decode.loop.stats()
         assert stats["pair_delivered_total"] == len(work) and stats["pair_lost_total"] == 0
-        pair.settle()
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("stages", [(2, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize("place", PLACES)
-def test_stages_of_either_engine_say_the_same(model: str, tmp_path: Path, place: str,
-                                              stages: tuple[int, int]) -> None:
-    """Layers 4 and 2 at one end, 3 and 3 at the other; every row of the decode engine is paused again and
-    again."""
-    options, prompts = PLACES[place], [PROMPT, PROMPT[:77], PROMPT + (5, 6, 7) * 9]
-    one = whole(model, prompts, **options)
-    layers = {1: {}, 2: {"pp": 2, "pp_layers": ["4", "2"]}}
-    with PairOfEnds(model, tmp_path, prefill={**layers[stages[0]], "page_size": 64},
-                    decode={"pp": stages[1]}, kv_offloading_size="8M",
-                    **{name: value for name, value in options.items() if name != "kv_offloading_size"}) as pair:
-        rids = [pair.decode.submit(prompt) for prompt in prompts]
-        for turn in range(60):
-            if turn % 4 == 0 and (rid := rids[turn // 4 % 3]) in pair.decode.open:
-                pair.decode.pause(rid)
-            pair.turn()
-        assert list(pair.finish().values()) == list(one.got.values())
-        assert pair.decode.loop.stats()["pair_delivered_total"] == 3
-        pair.settle()
-
-
-@pytest.mark.parametrize(("place", "prefill", "decode"), [
-    pytest.param("resident", {"tp": 2}, {"pp": 2}, marks=pytest.mark.sweep),
-    pytest.param("resident", {}, {"tp": 3}, marks=pytest.mark.sweep),
-    pytest.param("resident", {"tp": 3}, {"tp": 2, "pp": 2}, marks=pytest.mark.sweep),
-    pytest.param("hosted", {"pp": 2}, {"tp": 2}, marks=pytest.mark.sweep),
-    # Pages of the other machine come and go through node 0, of a lane's heads or of stages.
-    pytest.param("hosted", {"tp": 2, "nnodes": 2}, {"pp": 2, "nnodes": 2}, marks=pytest.mark.sweep),
-    pytest.param("resident", {"pp": 2, "nnodes": 2}, {"tp": 3, "nnodes": 2}, marks=pytest.mark.sweep),
-    ("hosted", {"tp": 2}, {"tp": 2})], ids=str)
-def test_lanes_of_either_engine_say_the_same(model: str, tmp_path: Path, place: str,
-                                             prefill: dict[str, object], decode: dict[str, object]) -> None:
-    """Two KV heads, one of them on two of three lanes; every row of the decode engine is paused again and
-    again."""
-    if where.DEVICE == "cuda":
-        pytest.skip("the ends of a pair have stages and lanes on a CPU only so far")
-    options, prompts = PLACES[place], [PROMPT, PROMPT[:77], PROMPT + (5, 6, 7) * 9]
-    one = whole(model, prompts, **options)
-    with PairOfEnds(model, tmp_path, prefill={**prefill, "page_size": 64}, decode=decode,
-                    **{**options, "kv_offloading_size": "8M"}) as pair:
-        rids = [pair.decode.submit(prompt) for prompt in prompts]
-        for turn in range(60):
-            if turn % 4 == 0 and (rid := rids[turn // 4 % 3]) in pair.decode.open:
-                pair.decode.pause(rid)
-            pair.turn()
-        assert list(pair.finish().values()) == list(one.got.values())
-        assert pair.decode.loop.stats()["pair_delivered_total"] == 3
         pair.settle()
 
 
@@ -299,21 +250,3 @@ def test_engines_of_other_weights_do_not_pair_and_say_why(model: str, tmp_path: 
         pair.until(lambda: "weights: " in pair.decode.peer.missing)
         assert "dummy 1 there" in pair.decode.peer.missing and "here" in pair.decode.peer.missing
         other.close()
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_speculation_over_a_pair(model: str, tmp_path: Path, place: str) -> None:
-    """The decode instance looks drafts up, and needs no other end for that."""
-    options = PLACES[place]
-    one = whole(model, [], **options)
-    drafts = {"speculative_method": "ngram", "prompt_lookup_min": 1}
-    with PairOfEnds(model, tmp_path, decode=drafts, **options) as pair:
-        for prompt in (PROMPT, PROMPT, PROMPT + (5, 6, 7) * 9):
-            rids = [end.submit(prompt, 40) for end in (one, pair.decode)]
-            while one.open:
-                one.turn()
-            pair.finish()
-            assert pair.decode.got[rids[1]] == one.got[rids[0]]
-        stats = pair.decode.built.executor.stats()
-    assert 0 < stats['spec_accepted_tokens_total{drafter="ngram"}'] < stats[
-        'spec_draft_tokens_total{drafter="ngram"}']

@@ -1,7 +1,6 @@
-"""Pipeline stages as processes say what one rank says, and end together."""
+"""Pipeline stages as processes: counters, memory, and how they end. Their tokens: tests/equal."""
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import time
@@ -12,13 +11,12 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
-from pipeline_engine import CONFIG, GLM, PROMPTS, Pipeline, checkpoint, gguf_checkpoint
+from pipeline_engine import CONFIG, PROMPTS, Pipeline, checkpoint, gguf_checkpoint
 
 from penstock.cli.doctor import examine
 from penstock.config.base.errors import ConfigError
 from penstock.config.base.machine import probe
 from penstock.config.settings.cli import from_options
-from penstock.core.plan import Dropped, Paused
 from penstock.exec.pipeline import crew as crews
 from penstock.exec.pipeline import wire
 from penstock.exec.pipeline.crew import Crew, RankDied, check_identity
@@ -38,13 +36,6 @@ def dense(model):
         return one.play()
 
 
-@pytest.fixture(scope="module")
-def selected(model):
-    """What one rank says whose requests select from device pages."""
-    with Pipeline(model, kv_cache_memory_bytes="4M", sparse_top_k=96, host_decode="off") as one:
-        return one.play()
-
-
 def gone(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
@@ -61,17 +52,6 @@ def processor_s(pid: int) -> float:
     """Seconds of processor that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def test_hosted_decode_on_two_stages_with_pauses(model, selected):
-    """Rows read from host pages of which each stage has half; every row is paused again and again."""
-    def every_few(turn):
-        return [1 + turn // 5 % 5] if turn % 5 == 0 and turn < 150 else ()
-
-    with Pipeline(model, kv_cache_memory_bytes="1M", kv_offloading_size="8M", pp=2, **SPARSE) as two:
-        assert two.play(pauses=every_few) == selected
-        assert two.core.stats()["pauses"] >= 3 and two.waited >= 1
-        assert sum(reads["hot_misses"] for reads in two.reads.values()) > 0
 
 
 def layers_of(stats: dict[str, float], name: str) -> dict[str, float]:
@@ -102,13 +82,10 @@ def test_counters_are_there_without_waiting_for_a_rank(model):
 
 
 @pytest.mark.skipif("config.getoption('--device') != 'cpu'", reason="codes are multiplied on a CPU")
-def test_codes_of_a_gguf_file_on_two_stages(tmp_path):
+def test_doctor_tells_the_weights_of_each_stage_of_a_gguf_file(tmp_path):
     """Each has those of its layers, and both have the embedding, which is the head."""
     file = gguf_checkpoint(tmp_path / "tiny.gguf")
-    with Pipeline(file, dtype="gguf", kv_cache_memory_bytes="4M") as one:
-        want = one.play()
     with Pipeline(file, dtype="gguf", kv_cache_memory_bytes="2M", pp=2, pp_layers=["4", "2"]) as two:
-        assert two.play(pauses=now_and_then, kind=Dropped) == want
         have = [two.built.info[f"rank_{i}_weight_bytes"] for i in range(2)]
     told = [f.text for f in examine(from_options(file, {"dtype": "gguf", "pp": 2, "pp_layers": ["4", "2"]}),
                                     probe()) if f.section == "ranks"]
@@ -130,30 +107,7 @@ def test_an_identity_that_differs_is_refused_with_both_values():
         check_identity(1, {"configuration": "1", "dtype": "float32"}, want)
 
 
-def now_and_then(turn):
-    return [1 + turn % 5] if turn % 9 == 0 and turn < 60 else ()
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("sparse", [False, True], ids=["resident", "selects"])
-@pytest.mark.parametrize("pp", [1, 2, 3])
-def test_any_stages_overlap_and_tiers_say_the_same(model, dense, selected, pp, sparse):
-    """Four engines of the same processes: with overlap and without, with a host tier and without."""
-    options = {"pp": pp, "kv_cache_memory_bytes": f"{4 // pp}M", "kv_offloading_size": "8M",
-               **(SPARSE if sparse else {})}
-    with Pipeline(model, **options) as engine:
-        for overlap, host_tier in itertools.product((True, False), (True, False)):
-            engine.again(overlap=overlap, host_tier=host_tier)
-            cell = f"overlap {overlap}, host tier {host_tier}"
-            got = engine.play(pauses=now_and_then, kind=Paused if host_tier else Dropped)
-            assert got == (selected if sparse else dense), cell
-            told = engine.core.stats()
-            assert told["pauses" if host_tier else "drops"] > 0, cell
-            if sparse:
-                misses = sum(reads["hot_misses"] for reads in engine.reads.values())
-                assert (misses > 0) == host_tier, cell
-
-
+@pytest.mark.covers(kind="selecting", place="hosted", feature="plain tier paused", across="pp", weights="gguf")
 @pytest.mark.sweep
 @pytest.mark.by_exec      # a fork's peak of memory begins with that of its parent
 def test_the_demo_model_on_two_stages_decodes_from_host_pages_as_one_rank_does():
@@ -172,19 +126,6 @@ def test_the_demo_model_on_two_stages_decodes_from_host_pages_as_one_rank_does()
             own, peak = info[f"rank_{rank}_weight_bytes"], info[f"rank_{rank}_load_peak_bytes"]
             # The last one has the embedding too, as its head, and packs it, which takes a copy.
             assert peak < (1.2, 1.45)[rank] * own and peak < .85 * whole
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("layers", ["1,3", "3,1"])
-def test_a_choice_that_layers_share_goes_to_the_process_of_the_next_stage(tmp_path, layers):
-    """GLM-5's layers without an indexer attend to what one before them chose, here in another process."""
-    glm = checkpoint(tmp_path, GLM)
-    prompts = {rid: PROMPTS[rid] for rid in (1, 3)}
-    with Pipeline(glm, kv_cache_memory_bytes="4M") as one:
-        want = one.play(prompts=prompts)
-    with Pipeline(glm, kv_cache_memory_bytes="150K", kv_offloading_size="4M", pp=2, pp_layers=layers.split(",")) as two:
-        assert two.play(prompts=prompts, pauses=lambda turn: [3] if turn in (9, 20) else ()) == want
-        assert two.core.stats()["pauses"] >= 1
 
 
 def test_three_uneven_stages_with_overlap_and_a_host_tier(model, dense):
@@ -365,14 +306,3 @@ def test_a_rank_that_hangs_is_found_and_asked_for_its_stack(model, capfd):
                 two.turn()
         assert time.monotonic() - started < 20
         assert "its stack:" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("options", [{}, pytest.param(SPARSE | {"kv_offloading_size": "8M"}, marks=pytest.mark.soak)],
-                         ids=["dense", "selected"])
-def test_speculation_on_three_stages(model, dense, selected, options):
-    """The first one looks drafts up, the others are told."""
-    with Pipeline(model, pp=3, kv_cache_memory_bytes="4M", speculative_method="ngram", prompt_lookup_min=1,
-                  **options) as three:
-        assert three.play() == (selected if options else dense)
-        drafted, accepted = three.drafts()
-        assert accepted < drafted

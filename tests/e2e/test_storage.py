@@ -59,6 +59,7 @@ def keys(tmp_path: Path) -> tuple[str, ...]:
     return tuple(flags)
 
 
+@pytest.mark.covers(kind={"resident": "ordinary", "hosted": "selecting"}, feature="stored")
 @pytest.mark.parametrize("place", SERVED)
 def test_a_restarted_server_hits_what_the_one_before_it_has_stored(model, tmp_path, place):
     """Of a tenant and a salt; what is not stored is computed, and all say the same."""
@@ -95,6 +96,7 @@ def test_a_restarted_server_hits_what_the_one_before_it_has_stored(model, tmp_pa
     assert len(names) == 3 * ALL and not any(name in log + events for name in names)
 
 
+@pytest.mark.covers(feature="stored", across="one pp tp")
 def test_pages_of_any_ranks_are_read_by_any_other(model, tmp_path):
     host = ("--kv-cache-memory-bytes", "4M", "--kv-offloading-size", "4M", "--kv-storage", f"file://{tmp_path}/store",
             *COMPLETE)
@@ -112,6 +114,7 @@ def test_pages_of_any_ranks_are_read_by_any_other(model, tmp_path):
         assert stored(two) == 0
 
 
+@pytest.mark.covers(feature="stored", across="nodes")
 @pytest.mark.sweep
 @pytest.mark.parametrize("layout", [{"pp": 2}, {"tp": 2}], ids=str)
 def test_pages_of_several_machines_are_those_of_one(model, tmp_path, layout):
@@ -133,6 +136,7 @@ def test_pages_of_several_machines_are_those_of_one(model, tmp_path, layout):
         assert (ids(again), disk(again)) == (ids(longer), 13 * 16)
 
 
+@pytest.mark.covers(kind={"resident": "ordinary", "hosted": "selecting"}, feature="stored", across="pair")
 @pytest.mark.parametrize("place", SERVED)
 def test_either_end_of_a_pair_stores_what_the_other_and_a_single_engine_find(model, tmp_path, place):
     flags = *SERVED[place], "--kv-storage", f"file://{tmp_path}/store", *COMPLETE, *keys(tmp_path), "--debug-check"
@@ -219,6 +223,7 @@ def test_engines_that_are_killed_while_they_write_leave_nothing_wrong(model, tmp
     assert not any(o.temporary for o in folder.objects())
 
 
+@pytest.mark.covers(kind="latent", feature="stored")
 def test_rows_of_latent_models_are_stored_too(tmp_path):
     model = checkpoint(tmp_path / "latent", GLM)
     host = ("--kv-cache-memory-bytes", "4M", "--kv-offloading-size", "4M", "--kv-storage", f"file://{tmp_path}/store",

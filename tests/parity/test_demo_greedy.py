@@ -60,6 +60,7 @@ def test_the_reference_judges_as_it_generates(reference, prompts):
     assert not reference.ties
 
 
+@pytest.mark.covers(weights="gguf")
 def test_all_chats_in_one_batch(demo, reference, prompts):
     # What 40 decoding rows leave of a step goes to prompts: chunks of 1 to 47 tokens.
     engine = demo.engine(max_num_seqs=40, step_tokens=47)
@@ -72,6 +73,7 @@ def test_steps_one_after_the_other(demo, reference, prompts):
     agree(reference, engine.ask(prompts[1::4]))
 
 
+@pytest.mark.covers(weights="gguf", feature="cache")
 def test_one_after_another_then_again_from_the_cache(demo, reference, prompts):
     some = prompts[3::20]
     engine = demo.engine()
@@ -90,6 +92,7 @@ def test_chunks_of_one_token(demo, reference, prompts):
     assert engine.core.stats()["steps"] >= sum(map(len, some)) + 62
 
 
+@pytest.mark.covers(weights="gguf", feature="tier paused")
 def test_pauses_every_other_step_with_copies_as_late_as_allowed(demo, reference, prompts):
     engine = demo.engine(max_num_seqs=6, step_tokens=10, page_size=8, kv_offloading_size="200M",
                          lateness=Latest(), pause_every=2)

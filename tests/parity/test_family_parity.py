@@ -162,6 +162,7 @@ def test_a_hybrid_s_layer_that_drafts_equals_a_block_of_transformers(case: str,
     torch.testing.assert_close(mine.logits(got_TD), reference.lm_head(want_TD), rtol=0, atol=2e-4)
 
 
+@pytest.mark.covers(kind={"llama-tied": "ordinary", "moe-norm": "experts"}, weights="bfloat16")
 @pytest.mark.parametrize("case", ["llama-tied", "qwen2", "qwen3", "moe-norm"])
 @torch.inference_mode()
 def test_bf16_follows_transformers(case: str) -> None:

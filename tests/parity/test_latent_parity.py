@@ -163,6 +163,7 @@ def test_logits_and_choices_equal_transformers(case: str) -> None:
     assert (everything - got_TV)[TOPK:].abs().max() > 1e-2, "choosing changes nothing here"
 
 
+@pytest.mark.covers(kind="latent", weights="bfloat16")
 @pytest.mark.parametrize("case", ["v32-groups", "glm-shared"])
 @torch.inference_mode()
 def test_bf16_follows_transformers(case: str) -> None:

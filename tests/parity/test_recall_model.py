@@ -94,6 +94,7 @@ def test_read_from_the_host_it_answers_the_same(how: dict[str, Any]) -> None:
     assert "script" not in how or got.stats["pauses"] >= 5
 
 
+@pytest.mark.covers(kind="latent", place="hosted", feature="tier paused", weights="bfloat16")
 def test_in_bfloat16_it_answers_from_the_host_as_from_the_device() -> None:
     alone = ask(interviews(), topk=TOPK, dtype=torch.bfloat16)
     got = hosted(dtype=torch.bfloat16, script=every_5_turns(Paused))

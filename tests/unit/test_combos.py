@@ -1,11 +1,13 @@
-"""Combinations: answers follow the refusals and the proofs, and are found by their words."""
+"""Combinations: answers follow the refusals and the report of runs, and are found by their words."""
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import cells
 import combos
 import pytest
-from proofs import Cell
+from cells import Cell
 
 CODES_ON_A_GPU = Cell("ordinary", "resident", "plain", "both", "gpu", "packed")
 
@@ -17,7 +19,7 @@ def asked_anew():
     combos._proven.cache_clear()
 
 
-def test_a_cell_turns_with_its_refusal_and_its_proof(monkeypatch) -> None:
+def test_a_cell_turns_with_its_refusal_and_its_run(monkeypatch) -> None:
     refused = combos.answer(CODES_ON_A_GPU)
     assert refused.status == "refused" and "weights stay quantised on a CPU only" in refused.why[0]
     combos.answer.cache_clear()
@@ -25,13 +27,13 @@ def test_a_cell_turns_with_its_refusal_and_its_proof(monkeypatch) -> None:
                                             if "weights stay quantised on a CPU" not in r.why])
     assert combos.answer(CODES_ON_A_GPU).status == "not tested"
     combos.answer.cache_clear()
-    monkeypatch.setattr(combos, "_proven", lambda: {CODES_ON_A_GPU: ("tests/a.py::test_it",)})
+    monkeypatch.setattr(combos, "_proven", lambda: {CODES_ON_A_GPU: "tests/a.py::test_it"})
     assert combos.answer(CODES_ON_A_GPU) == combos.Answer("yes", ("tests/a.py::test_it",))
 
 
-def test_a_proof_of_what_is_refused_is_a_mistake(monkeypatch) -> None:
+def test_a_run_of_what_is_refused_is_a_mistake(monkeypatch) -> None:
     combos.answer.cache_clear()
-    monkeypatch.setattr(combos, "_proven", lambda: {CODES_ON_A_GPU: ("tests/a.py::test_it",)})
+    monkeypatch.setattr(combos, "_proven", lambda: {CODES_ON_A_GPU: "tests/a.py::test_it"})
     with pytest.raises(AssertionError, match="which is refused"):
         combos.answer(CODES_ON_A_GPU)
 
@@ -59,3 +61,49 @@ def test_equal_rows_are_one_row() -> None:
     rows = [([("a",), ("x",)], ["1"]), ([("a",), ("y",)], ["1"]), ([("b",), ("x",)], ["1"]), ([("b",), ("y",)], ["2"])]
     assert combos._folded(rows, 1) == [([("a",), ("x", "y")], ["1"]), *rows[2:]]
     assert combos._folded(rows[:1] + rows[2:3], 0) == [([("a", "b"), ("x",)], ["1"])]
+
+
+def run(date: str, passed: dict[str, str], failed: tuple[str, ...] = (), device: str = "a CPU") -> dict:
+    return {"commit": "abc", "date": date, "device": device, "cells": passed, "failed": list(failed)}
+
+
+def test_a_run_takes_the_place_of_those_before_it() -> None:
+    one, two, three = ("ordinary resident plain one cpu float32", "ordinary resident tier one cpu float32",
+                       "ordinary resident plain one gpu float32")
+    runs = cells.merged([], run("2026-01-01", {one: "a", two: "b"}))
+    runs = cells.merged(runs, run("2026-01-02", {three: "c"}, device="a GPU"))
+    runs = cells.merged(runs, run("2026-01-03", {one: "d"}))
+    assert [(r["date"], r["cells"]) for r in runs] == [
+        ("2026-01-03", {one: "d"}), ("2026-01-02", {three: "c"}), ("2026-01-01", {two: "b"})]
+    assert cells.ran(runs)[Cell(*one.split())] == "d (abc, 2026-01-03, a CPU)"
+    runs = cells.merged(runs, run("2026-01-03", {two: "e"}, failed=(three,)))
+    assert [(r["date"], r["cells"]) for r in runs] == [("2026-01-03", {one: "d", two: "e"})], "a failure is no yes"
+    assert cells.report(cells.written(runs)) == runs
+
+
+def test_a_run_is_older_than_the_newest_release() -> None:
+    runs = [run("2026-01-01", {}), run("2026-02-01", {})]
+    log = "# Changes\n\n## Not released yet (0.3.0)\n\n## 0.2.0 (2026-01-15)\n\n## 0.1.0 (2025-12-01)\n"
+    assert cells.older(runs, log) == runs[:1]
+    assert not cells.older(runs, "## Not released yet (0.1.0)\n")
+
+
+def test_marks_and_parameters_say_what_a_case_covers() -> None:
+    marks = [{"kind": {"bounds": "selecting latent"}, "place": "hosted"}, {"feature": "tier cache"}]
+    params = {"kinds": "bounds", "weights": "fp8", "place": "resident"}
+    assert [" ".join(cell) for cell in cells.of_marks(marks, params, "gpu")] == [
+        "selecting hosted plain one gpu fp8", "latent hosted plain one gpu fp8",
+        "ordinary resident tier one gpu fp8", "ordinary resident cache one gpu fp8"]
+    assert not cells.of_marks(marks[:1], {"kinds": "windowed"}, "cpu")
+    with pytest.raises(AssertionError, match="no words"):
+        cells.of_marks([{"kind": "dense"}], {}, "cpu")
+
+
+def test_what_tests_have_run_goes_into_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, new = tmp_path / "cells.json", tmp_path / "new.json"
+    file.write_text("[]")
+    new.write_text(json.dumps(run("2026-01-01", {" ".join(CODES_ON_A_GPU): "a"})))
+    monkeypatch.setattr(cells, "REPORT", file)
+    monkeypatch.setattr(combos, "REPORT", file)
+    assert combos.main(["--ran", str(new)]) == 0
+    assert cells.ran()[CODES_ON_A_GPU] == "a (abc, 2026-01-01, a CPU)"

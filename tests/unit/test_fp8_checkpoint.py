@@ -36,6 +36,7 @@ def shards(folder: Path, files: dict[str, dict[str, torch.Tensor]], config: dict
     return folder
 
 
+@pytest.mark.covers(weights="fp8")
 def test_blocks_equal_their_dequantised_twin_with_scales_in_another_shard(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a, a_scale, a_twin = quantised(8, 16, 1)
