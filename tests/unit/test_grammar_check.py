@@ -178,3 +178,9 @@ def test_a_helper_killed_while_it_starts_is_started_again_and_then_a_503(check, 
             asyncio.run(ask())
     finally:
         template.close()
+
+
+def test_a_helper_that_cannot_begin_says_with_which_exit_code_it_ended():
+    aside = helper.Aside("penstock.text.no_such_module", {}, wrong="no grammars", advice="leave them out")
+    with pytest.raises(helper.ConfigError, match="no grammars: its process did not start: it ended with exit code 1, "):
+        aside.check()

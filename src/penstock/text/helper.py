@@ -97,7 +97,8 @@ class Aside:
             if code in FROM_OUTSIDE:
                 raise HelperDied(f"the helper process {self._module} was killed by signal {-code} while it "
                                  "started: start again; if memory is short, give it more") from e
-            raise ConfigError(f"{self._wrong}: its process did not start ({e}): {self._advice}") from e
+            why = str(e) or f"it ended with exit code {code}, and the log says why"
+            raise ConfigError(f"{self._wrong}: its process did not start: {why}: {self._advice}") from e
         if "error" in answer:
             self._kill()
             raise ConfigError(f"{self._wrong}: {answer['error']}: {self._advice}")
