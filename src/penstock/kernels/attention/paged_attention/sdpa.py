@@ -1,10 +1,10 @@
 """Paged attention from torch's own kernels: a row's pages are gathered, then fused attention or
 matmuls run over them, whichever wins.
 
-A step is cut into parts once (`prepare`): decodes of similar context together, every prefill chunk in
-blocks of queries.
+Each row of a step is a part (`prepare`), in blocks of queries. Decode takes this way only without a C compiler,
+or with head dimensions that C does not take.
 
-    T tokens of the step   B decode rows   C queries of a chunk   S context   E keys of a block
+    T tokens of the step   C queries of a row   S context   E keys of a block
     P pages of the pool   N query heads   K KV heads   g = N / K   G page size   H head dim
 """
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from penstock.kernels.attention.paged_attention.spec import (
     AttentionSpec,
-    Part,
     Prepared,
     Row,
     Sound,
@@ -31,10 +30,6 @@ from penstock.kernels.types.ragged import Ragged
 # Queries of a prefill chunk handled at once: the masked triangle is small, matmuls are large. Twice as many
 # make the fused kernel faster, and its mask too large behind a long context.
 _BLOCK, _CONTEXT_LONG = 128, 16384
-# Rows share a batch while padding adds at most half of the work (and never for a few pages).
-_PADDING, _PADDING_TOKENS = 1.5, 64
-# One gathered batch stays near the caches: beyond it, a copy costs more than separate calls.
-_GATHER_BYTES_MAX = 16 << 20
 
 
 def probe(platform: Platform) -> str:
@@ -42,28 +37,7 @@ def probe(platform: Platform) -> str:
 
 
 def prepare(layout: Ragged, spec: AttentionSpec) -> Prepared:
-    rows = rows_of(layout)
-    singly = [row for row in rows if row.count == 1 and spec.plain]
-    parts: list[Part] = [([row], Sound(SdpaChunk, row, spec, layout)) for row in rows if row not in singly]
-    for bucket in _buckets(singly, spec):
-        parts.append((bucket, _Single(bucket[0], spec, layout) if len(bucket) == 1
-                      else _Batch(bucket, spec, layout)))
-    return compose(parts, layout)
-
-
-def _buckets(rows: list[Row], spec: AttentionSpec) -> list[list[Row]]:
-    """Rows whose contexts are near enough to share one padded call, each bucket in token order."""
-    slot_bytes = 2 * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
-    buckets: list[list[Row]] = []
-    for row in sorted(rows, key=lambda row: -row.context):
-        if buckets:
-            widest = buckets[-1][0].context
-            near = widest <= max(row.context * _PADDING, row.context + _PADDING_TOKENS)
-            if near and (len(buckets[-1]) + 1) * widest * slot_bytes <= _GATHER_BYTES_MAX:
-                buckets[-1].append(row)
-                continue
-        buckets.append([row])
-    return [sorted(bucket, key=lambda row: row.first) for bucket in buckets]
+    return compose([([row], Sound(SdpaChunk, row, spec, layout)) for row in rows_of(layout)], layout)
 
 
 def _gather(pool_PKGH: Tensor, pages_n: Tensor) -> Tensor:
@@ -85,57 +59,8 @@ class _Context:
         return _gather(pool_PKGH, self._pages).flatten(1, 2)[:, :self._length]
 
 
-class _Single:
-    """One decode. The query heads of a group are the queries of their KV head: [1, K, g, H]."""
-
-    def __init__(self, row: Row, spec: AttentionSpec, layout: Ragged) -> None:
-        self._context, self._scale = _Context(row, layout), spec.scale
-        self._q_shape = (1, spec.num_kv_heads, spec.group, spec.head_dim)
-
-    def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor,
-                 sinks_N: Tensor | None = None) -> Tensor:
-        out_1KgH = F.scaled_dot_product_attention(
-            q_TNH.view(self._q_shape), self._context(k_PKGH).unsqueeze(0),
-            self._context(v_PKGH).unsqueeze(0), scale=self._scale)
-        return out_1KgH.flatten(1, 2)
-
-
-class _Batch:
-    """Decodes of similar context, gathered and padded to the longest: [B, K, g, H].
-
-    What a page has behind the row's last token is cleared in the copy, not only masked: 0 times NaN
-    is NaN. Padding repeats the row's first page.
-    """
-
-    def __init__(self, rows: list[Row], spec: AttentionSpec, layout: Ragged) -> None:
-        length_B1 = torch.tensor([[row.context] for row in rows])
-        longest = -(-int(length_B1.max()) // layout.page_size)
-        pages_Bn = torch.stack([pages_of(row, layout)[0].expand(longest) for row in rows])
-        for pages_n, row in zip(pages_Bn, rows, strict=True):
-            own = pages_of(row, layout)
-            pages_n[:len(own)] = own
-        self._pages = pages_Bn.flatten()
-        padded_BS = torch.arange(longest * layout.page_size) >= length_B1
-        self._mask = (torch.zeros(padded_BS.shape, dtype=spec.dtype)
-                      .masked_fill_(padded_BS, float("-inf"))[:, None, None])
-        self._lengths = [row.context for row in rows]
-        self._q_shape = (len(rows), spec.num_kv_heads, spec.group, spec.head_dim)
-        self._kv_shape = (spec.num_kv_heads, len(rows), -1, spec.head_dim)
-        self._scale = spec.scale
-
-    def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor,
-                 sinks_N: Tensor | None = None) -> Tensor:
-        k_BKSH, v_BKSH = (_gather(pool_PKGH, self._pages).view(self._kv_shape).transpose(0, 1)
-                          for pool_PKGH in (k_PKGH, v_PKGH))
-        for i, length in enumerate(self._lengths):
-            k_BKSH[i, :, length:] = v_BKSH[i, :, length:] = 0
-        out_BKgH = F.scaled_dot_product_attention(
-            q_TNH.view(self._q_shape), k_BKSH, v_BKSH, attn_mask=self._mask, scale=self._scale)
-        return out_BKgH.flatten(1, 2)
-
-
 class SdpaChunk:
-    """The queries of one prefill chunk, a block at a time, each over the keys up to its last: from the first
+    """The queries of one row, a block at a time, each over the keys up to its last: from the first
     that its first query sees.
 
     bf16 goes through the fused kernel where the CPU has tiles for it, through matmuls where it multiplies
