@@ -97,7 +97,7 @@ class Aside:
             if code in FROM_OUTSIDE:
                 raise HelperDied(f"the helper process {self._module} was killed by signal {-code} while it "
                                  "started: start again; if memory is short, give it more") from e
-            why = str(e) or f"it ended with exit code {code}, and the log says why"
+            why = f"it ended with exit code {code}, and the log says why" if code else str(e) or type(e).__name__
             raise ConfigError(f"{self._wrong}: its process did not start: {why}: {self._advice}") from e
         if "error" in answer:
             self._kill()
