@@ -18,6 +18,7 @@ from pathlib import Path
 import cells
 import pytest
 import times
+import unchanged
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
@@ -142,6 +143,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         if found := cells.of_marks([mark.kwargs for mark in item.iter_markers("covers")], params, device):
             item.user_properties.append(("cells", [" ".join(cell) for cell in found]))
+        for mark in item.iter_markers("when_changed"):
+            if unchanged.same(item.path, mark.args):
+                item.add_marker(pytest.mark.sweep)
         if {"draft", "drafts", "mtp", "eagle3"} & set(item.path.stem.split("_")):
             item.extra_keyword_matches.add("speculation")
         if item.path.parent.name in ("e2e", "equal", "parity"):

@@ -20,6 +20,7 @@ from penstock.kernels.op import Unusable
 from penstock.kernels.platform import probe
 
 pytest.importorskip("triton", reason="Triton is not installed here")
+pytestmark = pytest.mark.when_changed("src/penstock/kernels")
 KERNELS = Path(__file__).parents[2] / "src" / "penstock" / "kernels"
 BF16, F32, I32, I64, U8, E4M3 = "*bf16", "*fp32", "*i32", "*i64", "*u8", "*fp8e4nv"
 STRIDES = {"q_row": "i32", "q_head": "i32", "kv_page": "i64", "kv_head": "i32", "kv_token": "i32",

@@ -5,6 +5,7 @@ import pytest
 from mutants import BUDGET, MUTANTS, hunt
 
 
+@pytest.mark.when_changed("src/penstock/core", "src/penstock/sim", "tests/sim/mutants")
 @pytest.mark.parametrize("name", sorted(MUTANTS))
 def test_a_seeded_bug_is_caught(name: str) -> None:
     seeds, line = hunt(name, BUDGET[name])
