@@ -59,7 +59,7 @@ class CoreConfig:
                                         # left to send when that ends; 0: as any other
     take_pages: int = 512               # of each group that an admission takes at once: the rest is promised
     save_pages: int = 256               # page table entries that paused requests save in one turn
-    hit_pages: int = 512                # cached pages that waiting requests match, or pin, in one turn, if another
+    hit_pages: int = 384                # cached pages that waiting requests match, or pin, in one turn, if another
                                         # request has a row, see ADR 0079
     admissions: int = 64                # requests that a turn admits whatever the step has use for, see
                                         # `Admission.is_full`; the others follow in later turns
@@ -87,6 +87,18 @@ class CoreConfig:
             if unit % self.page_size or not (group.snapshot or unit == self.page_size):
                 raise ValueError(f"cache group {group.name}: pages of {unit} tokens, "
                                  f"and the engine's have {self.page_size}")
+
+    @property
+    def look_pages(self) -> int:
+        """Entries of a page table that are looked at in one turn, at most."""
+        return 16 * self.save_pages
+
+    @property
+    def planner_bytes(self) -> int:
+        """Memory that the planner has when all pages of device and host are cached, as `tests/unit/
+        test_core_planning.py` counts it: of each page its tokens, its place in the tree and in an order of
+        eviction, and its number."""
+        return (self.hbm_pages + self.dram_pages) * (560 + 4 * self.page_size)
 
     @property
     def depth(self) -> int:

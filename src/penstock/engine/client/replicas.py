@@ -29,6 +29,7 @@ from penstock.engine.wire import BootstrapRoom, EngineReady
 OPEN_TOKENS = 16
 WAITING_TOKENS = 256
 HASH_INLINE = 16_384        # tokens of a prompt that are hashed on the event loop, which takes about 1 ms
+NOTED_INLINE = 4_096        # pages of a prompt that are noted in one turn of the event loop, in about 1 ms
 # Of the engines' numbers, what is of the storage that they share, not of each.
 SHARED = ("storage_up", "storage_bytes", "storage_bytes_max")
 
@@ -63,7 +64,23 @@ class Member(Kept):
         return bisect.bisect_left(range(len(pages)), True, key=lambda n: pages[n] not in known)
 
     def sent(self, pages: Sequence[int]) -> None:
-        """It has been sent a prompt of these."""
+        """It has been sent a prompt of these. Those of a long one are noted over turns of the event loop: where
+        it begins now, all from its end on later."""
+        self._note(pages[:NOTED_INLINE])
+        if len(pages) > NOTED_INLINE:
+            self._note_before(len(pages), pages, self.engine)
+
+    def _note_before(self, end: int, pages: Sequence[int], engine: EngineClient) -> None:
+        def note() -> None:
+            begin = max(0, end - NOTED_INLINE)
+            if engine is self.engine:          # else it was started again meanwhile
+                self._note(pages[begin:end])
+                if begin:
+                    self._note_before(begin, pages, engine)
+
+        asyncio.get_running_loop().call_soon(note)
+
+    def _note(self, pages: Sequence[int]) -> None:
         known = self._known()
         for page in reversed(pages):                    # the first of a prompt are forgotten last, as there
             known[page] = None
