@@ -191,7 +191,7 @@ def failed_load_waits_for_ever(real: Real, core: Core, event: Moved) -> None:
     real(core, event)
 
 
-@mutant()
+@mutant(mode="save_pages=1")
 class SleepsOverHalfAPause(Core):
     """A pause that takes several turns waits for an event, and none comes."""
 
