@@ -188,3 +188,21 @@ def test_load_is_shared_evenly_by_prompts_that_nobody_has_seen():
     for who in range(400):
         several.submit(chat(who, 40), ONE)
     assert [len(fake.prompts) for fake in fakes] == [100] * 4
+
+
+def test_the_pages_of_a_long_prompt_are_noted_over_turns_of_the_event_loop():
+    several, _ = engines(2, pages=20_000)
+    one, other = several.members
+    pages = list(range(3 * client.NOTED_INLINE + 5))
+
+    async def main() -> None:
+        one.sent(pages)
+        other.sent(pages)
+        assert one.cached(pages) == client.NOTED_INLINE        # where it begins
+        other.last = Fake()
+        for _ in range(8):
+            await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert one.cached(pages) == len(pages) and next(reversed(one._pages)) == 0       # its end goes first
+    assert other.cached(pages) == 0, "another engine has been sent nothing"
