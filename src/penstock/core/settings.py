@@ -59,7 +59,7 @@ class CoreConfig:
                                         # left to send when that ends; 0: as any other
     take_pages: int = 512               # of each group that an admission takes at once: the rest is promised
     save_pages: int = 256               # page table entries that paused requests save in one turn
-    hit_pages: int = 384                # cached pages that waiting requests match, or pin, in one turn, if another
+    hit_pages: int = 512                # cached pages that waiting requests match, or pin, in one turn, if another
                                         # request has a row, see ADR 0079
     admissions: int = 64                # requests that a turn admits whatever the step has use for, see
                                         # `Admission.is_full`; the others follow in later turns

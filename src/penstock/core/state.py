@@ -168,12 +168,13 @@ class CoreState(Queues):
 
     def release_forks(self, r: Request) -> None:
         """`r` has begun to answer, or never will: its forks wait no more."""
+        path = r.path.copy() if r.forks else []      # one for all: `r` gives up its own page by page
         for fork in r.forks:
             fork.leader = None
             mine, other = fork.arrived, r.arrived          # one prompt in an engine, two alike in a replay
             if mine.namespace == other.namespace and (
                     mine.prompt is other.prompt or mine.prompt == other.prompt):
-                fork.hint(r.path)              # pages of outputs are not looked at, see `_name`
+                fork.hint(path)                # pages of outputs are not looked at, see `_name`
             self.enqueue(fork)
         r.forks = []
 

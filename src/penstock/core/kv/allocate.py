@@ -193,6 +193,7 @@ def _resume(kv: Pages, r: Request, place: Place) -> Entry | None:
 def _name(kv: Pages, r: Request, place: Place) -> Entry | None:
     """Match, name and pin what is cached of a request that has nothing yet, as far as this turn allows. None:
     the next turn goes on."""
+    before = kv.hits_left
     entry = kv.entering.get(r)
     assert entry is None or isinstance(entry, Entry)
     if entry is not None and (entry.place is not place or (r.path and r.path[-1].banished)):
@@ -217,8 +218,8 @@ def _name(kv: Pages, r: Request, place: Place) -> Entry | None:
             if entry.found:
                 return None
         elif entry.is_fresh or (entry.lost_by_group and entry.again and kv.rows.held):
-            if len(r.path) > LONG and kv.hits_most < kv.cfg.hit_pages // 2:
-                return None                    # the plan takes the rest of a turn: it names all of these
+            if len(r.path) > LONG and before - kv.hits_left > kv.cfg.hit_pages // 4 and kv.rows.held:
+                return None                    # it has had its part of this turn: the rest is a turn's too
             break
         else:                                  # the tree may know more by now
             entry.again, entry.lost_by_group, entry.end, entry.found = bool(entry.lost_by_group), {}, None, None
