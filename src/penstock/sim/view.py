@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from penstock.core.core import Core
-from penstock.core.kv.listing import Shortage, Trial
 from penstock.core.kv.page_table import PageTable
+from penstock.core.kv.pages import Shortage, Trial
 from penstock.core.kv.pool import Pool
 from penstock.core.kv.prefix_tree import Node, key_under
 from penstock.core.pair.decode_side import DecodeSide

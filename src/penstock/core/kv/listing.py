@@ -2,19 +2,16 @@
 
 `Matching` finds pages that this process knows. Storage names pages by what they hold
 (`prefix_tree.key_under`), so this engine finds those of any other: `keys` says what to ask for, `listed`
-remembers the answer. Takes no host page: that is read later, by `prefetch`. `TrialRefused` says why a trial to take
-pages changed nothing.
+remembers the answer. Takes no host page: that is read later, by `prefetch`.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeAlias
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from penstock.core.kv.moves import Moves
 from penstock.core.kv.page_table import PageTable
 from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree, key_under
-from penstock.core.lifecycle import Place
 from penstock.core.plan import Tier
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
@@ -30,56 +27,6 @@ class PrefixMatch(NamedTuple):
     pages: int
     lost: int
     lost_by_group: Mapping[int, int]
-
-
-class TrialRefused:
-    """Why a trial changed nothing. It is false; a trial that succeeds is True."""
-
-    def __bool__(self) -> Literal[False]:
-        return False
-
-
-@dataclass(slots=True)
-class Shortage(TrialRefused):
-    """Pages of each group that somebody wanted in vain."""
-
-    tier: Tier
-    want: Sequence[int]
-    waits_for_fence: bool      # it waits for fences, or for requests that are giving up their pages
-    found: PrefixMatch | None = None  # None: it knew what it has
-    capacity_version: tuple[int, ...] = ()  # `Pages.capacity_version` when it gave up
-
-
-@dataclass(slots=True)
-class SourceNotReady(TrialRefused):
-    """What it would copy is still being filled."""
-
-    source: Copy
-
-
-NO_ROW, UNDERWAY = TrialRefused(), TrialRefused()     # UNDERWAY: its prefix is long, the next turn goes on
-Trial: TypeAlias = Literal[True] | TrialRefused
-
-
-@dataclass(slots=True, eq=False)
-class Entering:
-    """What a request that waits has pinned so far, of what is too long for one turn."""
-
-    place: Place
-    nodes: list[Node]              # what was matched: not all of it is named yet
-    pins: list[Copy]               # what it needs,
-    optional: list[Copy]           # and what it can do without
-    end: tuple[Node | None, int] | None = None     # how far the tree knows it; None: not seen yet
-    lost_by_group: dict[int, int] = field(default_factory=dict)  # see `PrefixMatch`
-    found: PrefixMatch | None = None  # all of that is known
-
-
-@dataclass(slots=True, eq=False)
-class Returned:
-    """Pinned copies and named pages that a request has given up: they go back in portions."""
-
-    pins: list[Copy]
-    path: list[Node]
 
 
 class Matching:

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from penstock.core import lifecycle
 from penstock.core.kv import prefetch
-from penstock.core.kv.listing import UNDERWAY, Shortage, SourceNotReady
-from penstock.core.kv.pages import Headroom
+from penstock.core.kv.pages import UNDERWAY, Headroom, Shortage, SourceNotReady
 from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import Phase, Place, Trigger
 from penstock.core.plan import StepId, Tier
