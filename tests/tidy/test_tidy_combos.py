@@ -21,6 +21,14 @@ def test_what_ran_is_a_test_that_says_what_it_covers(test: str) -> None:
     assert ".covers(" in (ROOT / path).read_text() and name in found
 
 
+def test_what_a_gpu_is_said_to_do_is_run_by_make_gpu() -> None:
+    recipe = (ROOT / "Makefile").read_text().partition("\ngpu:")[2].split("\n\n")[0].split()
+    run = {word.partition("::")[0] for word in recipe if word.startswith("tests/")}
+    tests = {test for one in RUNS for cell, test in one["cells"].items() if "gpu" in cell.split()}
+    files = {test.partition("::")[0] for test in tests}
+    assert files and all(file in run or str(Path(file).parent) in run for file in files), files - run
+
+
 def test_no_run_is_older_than_the_release_before() -> None:
     assert not cells.older(RUNS, (ROOT / "CHANGELOG.md").read_text()), "make test, sweep and gpu; combos.py --ran"
 
