@@ -61,7 +61,7 @@ clients: $(VENV)/.installed-dev  ## what people use, each in an environment of i
 	$(BIN)/python bench/clients/run.py $(ARGS)
 
 # ---------------------------------------------------------------- checking
-test: $(VENV)/.installed-dev  ## every test but the long ones, under 10 minutes on two quiet cores
+test: $(VENV)/.installed-dev  ## every test but the long ones
 	$(PYTEST) -m "not sweep and not soak and not gpu" --times=.cache/times.json --cells=.cache/cells-test.json $(ARGS)
 
 check: $(VENV)/.installed-dev  ## lint, types, tidy, unit tests, a few simulations, in a minute or two
@@ -70,7 +70,7 @@ check: $(VENV)/.installed-dev  ## lint, types, tidy, unit tests, a few simulatio
 	$(PYTEST) -m "not sweep and not soak and not gpu" tests/tidy tests/unit
 	$(BIN)/penstock sim --seeds 20
 
-sweep: $(VENV)/.installed-dev  ## the long loops, once through: with make test, under 20 minutes
+sweep: $(VENV)/.installed-dev  ## the long loops, once through
 	$(PYTEST) -m sweep --times=.cache/times-sweep.json --cells=.cache/cells-sweep.json $(ARGS)
 
 gpu:  ## on a machine with a CUDA device, PYTHON's own torch and triton: kernels, executors, servers
