@@ -130,8 +130,18 @@ def _run_of_cells(config: pytest.Config) -> dict[str, object]:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--device") == "cuda":
+        _own_gpu_first(int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
         import where
         where.DEVICE = "cuda"
+
+
+def _own_gpu_first(worker: int) -> None:
+    """Workers share the GPUs out: each takes them in another order, so that `cuda:0` is not one for all."""
+    import torch
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    names = gpus.split(",")
+    turn = worker % len(names)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[turn:] + names[:turn])
 
 
 @pytest.hookimpl(tryfirst=True)
