@@ -113,8 +113,8 @@ def play(file: str, times: tuple[float, ...] = TIMES) -> list[tuple[int, float, 
                 run(chosen_KC[None], row_B, torch.full_like(host_RP, -1), host_RP, hot.layers[layer], now_1,
                     page_units=page // unit)
             if step == 0:
-                hot.clear(0)
-        _, hits, misses, evictions = hot.counts(0).sum(0).tolist()
+                hot.count_LRKE[:, 0] = 0
+        _, hits, misses, evictions = hot.count_LRKE[:, 0].sum((0, 1)).tolist()
         found.append((hot_pages * page, hits / (hits + misses), misses / ((num_steps - 1) * layers * heads),
                       evictions))
     return found

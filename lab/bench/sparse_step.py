@@ -103,12 +103,12 @@ def main() -> None:
         arms.next_queries()
         pair = seconds(arms.sparse_step), seconds(arms.dense)
         if step == 0:
-            arms.hot.clear(0)           # the first fills the hot buffer
+            arms.hot.count_LRKE[:, 0] = 0           # the first fills the hot buffer
         else:
             times.append(pair)
         arms.context += 1
     sparse, dense = ([1e3 * t for t in arm] for arm in zip(*times, strict=True))
-    _, hits, misses, evicted = arms.hot.counts(0).sum(0).tolist()
+    _, hits, misses, evicted = arms.hot.count_LRKE[:, 0].sum((0, 1)).tolist()
     print(f"{LAYERS} layers, {args.context} tokens, budget {args.budget}, unit {args.unit}, hot buffer "
           f"{arms.hot_pages * SIZE} tokens, {args.threads} threads: hits {hits / (hits + misses):.1%}, "
           f"{evicted / (args.steps - 1) / LAYERS / HEADS:.1f} evictions a step, layer and head")

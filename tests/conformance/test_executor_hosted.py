@@ -11,6 +11,8 @@ from dataclasses import replace
 
 import hosted
 import pytest
+import torch
+import where
 from hosted import LATENESS, NEW, Engine, hosted_work, kind, play, resident, resizing, sizes, text
 from late_copies import Latest, Shuffled
 
@@ -27,6 +29,7 @@ from penstock.core.plan import (
     Spilled,
     StepId,
 )
+from penstock.exec.sparse.rows import HotRows
 
 pytestmark = pytest.mark.usefixtures("stages_swept", "kinds")
 KINDS = {"bounds": "selecting", "latent": "latent"}         # as tools/cells.py names them
@@ -176,6 +179,35 @@ def test_a_prefix_found_in_either_tier_is_shared():
     assert tuple(engine.got[4]) == resident(turns, 8, dense)
     engine.inbox.append(Flushed())
     engine.drain()
+
+
+def test_a_bind_of_a_used_row_waits_for_no_device(monkeypatch):
+    """What it has counted for others comes with answers; a scrape waits once, however many rows there are."""
+    waits, seen = [], {"bind": [], "stats": []}
+    for name in ("cpu", "item", "tolist"):
+        right = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda self, right=right: (waits.append(self), right(self))[1])
+
+    def watched(name, run):
+        def call(*given, **more):
+            waits.clear()
+            strict = where.DEVICE == "cuda" and name == "bind"
+            if strict:
+                torch.cuda.set_sync_debug_mode("error")
+            found = run(*given, **more)
+            if strict:
+                torch.cuda.set_sync_debug_mode("default")
+            seen[name].append(len(waits))
+            return found
+        return call
+    for name in seen:
+        monkeypatch.setattr(HotRows, name, watched(name, getattr(HotRows, name)))
+    engine = Engine(step_tokens=100)
+    for rid in range(5):
+        engine.add(rid, kind().prompts[1 + rid % 4], NEW)
+        engine.drain()
+    assert 0 < sum(reads["hot_misses"] for reads in engine.reads.values()) == engine.total("hot_misses")
+    assert len(seen["bind"]) >= 5 and max(seen["bind"]) == 0 and max(seen["stats"]) == 1
 
 
 def test_always_hosts_what_would_fit():

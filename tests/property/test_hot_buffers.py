@@ -112,7 +112,6 @@ class Machine(RuleBasedStateMachine):
         if hosted:
             self.hot_pages[row] = [self.take("device") for _ in range(HOT)]
         self.hot.bind(row, self.hot_pages[row], [-1] * len(self.hot_pages[row]))
-        self.hot.clear(row)
         self.rows[row].slots = N * len(self.hot_pages[row])
         self.bounds[self.bounds_RP[row].long()] = float("nan")
         self.put(row, length)

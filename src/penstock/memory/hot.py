@@ -120,19 +120,11 @@ class HotBuffers:
         """int32 [1, 1]: the stamp of a step of one round; whoever begins it has made `now_1` one more."""
         return self.now_1[None]
 
-    def counts(self, row: int) -> Tensor:
-        """int64 [L, 4], on the device: chosen units of `row` that were on the device, hot, missed, and
-        units that lost their slot, since the last `clear`; summed over KV heads."""
-        return self.count_LRKE[:, row].sum(1)
-
     def all_counts(self) -> Tensor:
-        """int64 [L, R, K, 4], a copy on the host that is complete once the device has come here: `counts` of
-        every row, by layer and head, or added up where that is much to copy (L and K are 1)."""
+        """int64 [L, R, K, 4], a copy on the host that is complete once the device has come here: chosen units
+        of each row that were on the device, hot, missed, and units that lost their slot, since the start. By
+        layer and head, or added up where that is much to copy (L and K are 1)."""
         count_LRKE = self.count_LRKE
         if count_LRKE.numel() > _COPIED:
             count_LRKE = count_LRKE.sum((0, 2), keepdim=True)
         return count_LRKE.to("cpu", non_blocking=True, copy=True)
-
-    def clear(self, row: int) -> None:
-        """Counts of `row` begin anew."""
-        self.count_LRKE[:, row] = 0

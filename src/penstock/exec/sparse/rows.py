@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import sub
 
 import torch
 from torch import Tensor
@@ -58,8 +59,8 @@ class HotRows:
                               device=kv.device_RM.device)
         self.host_RM = torch.full_like(kv.device_RM, -1) if kv.host_RM is None else kv.host_RM
         self._rows = [HotRow() for _ in range(rows)]
-        self._reads: dict[RequestId, Counter[str]] = {}      # of rows that a request has left
-        self._totals_LE = torch.zeros(layout.num_layers, len(COUNTS), dtype=torch.int64)
+        self._counted = [(0,) * len(COUNTS)] * rows         # of each row by all requests, as last told
+        self._reads: dict[RequestId, Counter[str]] = {}
         self._unit_bytes = layout.planes * layout.head_dim * unit * layout.dtype.itemsize
         self._page_rows = layout.num_kv_heads * layout.page_size
         self._window_pages = [0] * layout.num_layers
@@ -82,9 +83,6 @@ class HotRows:
         chooses; 0: this request reads all of its KV."""
         r = self._tables.index(bind.row)
         row, hot = self._rows[r], bind.hot[0] if bind.hot else ()
-        for other, had in enumerate(self._rows):
-            if other == r or had.rid == bind.rid:       # where it was before a pause
-                self._settle(other)
         if hot or row.hot_pages:
             self.hot.bind(r, [self._pool.index(h.page) for h in hot], [h.keeps for h in hot])
         self._rows[r] = HotRow(bind.rid, budget, first, len(hot))
@@ -101,18 +99,6 @@ class HotRows:
             self.hot.bind(r, pages, keeps)
         self._rows[r].hot_pages = len(pages)
 
-    def _settle(self, r: int) -> None:
-        """Add what row `r` has counted to its request and to the layers."""
-        rid = self._rows[r].rid
-        if not self._rows[r].budget:
-            return
-        count_LE = self.hot.counts(r).cpu()
-        self.hot.clear(r)
-        self._totals_LE += count_LE
-        if rid is not None:                 # else it has ended
-            self._reads.setdefault(rid, Counter()).update(
-                dict(zip(COUNTS, count_LE.sum(0).tolist(), strict=True)))
-
     def window(self, layer: int, row: int, pages: int) -> None:
         """A window of a prompt has brought so many pages from the host."""
         self._window_pages[layer] += pages
@@ -127,23 +113,24 @@ class HotRows:
 
     def reads(self, rows: Sequence[int], counted: bool = False) -> Reads:
         """(request, READS) of those of these rows that select, up to the steps that the device has been given
-        by now. What it returns tells them, once the last of these has run; counted: by what the step's answer
-        has of each of these rows."""
-        before = [(i, r, row.rid, self._reads.get(row.rid) or Counter()) for i, r in enumerate(rows)
-                  if (row := self._rows[r]).rid is not None and row.budget]
+        by now. What it returns tells them, once the last of these has run, in order of the steps, each once;
+        counted: by what the step's answer has of each of these rows."""
+        before = [(i, r, row.rid, self._reads.setdefault(row.rid, Counter())["window_bytes"])
+                  for i, r in enumerate(rows) if (row := self._rows[r]).rid is not None and row.budget]
         if not before:
             return none_read
         count_LRKE = None if counted else self.hot.all_counts()
-        left = [([had[name] for name in COUNTS], had["window_bytes"]) for *_, had in before]
 
         def told(answered: Counts) -> tuple[tuple[RequestId, tuple[int, ...]], ...]:
             counts = None if count_LRKE is None else count_LRKE.sum((0, 2)).tolist()
             found = []
-            for (i, r, rid, _), (had, window_bytes) in zip(before, left, strict=True):
-                count = answered[i] if counts is None else counts[r]
-                now = [a + b for a, b in zip(had, count, strict=True)]
-                host_bytes = now[COUNTS.index("hot_misses")] * self._unit_bytes + window_bytes
-                found.append((rid, (*now, host_bytes)))
+            for i, r, rid, window_bytes in before:
+                count = tuple(answered[i] if counts is None else counts[r])
+                now = self._reads[rid]
+                now.update(dict(zip(COUNTS, map(sub, count, self._counted[r]), strict=True)))
+                self._counted[r] = count
+                host_bytes = now["hot_misses"] * self._unit_bytes + window_bytes
+                found.append((rid, (*(now[name] for name in COUNTS), host_bytes)))
             return tuple(found)
         return told
 
@@ -156,12 +143,10 @@ class HotRows:
 
     def stats(self) -> dict[str, float]:
         """By metric name: units that were selected, by layer and where they were; rows that either they or
-        windows of prompts brought from the host."""
-        for r in range(len(self._rows)):
-            self._settle(r)
+        windows of prompts brought from the host. Waits for a device, once."""
         out: dict[str, float] = {}
-        for layer, counts, pages in zip(self._names, self._totals_LE.tolist(), self._window_pages,
-                                        strict=True):
+        for layer, counts, pages in zip(self._names, self.hot.count_LRKE.sum((1, 2)).tolist(),
+                                        self._window_pages, strict=True):
             named = dict(zip(COUNTS, counts, strict=True))
             at = f'{{layer="{layer}"}}'
             out[f"selected_device_units_total{at}"] = named["device"]
