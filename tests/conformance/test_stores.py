@@ -33,7 +33,7 @@ from penstock.memory.dram import DramPool
 from penstock.memory.pool import PageLayout
 from penstock.memory.storage import Storage
 from penstock.memory.stores.files import Files, Folder
-from penstock.memory.stores.objects import HEADER, Inventory, Store, Verdict, sealed
+from penstock.memory.stores.objects import HEADER, Inventory, Store, Verdict, header_of
 from penstock.memory.stores.s3 import Bucket
 from penstock.memory.stores.valkey import Valkey
 
@@ -229,7 +229,7 @@ def test_what_is_not_what_was_stored_is_bad_whatever_is_wrong_with_it(place):
 
 
 def whole(place: Place, key: bytes) -> bytes:
-    return sealed(key, 0, page(key)) + page(key)
+    return header_of(key, 0, page(key)) + page(key)
 
 
 @pytest.mark.parametrize("place", [kind for kind in KINDS if "mooncake" not in str(kind)], indirect=True)

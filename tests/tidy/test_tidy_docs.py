@@ -36,6 +36,19 @@ def test_paths_exist(doc: Path) -> None:
     assert not missing, missing
 
 
+def headings(doc: Path) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    text = re.sub(r"(?s)```.*?```|\]\([^)]*\)", "", doc.read_text())
+    heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("doc", DOCS, ids=ids)
+def test_anchors_of_links_exist(doc: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", doc.read_text())
+    assert not [(file, anchor) for file, anchor in links if anchor not in headings(doc.parent / file if file else doc)]
+
+
 @pytest.mark.parametrize("doc", DOCS, ids=ids)
 def test_rows_have_the_columns_of_their_table(doc: Path) -> None:
     wrong, columns = [], 0

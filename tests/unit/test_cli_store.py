@@ -50,7 +50,7 @@ def test_damage_is_told_and_removed_on_request(url, capsys):
     path.write_bytes(b"x" * EACH)
     assert of(url, "verify") == 1 and path.exists()
     told = capsys.readouterr()
-    assert "5 objects are what they should be, 1 are not" in told.out and path.name in told.err
+    assert "5 objects are intact, 1 are damaged" in told.out and path.name in told.err
     assert of(url, "verify", "--delete") == 1 and not path.exists()
     assert of(url, "verify") == 0
 

@@ -156,7 +156,8 @@ def test_each_reason_without_a_pair_is_one_line_of_the_log(capfd):
         rig.turn()
         told = engine_main.tell(Peers(rig.peer), sent, told)
     assert capfd.readouterr().err.splitlines() == [
-        "pair: connected", "pair: weights: a here and b there", "pair: cannot connect"]
+        "disaggregation: connected", "disaggregation: weights: a here and b there",
+        "disaggregation: cannot connect"]
 
 
 def test_the_end_of_the_connection_is_the_excuse_of_all():

@@ -365,8 +365,8 @@ class _Views:
 
     async def metrics(self, _: Request) -> Response:
         others = [n.of(k.last) for n, k in zip(self._other_numbers, self._others, strict=True) if k.last]
-        own, told = await asyncio.gather(self._each(), asyncio.gather(*others))
-        return Response(self._api.metrics.text(own, told), media_type=CONTENT_TYPE)
+        own, of_others = await asyncio.gather(self._each(), asyncio.gather(*others))
+        return Response(self._api.metrics.text(own, of_others), media_type=CONTENT_TYPE)
 
     async def get_load(self, _: Request) -> Response:
         return _json([{"dp_rank": rank, "num_reqs": load["num_running_reqs"] + load["num_waiting_reqs"],
@@ -431,7 +431,7 @@ class _Views:
 
 
 class _Numbers:
-    """What an engine last told of itself, at first `last`."""
+    """The numbers that an engine last sent, at first `last`."""
 
     def __init__(self, last: dict[str, float]) -> None:
         self._last, self._at = last, time.monotonic()
@@ -480,5 +480,5 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _any_error(_: Request, error: Exception) -> Response:
-    told = as_api_error(error)
-    return Response(encode(told.body), told.status, headers=told.headers, media_type=JSON_TYPE)
+    refusal = as_api_error(error)
+    return Response(encode(refusal.body), refusal.status, headers=refusal.headers, media_type=JSON_TYPE)

@@ -239,7 +239,7 @@ class OpenAI:
 
     def _variables(self, request: ChatRequest, template: ChatTemplate) -> dict[str, Any]:
         """Return variables for the template, next to what is always there. Clients ask every model for an effort;
-        where the template cannot be told, the model reasons as it does."""
+        where the template takes none, the model reasons as it does."""
         effort = request.reasoning_effort
         found: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
         if effort is not None and not template.reads("reasoning_effort"):
@@ -378,14 +378,14 @@ class OpenAI:
                 for piece in batch:
                     choices[piece.index].add(piece)
         if room is not None and self.routed.prefills:
-            told = self.routed.answer(room, self.named(request.model), count)
-            told |= {"usage": usage_json(generation.usage)}
+            answer = self.routed.answer(room, self.named(request.model), count)
+            answer |= {"usage": usage_json(generation.usage)}
         else:
-            told = await _aside(any(c.prompt is not None for c in choices), out.whole, choices,
+            answer = await _aside(any(c.prompt is not None for c in choices), out.whole, choices,
                                 generation.usage)
         if request.store:
-            told |= {"store": False}
-        await reply.whole(200, encode(told), {})
+            answer |= {"store": False}
+        await reply.whole(200, encode(answer), {})
 
     async def _stream(self, generation: Generation, request: ChatRequest | CompletionRequest, out: AnswerFormat,
                       reply: Reply) -> None:
@@ -401,12 +401,12 @@ class OpenAI:
                     # Not before: until the first token a refusal can still be an HTTP status.
                     await reply.start()
                     await reply.events(events(out.openings(generation.usage)))
-                told = []
+                parts = []
                 for piece in batch:
                     one = None if changed else out.event(piece)
-                    told.append(events(await _aside(piece.prompt is not None, out.chunks, piece))
+                    parts.append(events(await _aside(piece.prompt is not None, out.chunks, piece))
                                 if one is None else one)
-                await reply.events(b"".join(told))
+                await reply.events(b"".join(parts))
         tail = b"".join(event(c, out.named) for c in out.endings(generation.usage))
         await reply.events(tail + (b"" if out.named else DONE), last=True)
 
@@ -432,7 +432,7 @@ async def _aside(long: bool, work: Callable[..., T], *args: Any) -> T:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of anything that went wrong."""
+    """Return the HTTP error for an exception."""
     match error:
         case ApiError():
             return error

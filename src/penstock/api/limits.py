@@ -34,7 +34,7 @@ HEADERS_MAX = 100
 
 
 class Disconnected(Exception):
-    """The client has gone; nobody reads an answer."""
+    """The client has gone and reads no answer."""
 
 
 async def read_body(headers: Iterable[tuple[bytes, bytes]], receive: Receive, bytes_max: int,
@@ -213,7 +213,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().data_received(data)
         same = head in (0, self._head)
         if self._head_timer is not None and same and not self.transport.is_closing():
-            self._head_parts += len(data)    # a line that never ends is not told by the parser
+            self._head_parts += len(data)    # the parser does not report a line that never ends
             if self._head_parts > HEADER_BYTES_MAX:
                 self._refuse_head()
         if not (self.flow.read_paused or self.transport.is_closing()):
@@ -268,7 +268,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 cycle.disconnected = True
                 cycle.message_event.set()
         self._open_cycles = []
-        self.pipeline.clear()                # nobody waits for those that have not begun
+        self.pipeline.clear()                # requests that have not begun have no reader
         super().connection_lost(exc)
 
     def _await_head(self) -> None:

@@ -219,36 +219,36 @@ class ChatFormat(_Common):
             return None
         if self.asked.plain:
             return self._filled(self._added, piece.index, "content", piece.text)
-        told = []
+        parts = []
         for delta in self._deltas(piece):
             [(name, value)] = delta.items()
             text = isinstance(value, str)
-            told.append(self._filled(self._added, piece.index, name, value) if text
+            parts.append(self._filled(self._added, piece.index, name, value) if text
                         else event(self._added(piece.index, name, value)))
-        return b"".join(told)
+        return b"".join(parts)
 
     def _added(self, index: int, name: str, value: Any) -> dict[str, Any]:
         return self._streamed([_delta(index, {name: value})])
 
     def chunks(self, piece: ChoicePiece) -> list[dict[str, Any]]:
-        told = self._of_prompt(0, piece.prompt)
+        prompt = self._of_prompt(0, piece.prompt)
         deltas = self._deltas(piece)
         whole = self._waiting.setdefault(piece.index, Whole())
         whole.add(piece)
         if not deltas and piece.finish is None and not self.return_token_ids:
-            return [self._streamed([]) | told] if told else []
+            return [self._streamed([]) | prompt] if prompt else []
         del self._waiting[piece.index]
         if not deltas and whole.tokens:
             deltas = [{"content": ""}]
         found = [_delta(piece.index, d) for d in deltas]
-        if found:                     # all that came is told with the first
+        if found:                     # the first delta has all logprobs and ids
             found[0] |= {"logprobs": self._logprobs(whole), **self._ids(whole)}
         if piece.finish is not None:
             found.append(_delta(piece.index, {}) | {
                 "finish_reason": self._finish(piece.finish, self._num_calls.get(piece.index, 0)),
                 "stop_reason": piece.stop_reason})
         events = [self._streamed([choice]) for choice in found]
-        return [events[0] | told, *events[1:]] if told else events
+        return [events[0] | prompt, *events[1:]] if prompt else events
 
     def _deltas(self, piece: ChoicePiece) -> list[dict[str, Any]]:
         if self.asked.plain:
@@ -305,7 +305,7 @@ class ChatFormat(_Common):
 
 @dataclass(slots=True)
 class TextFormat(_Common):
-    """An answer begins with what is told of its prompt: the echo, logprobs. It waits for those that the first
+    """An answer begins with its prompt's part: echo, logprobs. It waits for those that the first
     answer to the prompt brings."""
 
     kind = "text_completion"
@@ -342,13 +342,13 @@ class TextFormat(_Common):
             self._scores.setdefault(number, piece.prompt)
         if number not in self._scores:
             return []
-        told = []
+        chunks = []
         for index in range(number * self.prompts.n, (number + 1) * self.prompts.n):
             if index not in self._begun:
                 self._begun.add(index)
-                told.append(self._streamed([self._opened(index, Whole())]))
-            told += self._news(index)
-        return told
+                chunks.append(self._streamed([self._opened(index, Whole())]))
+            chunks += self._news(index)
+        return chunks
 
     def _news(self, index: int) -> list[dict[str, Any]]:
         """What has waited of a choice, once there is text to send or the end has come."""
@@ -370,14 +370,14 @@ class TextFormat(_Common):
                 **self._ids(whole)}
 
     def _opened(self, index: int, whole: Whole) -> dict[str, Any]:
-        """A choice with what is told of its prompt."""
+        """A choice with its prompt's echo and logprobs."""
         number = index // self.prompts.n
         choice, scores = self._choice(index, whole), self._scores.get(number)
         if self.prompts.echoes is not None:
             choice["text"] = self.prompts.echoes[number] + choice["text"]
         if self.num_echoed is not None:
-            told = self._columns_of_prompt(self.prompts.ids[number], scores)
-            choice["logprobs"] = {name: told[name] + column for name, column in choice["logprobs"].items()}
+            columns = self._columns_of_prompt(self.prompts.ids[number], scores)
+            choice["logprobs"] = {name: columns[name] + column for name, column in choice["logprobs"].items()}
         return choice | self._of_prompt(number, scores)
 
     def _columns(self, whole: Whole, shift: int) -> dict[str, list[Any]] | None:

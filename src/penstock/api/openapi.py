@@ -1,7 +1,7 @@
 """The OpenAPI document of /openapi.json, made from the types that requests are decoded with.
 
 Owns which answers each route has. A schema is what a request may look like; that a value is also in range,
-and that a field's feature is built, is told by a 400.
+and that a field's feature is built, is checked at run time: a 400.
 """
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The page at `/`, and the stream of numbers that it draws.
 
-The page is three files of its own and asks nobody else; it shows nothing by itself, so it wants no key.
+The page is three files of its own and loads nothing else; it shows no data by itself, so it needs no key.
 Owns how often numbers are asked for, and by how many.
 """
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Page:
     async def live(self, _: Request) -> Response:
         """Server-sent events until the client or the server goes. Raises ApiError: too many look."""
         if self._viewers == VIEWERS_MAX:
-            raise ApiError(503, f"{VIEWERS_MAX} pages are open already", code="too_many_viewers")
+            raise ApiError(503, f"{VIEWERS_MAX} dashboards are open already", code="too_many_viewers")
         return StreamingResponse(self._events(), media_type="text/event-stream",
                                  headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
 
@@ -78,8 +78,8 @@ class Page:
         for n, member in enumerate(self._engines.members):
             with contextlib.suppress(TimeoutError, EngineDied):
                 async with asyncio.timeout(SEEN_S_MAX):
-                    told = await member.engine.shown()
-                live += told.live
-                requests += [(n, *msgspec.structs.astuple(r)) for r in told.requests]
-                turns += [(n, *msgspec.structs.astuple(t)) for t in told.turns]
+                    answer = await member.engine.shown()
+                live += answer.live
+                requests += [(n, *msgspec.structs.astuple(r)) for r in answer.requests]
+                turns += [(n, *msgspec.structs.astuple(t)) for t in answer.turns]
         return {"live": live, "requests": requests[:REQUESTS_MAX], "turns": turns}

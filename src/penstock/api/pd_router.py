@@ -30,7 +30,7 @@ class Routed:
     """Which part a server has in pairs that a router makes.
 
     dialect   sglang, vllm, or off
-    mode      prefill or decode; None: it is no end of a pair
+    mode      prefill or decode; None: no disaggregation
     listens   of a prefill instance: HOST:PORT, where decode instances connect
     """
 
@@ -59,7 +59,7 @@ class Routed:
         fields = {"sglang": BOOTSTRAP, "vllm": (PARAMS,)}.get(self.dialect, ()) if part else ()
         for name in (*BOOTSTRAP, PARAMS):
             if name not in fields and getattr(request, name) is not None:
-                raise RequestError(f"{name} is for one end of a pair behind a router: start the server with "
+                raise RequestError(f"{name} is for a prefill or decode instance behind a router: start the server with "
                                    "--disaggregation-mode and the --router-dialect of that router", name)
         match part:
             case "sglang prefill":
@@ -88,12 +88,12 @@ class Routed:
         """Answer a router from a prefill instance: so many choices of whatever kind, without text."""
         choices = [{"index": n, "text": "", "message": {"role": "assistant", "content": ""}, "logprobs": None,
                     "finish_reason": "length"} for n in range(count)]
-        told = {"id": f"room-{room.number}", "object": "prefill", "created": 0, "model": model,
+        answer = {"id": f"room-{room.number}", "object": "prefill", "created": 0, "model": model,
                 "choices": choices}
         if not room.holds:
-            return told
+            return answer
         host, _, port = self.listens.rpartition(":")
-        return told | {PARAMS: {"host": host, "port": int(port), "room": room.number}}
+        return answer | {PARAMS: {"host": host, "port": int(port), "room": room.number}}
 
 
 ALONE = Routed()

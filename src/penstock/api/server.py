@@ -80,7 +80,7 @@ def run(config: Config | None, args: argparse.Namespace) -> int:
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """The public socket, bound and not yet listening: nobody waits while the model loads.
+    """The public socket, bound and not yet listening: no client waits while the model loads.
 
     Raises ConfigError: the address is in use, or is not one of this machine's.
     """
@@ -128,7 +128,7 @@ def tls_of(config: ServerConfig, into: ssl.SSLContext | None = None) -> ssl.SSLC
 
 
 def _secret(kv: KVConfig) -> bytes | None:
-    """What tenants' pages are told apart by, where they outlive this process. Raises ConfigError."""
+    """Return the key that separates tenants' pages, where they outlive this process. Raises ConfigError."""
     url = None if kv.kv_storage is None else parse_storage(kv.kv_storage)
     return None if url is None else secret_of(url, kv.kv_storage_key, readonly=kv.is_readonly)
 
@@ -301,7 +301,7 @@ class _Server:
             await status.report(stats, interval_s)
 
     def _peer_view(self) -> PeerView | None:
-        """What is told of the other engine of a pair."""
+        """The other instance of a disaggregated deployment, as routes show it."""
         mode = "decode" if self._pair is not None else self._config.pair.disaggregation_mode
         return None if mode is None else PeerView(
             self._engine, "prefill" if mode == "decode" else "decode",

@@ -43,13 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument("--bearer", metavar="KEY", help="API key of that server")
         group.add_argument("--system", metavar="TEXT", help="system message of the conversation")
     group.add_argument("--max-tokens", type=int, metavar="N",
-                       help="tokens of an answer at most (default: up to the context length)")
+                       help="maximum number of tokens of an answer (default: up to the context length)")
     group.add_argument("--temperature", type=float, default=None, metavar="X",
                        help="0 is greedy (default: 0 for generate, 0.7 for chat)")
-    group.add_argument("--top-p", type=float, default=1.0, metavar="X", help="nucleus")
-    group.add_argument("--top-k", type=int, default=0, metavar="N", help="0 is off")
+    group.add_argument("--top-p", type=float, default=1.0, metavar="X",
+                       help="nucleus sampling: share of probability; 1 is off")
+    group.add_argument("--top-k", type=int, default=0, metavar="N", help="sample from the N likeliest tokens; 0 is off")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT",
-                       help="ends an answer and is not shown; may be given again")
+                       help="stop string, which ends the answer and is not shown; may be repeated")
 
 
 def run(config: Config | None, args: argparse.Namespace) -> int:

@@ -31,7 +31,7 @@ class Command:
 
 COMMANDS = {
     "serve": Command(module="penstock.api.server", model="needed", own_flags=False, serves=True,
-                     help="serve a model over HTTP, in OpenAI's API"),
+                     help="serve a model over HTTP, in the APIs of OpenAI, Anthropic and SGLang"),
     "chat": Command(module="penstock.cli.commands", model="optional",
                     help="talk to a model in the terminal, or to a running server"),
     "generate": Command(module="penstock.cli.commands", model="needed",

@@ -23,7 +23,7 @@ class Remote:
     """What `commands.Conversation` needs of the library, of a server."""
 
     def __init__(self, base_url: str, bearer: str | None) -> None:
-        """Raises ConfigError: that is no URL, or nobody answers there."""
+        """Raises ConfigError: that is no URL, or no server answers there."""
         parts = urllib.parse.urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise ConfigError(f"--base-url {base_url}: give one such as http://127.0.0.1:8000")

@@ -26,10 +26,10 @@ WORDS_MAX = 100             # characters of a value that are shown: anybody may 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=("ls", "verify", "sweep", "purge"), help=(
         "ls: objects of each kind of engine; verify: read them; sweep: down to --bytes; purge: remove all"))
-    parser.add_argument("url", metavar="URL", help="as --kv-storage has it")
-    parser.add_argument("--bytes", metavar="SIZE", help="of sweep: what may stay (none: left-overs go)")
-    parser.add_argument("--delete", action="store_true", help="of verify: remove what is damaged")
-    parser.add_argument("--yes", action="store_true", help="of purge: really")
+    parser.add_argument("url", metavar="URL", help="the URL that --kv-storage has")
+    parser.add_argument("--bytes", metavar="SIZE", help="sweep: size to keep (default: removes left-over files only)")
+    parser.add_argument("--delete", action="store_true", help="verify: remove damaged objects")
+    parser.add_argument("--yes", action="store_true", help="purge: delete without asking")
 
 
 def run(config: Config | None, args: argparse.Namespace) -> int:
@@ -116,7 +116,7 @@ def _verify(there: Inventory, *, delete: bool) -> int:
             print(f"damaged: {o.name!a}", file=sys.stderr)
             if delete:
                 there.remove([o])
-    print(f"{count[Verdict.GOOD]} objects are what they should be, {count[Verdict.BAD]} are not"
+    print(f"{count[Verdict.GOOD]} objects are intact, {count[Verdict.BAD]} are damaged"
           + (", and were removed" if delete and count[Verdict.BAD] else ""))
     return int(count[Verdict.BAD] > 0)
 

@@ -43,7 +43,7 @@ from penstock.core.plan import (
     Used,
 )
 from penstock.engine.fair import Fair
-from penstock.engine.pd.rendezvous import LATE, NOBODY, WORDS, Rooms
+from penstock.engine.pd.rendezvous import LATE, UNCLAIMED, WORDS, Rooms
 from penstock.engine.pd.router import PdRouter
 from penstock.engine.record import EventLog
 from penstock.engine.request import Live, Runner
@@ -124,7 +124,7 @@ class EngineLoop:
 
     @property
     def wait_s(self) -> float | None:
-        """How long whoever drives it may wait for messages, the executor and the other engine, all together,
+        """How long the caller may wait for messages, the executor and the other engine, all together,
         before the next `turn`; None: until one of them has something."""
         if self._events or self._chunks or self._executor.works_here or self._core.flushing:
             return 0
@@ -249,7 +249,8 @@ class EngineLoop:
     def _enter(self, m: Submit) -> None:
         """A router has sent a prompt here, for a decode instance that asks for it, or has."""
         if m.room is None or self._rooms is None:
-            self._refuse(m, "refused", "this engine computes prompts for others: nobody has asked for this")
+            self._refuse(m, "refused", "this engine computes prompts for decode instances, and none "
+                         "has asked for this one")
             return
         found = self._rooms.opened(m)
         if isinstance(found, Reason):
@@ -269,7 +270,7 @@ class EngineLoop:
         """Who waits there too long ends."""
         for m in rooms.passed():
             if (live := self._live.get(m.rid)) is not None:
-                live.given_up, live.verdict, live.excuse = True, LATE, NOBODY
+                live.given_up, live.verdict, live.excuse = True, LATE, UNCLAIMED
                 self._events.append(Aborted(live.rid))
 
     def _computed(self) -> list[OutputChunk]:
@@ -408,7 +409,7 @@ class EngineLoop:
                 self._paired.retired(event.step)
         elif isinstance(event, Moved):
             self.moves_in_flight -= 1
-        assert self.steps_in_flight >= 0 and self.moves_in_flight >= 0, "executor: told twice"
+        assert self.steps_in_flight >= 0 and self.moves_in_flight >= 0, "executor: an event was reported twice"
 
     def _hear(self) -> None:
         """What the other engine, time and compiled grammars bring."""
@@ -471,7 +472,7 @@ class EngineLoop:
         return chunks
 
     def _left_room(self, live: Live, room: BootstrapRoom, end: Finished) -> list[OutputChunk]:
-        """What is told of a prompt that a router sends here too, and that is over."""
+        """Return the answer to the router for a prompt that is computed or given up."""
         assert self._rooms is not None, "a room is of a routed engine"
         self._rooms.ended(room, end)
         self._untold.pop(live.rid, None)

@@ -94,7 +94,7 @@ def run(engine: EngineParts, link: ApiLink) -> None:
     deadlines; steps that run in this thread are run between two looks at what has come."""
     loop, crew, peers = engine.loop, engine.crew, engine.peers
     turn_over = write_on_signal(loop.recorder)
-    told = "no connection yet" if peers is None else peers.missing
+    missing = "no connection yet" if peers is None else peers.missing
     begun = False
     while True:
         wait_s = loop.wait_s
@@ -115,17 +115,17 @@ def run(engine: EngineParts, link: ApiLink) -> None:
         if chunks := loop.turn(block=loop.works_here):
             link.send(wire.Chunks(chunks))
         if peers is not None and peers.changed:
-            told = tell(peers, link, told)
+            missing = tell(peers, link, missing)
         turn_over()
 
 
-def tell(peers: Peers, link: ApiLink, told: str) -> str:
-    """What is new of the other engine, to the API process; a reason that is not the one `told` to the log
-    too. Returns the present one."""
+def tell(peers: Peers, link: ApiLink, missing: str) -> str:
+    """Send news of the other instance to the API process, and log the reason if it is not `missing` any more.
+    Returns the present reason."""
     peers.changed = False
     link.send(wire.PeerNews(peers.missing, peers.info))
-    if peers.missing != told:
-        log(f"pair: {peers.missing or 'connected'}")
+    if peers.missing != missing:
+        log(f"disaggregation: {peers.missing or 'connected'}")
     return peers.missing
 
 
@@ -169,7 +169,7 @@ def build(config: Config, event_log: EventLog) -> EngineParts:
     from penstock.exec.start.store import check_storage
     from penstock.text.grammar.vocabulary import vocabulary_of
 
-    links_of(config)                    # what is wrong with them is told before a model is loaded
+    links_of(config)                    # wrong addresses are refused before a model is loaded
     check_storage(config.kv)
     if config.model.grammar_backend == "llguidance" and (why := proved(lambda: vocabulary_of(config))):
         raise ConfigError(f"--grammar-backend llguidance: {why}")

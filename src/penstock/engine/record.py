@@ -137,7 +137,7 @@ class EventLog:
 
 
 def summary(what: Event | StepPlan | Output) -> dict[str, Any]:
-    """`what` as plain data, with counts in place of everything that a user said or was told."""
+    """`what` as plain data, with counts in place of everything of prompts and answers."""
     kind = type(what).__name__
     match what:
         case Arrived():

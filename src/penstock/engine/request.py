@@ -1,6 +1,6 @@
 """One request between Submit and its last chunk, and the chunks that are made of it.
 
-Owns what the readers have not been told yet. Knows neither the core nor the other engine of a pair.
+Owns what the readers have not received yet. Knows neither the core nor the other engine of a pair.
 """
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Live:
         """peer, transfer: who computes its prompt, or has asked for it, and its name there. room: of a
         prefill instance, in which a router sends it here too. tenant: see Submit."""
         self.room = room
-        self.client = int(rid)                  # who is told of it, by number; 0: nobody, or no longer
+        self.client = int(rid)                  # number of the client that gets its chunks; 0: none, or no longer
         self.verdict = "unavailable"            # how it ends if it is given up
         self.rid, self.peer, self.transfer, self.tenant = rid, peer, transfer, tenant
         self.num_prompt = num_prompt
@@ -62,7 +62,7 @@ class Live:
         self.peer_cached = 0, 0, 0              # tokens of its prompt that the other engine had, by tier
         self.started: Started | None = None
         self.excuse = ""                        # what the other engine of a pair last did for it
-        self.given_up = False                   # that was no prompt computed, and nobody steps in
+        self.given_up = False                   # no instance has computed the prompt, and none will
 
     def token(self, output: Token) -> None:
         if not self._tokens:

@@ -144,7 +144,7 @@ class CopyThread:
     lock, so steps go on meanwhile. Up to `flying` copies are on the way at once.
 
     It starts with the first copy, and stops when this object goes or the interpreter ends, after
-    the copy that it is in. An exception that `copy` lets through ends it; whoever collects gets it.
+    the copy that it is in. An exception that `copy` lets through ends it; `collect` raises it.
     """
 
     def __init__(self, begin: Begin, wake: Callable[[], None] | None = None, flying: int = 1) -> None:

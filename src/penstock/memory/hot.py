@@ -1,6 +1,6 @@
 """What a device remembers of hot buffers: which units of a row are in which slots of its hot pages.
 
-Owns maps, stamps and counts of every row and layer of one hosted group; the bytes are pages of the device
+Owns maps, stamps and counts of every row and layer of one offloaded group; the bytes are pages of the device
 pool. Nothing here decides what is brought in or given up: `kernels.resolve` does, in every layer, on
 the device. Knows rows and table entries, not requests.
 
@@ -23,7 +23,7 @@ class HotBuffers:
     """The hot buffers of all rows. Rows, pages and entries are indices: ids less their base.
 
     pages        entries that a row's page table may have
-    hot_pages    pages that a row's hot buffer may have; 0: no row is ever hosted, and nothing is remembered
+    hot_pages    pages that a row's hot buffer may have; 0: no row is ever offloaded, and nothing is remembered
     page_units   units of a page
     """
 
@@ -117,7 +117,7 @@ class HotBuffers:
 
     @property
     def now_11(self) -> Tensor:
-        """int32 [1, 1]: the stamp of a step of one round; whoever begins it has made `now_1` one more."""
+        """int32 [1, 1]: the stamp of a step of one round; the begin of the step has added one to `now_1`."""
         return self.now_1[None]
 
     def all_counts(self) -> Tensor:

@@ -41,10 +41,10 @@ class Mover:
                steps. Otherwise those that it picks run inline in `run`: tests are deterministic.
 
     The bytes need no lock. A copy reads only pages whose producers have retired, which is its
-    fence, and which the core lets nobody overwrite before Moved; it writes only pages that the
-    core lets nobody read or write before Moved. What is left between the threads are two
+    fence, and which the core lets no step overwrite before Moved; it writes only pages that the
+    core lets no step read or write before Moved. What is left between the threads are two
     SimpleQueues, whose put comes before the get: a copy sees what was written before it was
-    started, and whoever got its Moved sees what it copied.
+    started, and the receiver of its Moved sees what it copied.
     """
 
     def __init__(self, pools: Iterable[PagePool], lateness: Lateness | None = None,
@@ -61,7 +61,7 @@ class Mover:
                         else None)
         self._pending: list[Move] = []
         self._running: dict[MoveId, Group] = {}     # in the thread
-        self._ended: list[Copied] = []              # not told yet
+        self._ended: list[Copied] = []              # not reported yet
         self.traffic: dict[tuple[Tier, Tier, Group], Traffic] = {
             (a, b, g): Traffic() for a, g in self._pools for b, h in self._pools
             if g == h and a is not b}

@@ -2,10 +2,10 @@
 
 Owns the threads, the queues, and when a store that fails is left alone. A store may be slow, full, hung, dead
 or lying: that costs hits. Every Move is answered once, a hung one when it ends; every Lookup is answered
-once, and soon. Nobody joins a thread: one may be inside a read that never ends.
+once, and soon. No thread is joined: one may be inside a read that never ends.
 
-The bytes need no lock, as with `mover.Mover`: a stored page is sealed, and the core lets nobody touch a page
-that is being read before it is told. Sources and targets belong to no step, so there is no fence to wait for.
+The bytes need no lock, as with `mover.Mover`: a stored page is full, and the core lets no step touch a page
+that is being read before its Moved. Sources and targets belong to no step, so there is no fence to wait for.
 """
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ FAILURES_MAX, PAUSE_MAX_S = 3, 60.0     # failures in a row after which it is le
 FULL_S = 30.0               # so long nothing is written to a full disk
 DENIED_MAX = 1 << 16        # keys of damaged pages that are remembered
 COUNT_S = 600.0             # between two looks at how much there is
-TOUCH_S = 60.0              # between two times that a page's use is told
+TOUCH_S = 60.0              # between two times that a page's use is reported
 TOUCHED_MAX = 1 << 16       # pages whose last time is remembered,
-USES_MAX = 64               # and prompts that wait to be told: further ones are not
+USES_MAX = 64               # and prompts whose report waits: further ones are dropped
 FREE = 0.8                  # of what is free, without a quota
 COUNTED = ("read_objects", "read_bytes", "written_objects", "written_bytes", "known_objects", "gone", "bad",
            "failed", "timed_out", "denied", "lookups", "lookups_late", "pages_asked", "pages_found",
@@ -60,7 +60,7 @@ class _Asked:
     lookup: Lookup
     limit: float
     found: bytearray = field(default_factory=bytearray)
-    told: threading.Event = field(default_factory=threading.Event)
+    answered: threading.Event = field(default_factory=threading.Event)
 
 
 class HostPages(Protocol):
@@ -104,7 +104,7 @@ class Storage:
         self._hung = False                     # a look-up has not come back in time
         self._used = 0                         # bytes in the folder, as far as is known
         self.page_s = 0.0                      # seconds of a page that was read lately; 0: none was
-        self.in_flight = 0                     # moves and look-ups that are not told
+        self.in_flight = 0                     # moves and look-ups without an answer yet
         self._queued = Counter(read=0, write=0)    # pages of moves that are not at an end
         self._sweeps = threading.Event()
         self._largest = max(pool.layout.page_bytes for pool in pools)
@@ -312,7 +312,7 @@ class Storage:
     def _answer(self) -> None:
         while True:
             asked = self._asked.get()
-            if asked.told.is_set():
+            if asked.answered.is_set():
                 continue                       # it was answered for the store, which has hung since
             lookup, found = asked.lookup, asked.found
             try:
@@ -328,9 +328,9 @@ class Storage:
     def _tell(self, asked: _Asked, *, late: bool = False) -> bool:
         """The answer, of what was found until now. False: somebody else has given it."""
         with self._lock:
-            if asked.told.is_set():
+            if asked.answered.is_set():
                 return False
-            asked.told.set()
+            asked.answered.set()
             found, num = bytes(asked.found), len(asked.lookup.keys)
             self._hung = self._hung or (late and not found)
             self._count["lookups"] += 1
@@ -345,14 +345,14 @@ class Storage:
         """Answers look-ups that the store does not answer in time. It hangs if it has said nothing."""
         while True:
             asked = self._watched.get()
-            if asked.told.wait(max(0.0, asked.limit - time.monotonic() + 0.05)):
+            if asked.answered.wait(max(0.0, asked.limit - time.monotonic() + 0.05)):
                 continue
             if self._tell(asked, late=True) and self._hung:
                 log.warning("storage: no answer in %g s; no request waits for it until it has answered", LOOK_S)
 
     def _touch(self) -> None:
         """Tells the store of uses that it does not see. Who uses a page uses all before it, so those before
-        one that was told of lately were told of too."""
+        one that was reported lately were reported too."""
         touched = self._touched
         while True:
             keys, now = self._uses.get(), self._clock()

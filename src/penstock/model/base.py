@@ -47,8 +47,8 @@ class Stage:
 class Boundary(NamedTuple):
     """What one layer hands to the next, and one stage to the next. The receiver may write into it.
 
-    `h_TD` is the residual stream without `delta_TD`, the last half layer's output, which whoever
-    norms h next adds to it (adding and norming are one operation); None before the first layer.
+    `h_TD` is the residual stream without `delta_TD`, the last half layer's output, which the next
+    norm of h adds to it (adding and norming are one operation); None before the first layer.
     `chosen_TS` is what `Attend.select` chose last, for a layer that shares it; None: nothing yet.
     `inputs` is what the rows that decode compute, see `exec.drafts.narrow`; None: what their plan says.
     `tapped` is what stages so far have of the layers that `Model.tap` names, [T, D] each.

@@ -59,9 +59,9 @@ def read_eagle(config: dict[str, Any], of: Spec, name: str) -> EagleSpec:
     words = fields.size("draft_vocab_size", of.vocab_size)
     if words > of.vocab_size:
         fields.refuse("draft_vocab_size", f"at most the vocabulary's {of.vocab_size}")
-    told = fields.mapping("eagle_config").get("eagle_aux_hidden_state_layer_ids")
+    given = fields.mapping("eagle_config").get("eagle_aux_hidden_state_layer_ids")
     last = of.num_layers
-    taps = tuple(told) if isinstance(told, list) else (2, last // 2, last - 3)
+    taps = tuple(given) if isinstance(given, list) else (2, last // 2, last - 3)
     if len(taps) != 3 or not all(type(i) is int and 0 <= i < last for i in taps):
         raise ConfigError(f"--speculative-model {name}: it reads what comes before layers {list(taps)}, and "
                           f"the model has layers 0 to {last - 1}")

@@ -306,7 +306,7 @@ class Transformer:
             return stage.first <= index + self.spec.num_layers < stage.end and self._slots.wants(name)
         if name.startswith("mtp."):
             return self._slots.has(name)
-        # Whoever needs a tied tensor reads both names: a file may have either.
+        # A stage that needs a tied tensor reads both names: a file may have either.
         return {EMBED: stage.embeds or stage.inputs or (stage.heads and tied),
                 f"{self.spec.norm_name}.weight": stage.heads,
                 HEAD: stage.heads or (stage.embeds and tied)}.get(name, True)

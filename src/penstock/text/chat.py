@@ -79,7 +79,7 @@ class ChatTemplate:
                    continue_final: bool = False, add_generation_prompt: bool | None = None,
                    variables: Mapping[str, Any] | None = None,
                    tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """`render` in its turn among tenants; nobody's short conversation waits for a long one.
+        """`render` in its turn among tenants; no short conversation waits for another tenant's long one.
 
         Raises   RequestError, also for more messages than the context of the model has tokens; TooManyTexts.
         """

@@ -55,7 +55,7 @@ class Aside:
             try:
                 return self._ask(question, seconds_max)
             except (EOFError, HelperDied):
-                # Whoever ended it may not have meant this question: memory of another, an operator.
+                # The kill may not have been due to this question: memory of another one, an operator.
                 return self._ask(question, seconds_max)
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ class Turns:
     async def run(self, tenant: bytes, work: Callable[[], T]) -> T:
         """What `work` returns or raises. Raises TooManyTexts at once."""
         own = len(self._open.get(tenant, ()))
-        # Without keys there is one tenant, b"", and nobody to leave places for.
+        # Without keys there is one tenant, b"", and no other to leave places for.
         if self.num_open >= self._most or (tenant and own >= max(1, self._most // 2)):
             raise TooManyTexts
         locks = self._open.setdefault(tenant, [])
@@ -51,7 +51,7 @@ class Turns:
         if not self._open[tenant]:
             del self._open[tenant]
         if not done.cancelled():
-            done.exception()                # retrieved: nobody may wait for it any more
+            done.exception()                # retrieved: its caller may be gone
 
     def close(self) -> None:
         """Take no more work. Idempotent."""

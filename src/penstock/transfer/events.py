@@ -52,7 +52,7 @@ class Pushed:
 
 @dataclass(frozen=True, slots=True)
 class Unpaired:
-    """No pair with whoever is at the other end, in words for the user; told when they change."""
+    """No session with the other instance: the reason for the user, sent when it changes."""
 
     words: str
 
@@ -89,7 +89,7 @@ class Events:
             self._room.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Our bug in a thread: whoever collects gets it."""
+        """Our bug in a thread: `collect` raises it."""
         with self._room:
             self._died = self._died or error
         self._wake()

@@ -97,7 +97,7 @@ class GrantTable:
             self._open.pop((transfer, generation), None)
 
     def land(self, epoch: int, frame: PageFrame, *, sound: bool | None = None) -> None:
-        """Write a piece, unless nobody waits for it or its bytes are damaged. sound: whether they are what
+        """Write a piece, unless no request waits for it or its bytes are damaged. sound: whether they are what
         was sent; None: their checksum says so. Raises ProtocolError if it is not what comes next."""
         head, payload = frame
         if sound is None:
@@ -127,7 +127,7 @@ class GrantTable:
                                       payload[:part.units * part.layers * group.cell_bytes])
 
     def landed(self, epoch: int, transfer: int, generation: int) -> TransferResult | None:
-        """What has become of a generation whose end was said; None: nobody waits for it."""
+        """What has become of a generation whose end was said; None: no request waits for it."""
         with self._lock:
             landing = self._open.get((transfer, generation)) if epoch == self._epoch else None
             if landing is None:

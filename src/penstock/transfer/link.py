@@ -76,7 +76,7 @@ class PairLink:
         settings.check()
         with self._lock:                                # what is met at the old one is not taken over
             self._settings, self.address, session = settings, address, self._session
-        if session is not None:                         # nobody has heard of that connection yet
+        if session is not None:                         # no event has named that connection yet
             session.cut("cut", f"{address} is called instead")
         if not self._threads:
             self.start()
@@ -136,7 +136,7 @@ class PairLink:
                 **{f'pair_failures_total{{cause="{cause}"}}': n for cause, n in c.failures.copy().items()}}
 
     def close(self) -> None:
-        """When it returns nobody writes, and nothing is listened on. Idempotent."""
+        """When it returns no thread writes or listens. Idempotent."""
         self._closing.set()
         with self._lock:
             session, streams = self._session, list(self._streams)
@@ -183,8 +183,8 @@ class PairLink:
             self._spawn(partial(self._serve, sock))
 
     def _begin(self, sock: socket.socket) -> None:
-        """Have a handshake for it. If there are too many the oldest ends, so that strangers who say nothing
-        keep nobody out: with the key one takes milliseconds."""
+        """Have a handshake for it. If there are too many the oldest ends, so that silent strangers
+        do not block others: with the key one takes milliseconds."""
         if not self._handshakes.acquire(blocking=False):
             with self._lock:
                 oldest = next(iter(self._unknown), None)
@@ -294,8 +294,8 @@ class PairLink:
 
     def _tell(self, words: str) -> None:
         with self._lock:
-            told, self._words = self._words == words, words
-        if not told:
+            is_logged, self._words = self._words == words, words
+        if not is_logged:
             self._events.put(Unpaired(words))
 
     def _take_over(self, session: Session, settings: LinkSettings) -> bool:

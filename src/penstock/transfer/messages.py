@@ -1,6 +1,6 @@
 """What the engines of a pair say to each other beside the core's messages. Bounded and typed.
 
-Whoever receives one checks that its ids and lengths make sense: here is only what no message exceeds.
+The receiver checks that ids and lengths make sense: here is only what no message exceeds.
 """
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class LinkSettings:
     """How one end of a pair reaches the other.
 
     address     unix:PATH, unix:@NAME of Linux's abstract sockets, which are no files, or HOST:PORT; port 0,
-                of the end that listens, is any free one; empty, of the end that dials, until it is told whom
+                of the end that listens, is any free one; empty, of the end that dials, until the address is set
     key         the secret of both ends
     tls_cert    of the end that listens: a PEM file with a certificate and its key. The end that dials
                 needs none: which certificate it saw is part of what the key proves
@@ -136,7 +136,7 @@ class Connection(io.RawIOBase):
         self._socket.sendall(memoryview(data)[sent:])
 
     def cut(self) -> None:
-        """Whoever reads or writes gets the end of the stream or an OSError. Idempotent."""
+        """Readers and writers get the end of the stream or an OSError. Idempotent."""
         shut(self._socket)
 
     def close(self) -> None:
@@ -216,7 +216,7 @@ class TlsStream(Connection):
 
 
 def shut(sock: socket.socket) -> None:
-    """Whoever waits in it goes on, with nothing or an OSError. Idempotent."""
+    """A call that waits in it returns, with nothing or an OSError. Idempotent."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
 

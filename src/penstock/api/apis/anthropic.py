@@ -152,7 +152,7 @@ def _messages(given: Mapping[str, Any], index: int, only: str) -> list[Message]:
             case {"type": "thinking", "thinking": str(text)} if role == "assistant":
                 reasons.append(text)
             case {"type": "redacted_thinking"} if role == "assistant":
-                pass                        # of another model: nobody here can read it
+                pass                        # of another model, encrypted: dropped
             case {"type": "image" | "document" as kind}:
                 raise RequestError(f"{at}.type is {show(kind)}: {only}", f"{at}.type")
             case {"type": str(kind)}:
@@ -245,8 +245,8 @@ class MessagesError(msgspec.Struct):
 
 def error_body(error: ApiError, _: bool) -> dict[str, Any]:
     """An error in this API's shape."""
-    told = error.body["error"]
-    message, param = str(told["message"]), told["param"] or ""
+    body = error.body["error"]
+    message, param = str(body["message"]), body["param"] or ""
     if error.overflow is not None:          # in the words by which this API's clients know it
         prompt, asked, context = error.overflow
         return {"type": "error", "error": {"type": "invalid_request_error", "message": (

@@ -37,7 +37,7 @@ class GenerateRequest(Body, kw_only=True, forbid_unknown_fields=True):
     rid: str | None = None
     model: str | None = None
     return_logprob: bool | None = None
-    logprob_start_len: int | None = None        # prompt tokens before those that are told; -1: all but one
+    logprob_start_len: int | None = None        # prompt tokens without a logprob; -1: all but one
     top_logprobs_num: int | None = None
     return_text_in_logprobs: bool | None = None
     log_metrics: bool | None = None
@@ -169,21 +169,21 @@ class GenerateFormat:
             ids = self.prompts.ids[index // self.prompts.n]
             first = len(ids) - 1 if scores is None else min(scores.first, len(ids)) - 1
             rows = list(zip(ids[first + 1:], [] if scores is None else scores.rows(), strict=False))
-            told: dict[str, Any] = {"input_token_logprobs": [
+            entries: dict[str, Any] = {"input_token_logprobs": [
                 self._entry(None, ids[first]), *(self._entry(own, t) for t, (own, _, _) in rows)]}
             if self.asked.num_best:
-                told["input_top_logprobs"] = [None, *(self._entries(best) for _, (_, _, best) in rows)]
-            self._of_prompts[index // self.prompts.n] = told
+                entries["input_top_logprobs"] = [None, *(self._entries(best) for _, (_, _, best) in rows)]
+            self._of_prompts[index // self.prompts.n] = entries
 
     def _logprobs(self, prompt: int, whole: Whole) -> dict[str, Any]:
         """[logprob, id, text] of each token: SGLang's form."""
         if not self.asked.return_logprob:
             return {}
         pairs = list(zip(whole.tokens, whole.logprobs, strict=False))      # none of an answer not wanted
-        told = dict(self._of_prompts.get(prompt, {}))
+        scores = dict(self._of_prompts.get(prompt, {}))
         if self.asked.num_best:
-            told["output_top_logprobs"] = [self._entries(of.top) for _, of in pairs]
-        return {**told, "output_token_logprobs": [self._entry(of.logprob, token) for token, of in pairs]}
+            scores["output_top_logprobs"] = [self._entries(of.top) for _, of in pairs]
+        return {**scores, "output_token_logprobs": [self._entry(of.logprob, token) for token, of in pairs]}
 
     def _entries(self, best: Sequence[tuple[int, float]]) -> list[Any]:
         return [self._entry(p, t) for t, p in best]

@@ -78,7 +78,7 @@ class ResponsesRequest(Body, kw_only=True, forbid_unknown_fields=True):
     # Not built.
     background: Annotated[Any, Neutral(False)] = None
     conversation: Unbuilt = None
-    # What hosted tools would add is never there; reasoning is, and in the open.
+    # What OpenAI's built-in tools would add is never there; reasoning is, and in the open.
     include: list[Included] | None = None
     moderation: Unbuilt = None
     previous_response_id: Unbuilt = None
@@ -234,7 +234,7 @@ class ResponseForm(BlockFormat):
 
     def _response(self, usage: Usage | None) -> dict[str, Any]:
         asked, text = self.request, self.request.text or TextConfig()
-        told = None if usage is None else {
+        counts = None if usage is None else {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens},
             "output_tokens": usage.completion_tokens,
@@ -252,7 +252,7 @@ class ResponseForm(BlockFormat):
             "text": {"format": text.format or {"type": "text"}, "verbosity": text.verbosity},
             "tool_choice": asked.tool_choice or "auto", "tools": [_declared(t) for t in asked.tools or ()],
             "top_logprobs": asked.top_logprobs or 0,
-            "top_p": self._sampled("top_p", asked.top_p), "truncation": "disabled", "usage": told,
+            "top_p": self._sampled("top_p", asked.top_p), "truncation": "disabled", "usage": counts,
             "metadata": asked.metadata or {}}
 
 
@@ -276,10 +276,10 @@ def _empty(block: Block) -> dict[str, Any]:
 
 def error_body(error: ApiError, streamed: bool) -> dict[str, Any]:
     """OpenAI's shape, and in a stream an event."""
-    told = error.body["error"]
+    body = error.body["error"]
     if not streamed:
         return error.body
-    return {"type": "error", "code": told["code"], "message": told["message"], "param": told["param"],
+    return {"type": "error", "code": body["code"], "message": body["message"], "param": body["param"],
             "sequence_number": 0}
 
 

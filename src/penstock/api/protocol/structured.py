@@ -17,7 +17,7 @@ class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
     name: str | None = None
     schema: dict[str, Any] | None = None        # None: any object
     strict: bool | None = None                  # either way the answer matches
-    description: str | None = None              # for a model that is told; no template reads it
+    description: str | None = None              # no chat template reads it
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):

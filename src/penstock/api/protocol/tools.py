@@ -84,10 +84,10 @@ def _named(function: FunctionName | None, name: str | None, where: str) -> str:
 
 
 def offer_of(tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> ToolOffer:
-    """Raises RequestError. The model is not told of tools that `choice` does not allow."""
+    """Raises RequestError. The model is not shown tools that `choice` does not allow."""
     mode, allowed, only = choice.plain() if isinstance(choice, ChosenTool) else (choice or "auto", None, "")
     all_tools = list(tools or ())
-    ToolOffer([_shown(t) for t in all_tools])           # what is wrong is told also with `none`
+    ToolOffer([_shown(t) for t in all_tools])           # a wrong tool is refused with `none` too
     if unknown := sorted((allowed or frozenset()) - {t.function.name for t in all_tools}):
         raise RequestError(f"tool_choice allows {show(unknown[0])}, which is none of the tools",
                            "tool_choice")
@@ -97,7 +97,7 @@ def offer_of(tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: 
 
 
 def _shown(tool: Tool) -> dict[str, Any]:
-    """As templates know it, `strict` apart: the model is not told, it is made to."""
+    """The tool as templates know it, without `strict`: a grammar enforces that."""
     hidden = {"strict", *names(OfTool)}
     given = {k: v for k, v in msgspec.structs.asdict(tool.function).items() if k not in hidden}
     return {"type": "function", "function": {k: v for k, v in given.items() if v is not None}}

@@ -1,6 +1,6 @@
 """Where things are kept on this machine: the only reader of the environment for folders.
 
-Owns no files and makes no folders; whoever writes into one makes it.
+Owns no files and makes no folders; the code that writes into one makes it.
 """
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class StorageUrl:
 
     @property
     def shown(self) -> str:
-        """Without what nobody should read."""
+        """The URL without its secrets."""
         scheme = f"{self.kind}://" + ("" if self.host is None else
                                       f"[{self.host}]" if ":" in self.host else self.host)
         return scheme + (f":{self.port}" if self.port else "") + self.path

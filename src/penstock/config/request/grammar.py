@@ -30,7 +30,7 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     before: str = ""
 
     def checked(self) -> Grammar:
-        """This, or RequestError. Whether the text means something is for whoever compiles it."""
+        """This, or RequestError. The compiler decides whether the text means something."""
         size = len((self.text + self.before).encode("utf-8", "surrogatepass"))
         if not 0 < size <= TEXT_BYTES_MAX:
             raise RequestError(f"grammar has {size} bytes: 1 to {TEXT_BYTES_MAX}", "grammar")

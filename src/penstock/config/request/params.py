@@ -46,7 +46,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def prompt_from(self) -> int:
-        """The first token of a prompt whose logprob is told, where any is."""
+        """The first token of a prompt that gets a logprob, where any does."""
         return max(1, self.prompt_logprobs_start)
 
     @property

@@ -1,4 +1,4 @@
-"""Logprobs of prompt tokens on their way from a rank to whoever asked: columns of bytes, not objects.
+"""Logprobs of prompt tokens on their way from a rank to the client: columns of bytes, not objects.
 
 A prompt of 100,000 tokens with five alternatives each is 5 MB so, and 100 MB as Python's numbers.
 

@@ -57,7 +57,7 @@ class Selection:
         asked = params.sparse_top_k
         if self.native:
             if asked not in (None, self.budget):
-                raise RequestError(f"sparse_top_k is {asked}: this model chooses {self.budget} tokens itself "
+                raise RequestError(f"sparse_top_k is {asked}: this model's indexer selects {self.budget} tokens "
                                    "(index_topk): leave it out", "sparse_top_k")
             return self
         if asked is not None and asked > self.budget:
@@ -66,7 +66,7 @@ class Selection:
         if asked is not None and 0 < asked < self.least:
             raise RequestError(
                 f"sparse_top_k is {asked}: at least {self.least}, as the first {self.sinks} tokens and the "
-                f"last {self.window} are always read and one unit of {self.unit} selected; 0 reads all KV",
+                f"last {self.window} are always read and one block of {self.unit} selected; 0 reads all KV",
                 "sparse_top_k")
         found = self if asked is None else self.within(asked)
         return found if asked != 0 and prompt + max_new - 1 > found.budget else None

@@ -183,13 +183,13 @@ PAIR: tuple[Refusal[Machine], ...] = (
             "of them"),
     Refusal(lambda c, m: c.num_engines > 1 and c.device.device == "cuda"
             and c.kv.kv_cache_memory_bytes is None and c.num_engines * c.ranks_here > len(m.gpus),
-            ("server.dp", "pair.prefill_replicas", "kv.kv_cache_memory_bytes"),
+            ("device.dp", "pair.prefill_replicas", "kv.kv_cache_memory_bytes"),
             "several engines share a GPU: give each a fixed size for KV, e.g. --kv-cache-memory-bytes 8G, or one "
             "GPU per engine"),
-    Refusal(lambda c, _: c.server.dp > 1 and bool(c.pair.prefill_replicas),
-            ("server.dp", "pair.prefill_replicas", "pair.decode_replicas"),
+    Refusal(lambda c, _: c.device.dp > 1 and bool(c.pair.prefill_replicas),
+            ("device.dp", "pair.prefill_replicas", "pair.decode_replicas"),
             "--decode-replicas sets the number of engines at this address: leave --dp out"),
-    Refusal(lambda c, _: c.server.dp > 1 and _mode(c) == "prefill", ("server.dp", "pair.disaggregation_mode"),
+    Refusal(lambda c, _: c.device.dp > 1 and _mode(c) == "prefill", ("device.dp", "pair.disaggregation_mode"),
             "one prefill instance listens at one address: start further instances with addresses of their own"),
     Refusal(lambda c, _: (c.pair.disaggregation_listen is not None) != (_mode(c) == "prefill"),
             ("pair.disaggregation_mode", "pair.disaggregation_listen"),
@@ -399,7 +399,7 @@ REFUSED: tuple[Refusal[Machine], ...] = (
                       "model.override_generation_config")),
     Refusal(lambda c, _: any(b.count("=") != 1 or "" in b.split("=") for b in c.device.backends),
             ("device.backends",), "written as OP=NAME, several separated by commas"),
-    _outside("server.dp", 1, 64, "1 to 64 engines"),
+    _outside("device.dp", 1, 64, "1 to 64 engines"),
     _outside("server.port", 0, 65535, "0 (any free port) to 65535"),
     Refusal(lambda c, _: not c.server.host, ("server.host",), "an address is needed"),
     Refusal(lambda c, _: is_public(c.server.host) and not c.server.api_key

@@ -68,7 +68,7 @@ def _other_layers(config: Config, model: ModelFacts) -> bool:
     return sum(map(int, given)) != model.layers if given else stages > model.layers
 
 
-_CHOOSES = "this model chooses {topk} tokens one by one in every layer: leave it out"
+_CHOOSES = "this model's indexer selects {topk} single tokens in every layer: leave it out"
 
 OF_MODEL: tuple[Refusal[ModelFacts], ...] = (
     Refusal(lambda c, m: (c.model.max_model_len or 0) > m.context, ("model.max_model_len",),
@@ -80,10 +80,10 @@ OF_MODEL: tuple[Refusal[ModelFacts], ...] = (
     Refusal(lambda c, m: c.model.dtype == "gguf" and m.load_format != "gguf", ("model.dtype",),
             "{name} is not a .gguf file: leave the flag out"),
     Refusal(lambda c, m: c.kv.sparse_top_k is not None and not m.topk and not m.kv_heads,
-            ("kv.sparse_top_k",), "the selector that this flag gives is for keys and values of KV heads, in "
-            "one cache group, and this model has others: leave it out"),
+            ("kv.sparse_top_k",), "block selection needs keys and values per KV head in one cache group, "
+            "and this model has others: leave it out"),
     Refusal(lambda c, m: bool(m.topk) and c.kv.sparse_top_k not in (None, m.topk), ("kv.sparse_top_k",),
-            "this model chooses {topk} tokens itself, as its config.json says (index_topk): leave the flag "
+            "this model's indexer selects {topk} tokens, as its config.json says (index_topk): leave the flag "
             "out"),
     Refusal(lambda c, m: bool(m.topk) and c.kv.sparse_block_size != KVConfig().sparse_block_size,
             ("kv.sparse_block_size",),

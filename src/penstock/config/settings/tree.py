@@ -113,8 +113,9 @@ class KVConfig:
     state_interval: Annotated[int | None, "recurrent models: tokens between two states that are cached for later "
                               "prompts, a multiple of --page-size (default: the number of tokens whose KV takes "
                               "a quarter of one state's size, at least 128)"] = None
-    kv_cache_memory_bytes: Annotated[int | None, "GPU memory for KV, of each rank (default: measured at start; "
-                                     "see --gpu-memory-utilization)", Bytes()] = None
+    kv_cache_memory_bytes: Annotated[int | None, "GPU memory for KV, per rank; without a GPU, CPU memory "
+                                     "instead (default: measured at start; see --gpu-memory-utilization)",
+                                     Bytes()] = None
     gpu_memory_utilization: Annotated[float | None, "share of the GPU's memory for weights, activations and KV "
                                       "(default: 0.9). On a CPU: share of the free memory for KV (default: 0.3)",
                                       Alias("--mem-fraction-static")] = None
@@ -123,18 +124,18 @@ class KVConfig:
         "(2x), auto (half of what is free), or 0 for none (default: auto with --kv-storage, a DSA model or "
         "--sparse-top-k, unless --host-decode is off; else 0)", HostSize()] = None
     host_decode: Annotated[HostDecode | None, "decode requests whose KV is in host memory, for DSA models and "
-                           "with --sparse-top-k. auto: when the GPU's KV cache is full; always; off (default: "
-                           "auto for these, off for all others)"] = None
+                           "with --sparse-top-k. auto: when the GPU's KV cache is full; always: all "
+                           "requests; off: none (default: auto for these, off for other models)"] = None
     sparse_top_k: Annotated[int | None, "turns on sparse decode for GQA models: tokens that each KV head selects "
-                            "and reads per step. A request may ask for fewer (default: off; DSA models have an "
-                            "indexer)"] = None
+                            "and reads per step. A request may ask for fewer (default: off; DSA models select "
+                            "by their own indexer)"] = None
     sparse_block_size: Annotated[int, "tokens that are selected together: 4 to 16, a divisor of --page-size"] = 8
     sparse_dense_layers: Annotated[tuple[str, ...], "layers that read all of their KV, which stays on the GPU: "
                                    "0,1 for example"] = ()
-    hot_buffer_tokens: Annotated[int | None, "maximum size of a request's GPU hot buffer, in tokens. It starts at "
-                                 "the tokens that one step selects plus one page, and grows while GPU pages are free "
-                                 "(default: 4 times the tokens that one step selects; with speculation at least "
-                                 "those of all draft positions)"] = None
+    hot_buffer_tokens: Annotated[int | None, "maximum size of the hot buffer: per request whose KV is in host memory, "
+                                 "a GPU cache of the tokens that it selected. Starts at one step's tokens plus a "
+                                 "page, grows while GPU pages are free (default: 4 times one step's tokens; with "
+                                 "speculation at least those of all draft positions)"] = None
     prefix_cache: Annotated[bool, "reuse the KV of earlier requests for prompts that begin alike",
                             Alias("--enable-prefix-caching"),
                             Inverse("--disable-radix-cache")] = True
@@ -153,8 +154,8 @@ class KVConfig:
                                        "write_through_selective: prefixes that a second request has used; none: "
                                        "read only, nothing is written or deleted",
                                        Alias("--hicache-write-policy")] = "write_through"
-    kv_cache_dtype: Annotated[Kept, "type of an MLA KV cache: auto is the compute type; fp8 is fp8_e4m3 with "
-                              "a scale per 128 values"] = "auto"
+    kv_cache_dtype: Annotated[Kept, "type of an MLA KV cache (others have the compute type): auto is the "
+                              "compute type; fp8 is fp8_e4m3 with a scale per 128 values"] = "auto"
     sparse_metadata_dtype: Annotated[Kept, "type of the data by which sparse decode ranks tokens. DSA models: "
                                      "indexer keys, auto means that of --kv-cache-dtype. --sparse-top-k: key minimum "
                                      "and maximum of each block, auto means the compute type"] = "auto"
@@ -235,6 +236,9 @@ class DeviceConfig:
     ep: Annotated[int, "expert parallelism: groups of experts over the TP ranks. 1: each rank has columns of all "
                   "experts; 0: as many groups as TP ranks",
                   Alias("--expert-parallel-size", "--ep-size", "-ep")] = 1
+    dp: Annotated[int, "data parallelism: engines (replicas) at this address, each with memory of its own; a prompt "
+                  "goes to the engine that has its prefix cached, else to the least loaded one",
+                  Alias("--data-parallel-size", "--dp-size", "-dp")] = 1
     step_timeout_s: Annotated[float, "seconds after which a rank that still computes one step counts as hung",
                               Alias("--watchdog-timeout")] = 300.0
     backends: Annotated[tuple[str, ...], "kernel backends by operation, e.g. linear=reference "
@@ -252,9 +256,6 @@ class DeviceConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     host: Annotated[str, "address to bind"] = "127.0.0.1"
-    dp: Annotated[int, "data parallelism: engines (replicas) at this address, each with memory of its own; a prompt "
-                  "goes to the engine that has its prefix cached, else to the least loaded one",
-                  Alias("--data-parallel-size", "--dp-size", "-dp")] = 1
     port: Annotated[int, "TCP port; 0 takes a free one and prints it"] = 8000
     api_key: Annotated[str | None, "key that clients must send; other users of this machine see it in the "
                        "process list: prefer a file", Secret()] = field(default=None, repr=False)
@@ -267,15 +268,15 @@ class ServerConfig:
     ssl_certfile: Annotated[str | None, "PEM file with the server's certificate: serve HTTPS; reread on "
                             "SIGHUP"] = None
     ssl_keyfile: Annotated[str | None, "PEM file with the certificate's key (default: in --ssl-certfile)"] = None
-    cors_origins: Annotated[tuple[str, ...], "origins whose pages may send requests from a browser, e.g. "
+    cors_origins: Annotated[tuple[str, ...], "web origins that may send requests from a browser, e.g. "
                             "https://chat.example.com; * allows all"] = ()
     clip_max_tokens: Annotated[bool, "shorten a max_tokens that exceeds the context, and report it as "
                                "clipped_max_tokens in usage; off: refuse it with a 400"] = False
     body_bytes_max: Annotated[int | None, "largest request body (default: 16 bytes per token of the context, at "
                               "least 4 MiB)", Bytes()] = None
     router_dialect: Annotated[RouterDialect, "protocol of a router in front of this server, with or without "
-                              "disaggregation; sglang also hides GET /version, by which smg would take this "
-                              "server for vLLM"] = "off"
+                              "disaggregation; sglang also hides GET /version, by which the router smg would "
+                              "take this server for vLLM"] = "off"
     metrics_dialect: Annotated[MetricsDialect | None, "export metrics under the names of vLLM or SGLang too, for "
                                "routers and dashboards that know those"] = None
     log_level: Annotated[Literal["debug", "info", "warning", "error"], "least severe messages that are "
@@ -400,7 +401,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DebugConfig:
-    debug_check: Annotated[bool, "check every invariant after every step (slow)"] = False
+    debug_check: Annotated[bool, "check every invariant of the scheduler after every step (slow)"] = False
     debug_event_log: Annotated[str | None, "file for the scheduler's events, without prompts, for "
                                "`penstock sim --replay`"] = None
 
@@ -426,7 +427,7 @@ class Config:
     def num_engines(self) -> int:
         """Engines of this server, all of them on this machine."""
         pair = self.pair
-        return pair.prefill_replicas + pair.decode_replicas if pair.prefill_replicas else self.server.dp
+        return pair.prefill_replicas + pair.decode_replicas if pair.prefill_replicas else self.device.dp
 
     @property
     def ranks_here(self) -> int:
@@ -443,7 +444,7 @@ class Config:
 
 # "section.field" of what only an HTTP server has a use for: refused by the other commands.
 SERVE_ONLY = frozenset({
-    "model.served_model_name", "schedule.max_waiting",
+    "model.served_model_name", "schedule.max_waiting", "device.dp",
     *(f"server.{name}" for name in get_type_hints(ServerConfig)),
     *(f"pair.{name}" for name in get_type_hints(PairConfig)),
     *(f"nodes.{name}" for name in get_type_hints(NodesConfig)),

@@ -85,7 +85,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
            instead="only native is accepted: the host tier is built in"),
     _value("", "--hicache-write-policy", neutral=("write_through", "write_through_selective", "none"),
            instead="only write_through and write_through_selective are accepted: a page is copied to the "
-                   "host when it is sealed, so that giving up its device page never waits for a copy"),
+                   "host when it is full, so that giving up its device page never waits for a copy"),
     _value("", "--kv-storage-write-rate", instead="pages are stored as fast as the storage takes them, after reads: "
            "give the folder to a device with room, or store less with --kv-storage-write-policy"),
     _switch("", "--kv-storage-sync", instead="leave it out: a checksum finds pages that a power loss took"),
@@ -93,7 +93,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
            instead="there is one layout and one way to copy: a page is one block in every tier"),
     _value("", "--num-reserved-decode-tokens", neutral=_NONE,
            instead="leave it out: a request is admitted with memory for its whole max_tokens"),
-    _value("RDMA between the instances of a pair", "--disaggregation-ib-device", neutral=_NONE,
+    _value("RDMA between prefill and decode instances", "--disaggregation-ib-device", neutral=_NONE,
            instead="the KV of a pair goes over TCP: leave it out"),
     _value("", "--disaggregation-bootstrap-port", neutral=_NONE,
            instead="both instances name one address: give the prefill instance "

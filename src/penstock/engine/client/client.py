@@ -251,13 +251,13 @@ class EngineClient:
 
     async def stats(self) -> dict[str, float]:
         """Gauges and counters by metric name. Raises EngineDied."""
-        told: wire.Stats = await self._ask(wire.AskStats)
-        return told.values
+        answer: wire.Stats = await self._ask(wire.AskStats)
+        return answer.values
 
     async def shown(self) -> wire.Shown:
         """Requests and turns, as a page shows them. Raises EngineDied."""
-        told: wire.Shown = await self._ask(wire.AskShown)
-        return told
+        answer: wire.Shown = await self._ask(wire.AskShown)
+        return answer
 
     async def _ask(self, kind: Callable[[int], wire.ToEngine]) -> Any:
         if self.died is not None:
@@ -349,7 +349,7 @@ class EngineClient:
         """`work` on a thread of its own, and `done` when it has returned."""
         def run() -> None:
             work()
-            with contextlib.suppress(RuntimeError):     # the loop is closed: nobody waits
+            with contextlib.suppress(RuntimeError):     # the loop is closed: no caller waits
                 self._loop.call_soon_threadsafe(done.set)
 
         threading.Thread(target=run, daemon=True, name=name).start()

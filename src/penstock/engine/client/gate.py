@@ -1,7 +1,7 @@
-"""What a crowd asks for, a little in each turn of the event loop, so that whoever has text goes first.
+"""Work of many requests, a little in each turn of the event loop, so that streams with text go first.
 
-A turn ends with what its streams have to write. Were 256 requests that come at once taken in one, nobody
-would read a token for the .1 s that this takes. Knows nothing of what it runs.
+A turn ends with what its streams have to write. Were 256 requests that come at once taken in one, no stream
+would get a token for the .1 s that this takes. Knows nothing of what it runs.
 """
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Gate:
         self._last = 0.0                # when the turn before began; meaningless while none waits
 
     def later(self, work: Callable[[], None]) -> None:
-        """Run it in this turn or a later one. What it raises, the loop is told."""
+        """Run it in this turn or a later one. The loop's handler gets what it raises."""
         if not self._waiting:
             self._last = time.thread_time()
             asyncio.get_running_loop().call_soon(self._turn)

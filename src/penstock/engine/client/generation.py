@@ -49,7 +49,7 @@ class ChoicePiece:
 
 class Ended(Exception):
     """The engine gave up a choice: `refused` it, ended it by `abort`, or was `unavailable`, one of a pair
-    without the other. An abort that nobody asked for has a `reason`."""
+    without the other. An abort that the client did not ask for has a `reason`."""
 
     def __init__(self, outcome: str, reason: str) -> None:
         super().__init__(reason or outcome)
@@ -274,7 +274,7 @@ class _Choice:
             self._generation.metrics.decode.observe(self._last - self._first)
 
     def _nothing(self, chunk: OutputChunk) -> ChoicePiece:
-        """What is told of an answer that is not wanted: the prompt's part, and its end."""
+        """Return the prompt's part and the end of an answer that the client did not ask for."""
         if chunk.finish is not None:
             self._end("length")
         return ChoicePiece(self._index, "", [], [], [], "length" if self._done else None, prompt=chunk.prompt)
@@ -290,7 +290,7 @@ class _Choice:
             self._draining.add_done_callback(_DRAINING.discard)
 
     async def _drain(self) -> None:
-        with contextlib.suppress(EngineDied):    # which is told elsewhere
+        with contextlib.suppress(EngineDied):    # reported elsewhere
             async for chunk in self._stream:
                 self._generation.count_end(chunk)
 

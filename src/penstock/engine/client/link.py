@@ -15,8 +15,8 @@ SLICE_CHUNKS = 2048         # between two looks at everybody else: about 10 ms w
 
 
 class Inbox:
-    """What has arrived for one choice. Its client holds this and not the stream, so that a stream that
-    nobody reads any more can be collected and aborted."""
+    """What has arrived for one choice. Its client holds this and not the stream, so that a stream
+    without a reader can be collected and aborted."""
 
     __slots__ = ("begun", "chunks", "error", "finished", "gated", "rid", "started", "waiter")
 
@@ -31,12 +31,12 @@ class Inbox:
         self.error: Exception | None = None
 
     def add(self, chunk: wire.OutputChunk) -> None:
-        """Into the last one, if nobody has read that and `chunk` is only more of the same."""
+        """Into the last one, if that is unread and `chunk` is only more of the same."""
         if not (self.chunks and _joined(self.chunks[-1], chunk)):
             self.chunks.append(chunk)
 
     def wake(self) -> None:
-        """Whoever waits for a chunk."""
+        """Wake the task that waits for a chunk."""
         self.gated = False
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)

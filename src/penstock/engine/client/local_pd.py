@@ -65,4 +65,5 @@ def _end(config: Config, key: int, **own: Any) -> Config:
                       disaggregation_timeout_s=old.disaggregation_timeout_s, **own)
     # A router sees one server, which is no end of a pair.
     return replace(config, pair=pair, cluster=replace(config.cluster, cluster_key_file=f"/dev/fd/{key}"),
-                   server=replace(config.server, dp=old.decode_replicas, router_dialect="off"))
+                   server=replace(config.server, router_dialect="off"),
+                   device=replace(config.device, dp=old.decode_replicas))

@@ -8,7 +8,7 @@ def namespace(secret: bytes, tenant: bytes, salt: str | None) -> int:
     """Return the namespace of this tenant and salt; 0 when there is neither.
 
     The tenant comes from the API key; a client's `cache_salt` only narrows it. A number is 63 bits of a keyed
-    digest: nobody without the secret can look for two that are the same, and among a million salts the chance
+    digest: two equal ones cannot be looked for without the secret, and among a million salts the chance
     that there are any is below 1 in 10 million. With one secret they are the same in every process.
     """
     if not tenant and salt is None:

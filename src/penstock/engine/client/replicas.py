@@ -1,7 +1,7 @@
 """The engines behind one address, as one: who gets a prompt, and their numbers together.
 
-Owns the choice. It knows of an engine's cache what it has sent there and what that has room for; it asks
-nobody, so a choice costs no message.
+Owns the choice. It knows of an engine's cache what it has sent there and what that has room for; so a
+choice costs no message.
 """
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Member(Kept):
         return self.engine.ready
 
     def known(self, name: str) -> int:
-        """A number of its `ready.info`, 0 if it has not told it."""
+        """A number of its `ready.info`, 0 if it has not sent it."""
         return int(self.ready.info.get(name) or 0)
 
     @property
@@ -110,12 +110,12 @@ class Member(Kept):
 
 
 class Engines:
-    """`--dp N`. One alone ends with its process, which `on_death` is told; several are each started again."""
+    """`--dp N`. One alone ends with its process, reported to `on_death`; several are each started again."""
 
     def __init__(self, config: Config, log: Callable[[str], None], on_death: Callable[[EngineDied], None], *,
                  fds: Sequence[int] = ()) -> None:
         """log: takes a line at a time. fds: as EngineClient has them."""
-        count = config.server.dp
+        count = config.device.dp
         # Numbers of requests are part of their seeds: alike questions have other answers on each engine.
         rids: Iterator[int] = itertools.count(1)
         self.members = [
@@ -213,10 +213,10 @@ class Engines:
         return together(await asyncio.gather(*(member.engine.stats() for member in self.members)))
 
 
-def together(told: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def together(numbers: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The sums of what several engines tell of themselves, by metric name."""
     out: dict[str, float] = {}
-    for values in told:
+    for values in numbers:
         for name, value in values.items():
             before = out.get(name, 0.0)
             out[name] = max(before, value) if name in SHARED else before + value
@@ -248,6 +248,6 @@ def _numbered(config: Config, n: int) -> Config:
     """Return the settings of the engine with this number: files that it writes are its own."""
     config = replace(config, nodes=config.nodes.of_engine(n))
     log = config.debug.debug_event_log
-    if log is None or config.server.dp == 1:
+    if log is None or config.device.dp == 1:
         return config
     return replace(config, debug=replace(config.debug, debug_event_log=f"{log}.{n}"))

@@ -23,7 +23,7 @@ class Kept:
                  rids: Iterator[int] | None = None, env: dict[str, str] | None = None,
                  on_death: Callable[[EngineDied], None] | None = None) -> None:
         """name: what its lines in the log begin with, "" for nothing. fds, rids, env: as of EngineClient.
-        on_death: of one that is not started again: it is told instead."""
+        on_death: called instead of a restart."""
         self._config, self._name, self._log = config, name, log
         self._fds, self._rids, self._env, self._on_death = fds, rids, env, on_death
         self._died = asyncio.Event()

@@ -17,7 +17,7 @@ from penstock.transfer.link import PairLink
 from penstock.transfer.remote.opener import opener
 from penstock.transfer.streams import LinkSettings, read_certificate
 
-TOLD = ("model", "dtype", "page_size", "hbm_bytes", "dram_bytes", "max_model_len", "max_num_seqs",
+SHARED = ("model", "dtype", "page_size", "hbm_bytes", "dram_bytes", "max_model_len", "max_num_seqs",
         "step_tokens", "sparse_top_k", "pp", "tp", "threads", "weight_bytes", "start_seconds")
 
 
@@ -73,7 +73,7 @@ def open_peers(config: Config, built: Built) -> Peers | None:
 
 def facts_of(role: str, built: Built, backend: str = "stream") -> Facts:
     """What is said of this engine before anything else."""
-    info: Info = {"pid": os.getpid(), **{name: built.info[name] for name in TOLD if name in built.info}}
+    info: Info = {"pid": os.getpid(), **{name: built.info[name] for name in SHARED if name in built.info}}
     return Facts(role=role, must=built.identity | {"transfer backend": backend},
                  groups=[group_facts(group.name, layout)
                          for group, layout in zip(built.caches.groups, built.caches.layouts, strict=True)],

@@ -158,7 +158,7 @@ class Peer:
         self._rids[transfer], self._lengths[transfer] = rid, num_prompt
 
     def refuse(self, transfer: int, reason: Reason = Reason.REFUSED) -> None:
-        """A request that the core was never told of."""
+        """Refuse a request that never reached the core."""
         self.say(Refused(transfer, 0, reason))
 
     def rid_of(self, transfer: int) -> int | None:

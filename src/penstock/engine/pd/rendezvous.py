@@ -21,14 +21,14 @@ OVER_MAX = 4096                     # rooms that are over and known to have been
 Key = tuple[int, int]
 
 TAKEN, LATE = "room_taken", "room_late"
-# What a client is told of a room, by the reason that the other end gave.
+# Messages about a bootstrap room, by the reason that the other instance gave.
 WORDS = {
     Reason.TAKEN: (TAKEN, "this room was taken before, by this or another request: a room is of one request"),
     Reason.LATE: (LATE, "the prompt of this room is not at the prefill instance, or no longer: send it again"),
     Reason.OTHER: (TAKEN, "this room is of another request: its prompt, or how its first token is chosen, is "
                    "another one"),
 }
-NOBODY = "no decode engine has asked for the prompt of this room in time: its pages are free again"
+UNCLAIMED = "no decode engine has asked for the prompt of this room in time: its pages are free again"
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class Rooms:
 
     @property
     def wait_s(self) -> float | None:
-        """Until the next of those that wait has waited long enough; None: nobody waits."""
+        """Until the next of those that wait has waited long enough; None: none waits."""
         until = min((w.until for w in self._open.values()), default=None)
         return None if until is None else max(0.0, until - self._clock())
 
@@ -90,7 +90,7 @@ class Rooms:
         return waiting.here
 
     def computed(self, room: BootstrapRoom) -> None:
-        """Its prompt has been computed and is told of: who was told has as long to ask."""
+        """Its prompt has been computed and announced: from now the decode instance has the same time to ask."""
         if (waiting := self._open.get(key_of(room))) is not None:
             waiting.until = self._clock() + self._keep_s
 

@@ -64,7 +64,7 @@ class Peers:
 
     def at(self, address: str) -> Peer:
         """Who listens at `address`, whom a router has named; it may have to be called first. Raises
-        ConfigError: nobody may be called there, in words."""
+        ConfigError: no connection to that address is allowed, with the reason."""
         known = next((peer for peer in self.each if peer.address == address), None)
         if known is None:
             known = self._free_place(address)
@@ -74,7 +74,7 @@ class Peers:
         return known
 
     def _free_place(self, address: str) -> Peer:
-        """One that nobody has, or the one without a connection that was named longest ago."""
+        """A place without a user, or the one without a connection that was named longest ago."""
         if not self._routed:
             at = ", ".join(peer.address for peer in self.each)
             raise ConfigError(f"this decode instance has --disaggregation-connect {at}, and not {address}")
@@ -141,7 +141,7 @@ class PdRouter:
 
     @property
     def wait_s(self) -> float | None:
-        """Until the next of those that wait for a connection has waited long enough; None: nobody waits."""
+        """Until the next of those that wait for a connection has waited long enough; None: none waits."""
         until = min((p.until for p in self._parked.values()), default=None)
         return None if until is None else max(0.0, until - self._clock())
 
@@ -235,7 +235,7 @@ class PdRouter:
             yield from self._give_up(live)
 
     def _give_up(self, live: Live) -> Iterator[Event]:
-        """Nobody computes its prompt, where that is the policy."""
+        """Refuse a request that no prefill instance serves, where that is the policy."""
         if live.started is None and not live.given_up:
             live.given_up, live.excuse = True, live.excuse or CROWDED
             yield Aborted(live.rid)
@@ -253,7 +253,7 @@ class PdRouter:
     def say(self, outputs: Sequence[Output]) -> None:
         """The messages among them, each with what belongs to its tokens in front of it."""
         for output in outputs:
-            if isinstance(output, Say) and output.peer < len(self._peers.each):     # the last may be nobody
+            if isinstance(output, Say) and output.peer < len(self._peers.each):     # the last place may be free
                 peer = self._peers.each[output.peer]
                 if isinstance(output.what, End):
                     self._say_first(peer, output.what)

@@ -33,8 +33,8 @@ from penstock.memory.stores.objects import (
     Object,
     Verdict,
     examined,
+    header_of,
     is_sealed,
-    sealed,
 )
 
 LOW_WATER = 0.9             # of the quota: what a sweep leaves
@@ -118,7 +118,7 @@ class Folder(Inventory):
             shutil.rmtree(path, ignore_errors=True)                 # engines may write meanwhile
 
     def sweep(self, quota: int | None, room: int = 0) -> tuple[int, int]:
-        """Remove temporary files that nobody writes any more, and, where `quota` bytes have no `room` for
+        """Remove temporary files without a writer, and, where `quota` bytes have no `room` for
         more, what was used longest ago, down to LOW_WATER of them. Returns bytes that are left and bytes
         removed. While another engine sweeps, nothing is listed: it returns what the last sweep left, or waits
         if there was none."""
@@ -260,7 +260,7 @@ class Files(Bounded):
         fd = os.open(temp, flags, 0o600, dir_fd=folder)
         try:
             try:
-                _drain(fd, [memoryview(sealed(key, group, page)), page])
+                _drain(fd, [memoryview(header_of(key, group, page)), page])
             finally:
                 os.close(fd)
             os.rename(temp, name, src_dir_fd=folder, dst_dir_fd=folder)

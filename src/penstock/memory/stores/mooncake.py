@@ -21,7 +21,7 @@ import numpy as np
 
 from penstock.config.base import child
 from penstock.config.base.storage_url import StorageUrl, bound_mooncake
-from penstock.memory.stores.objects import FORMAT, HEADER, Store, Verdict, sealed, unpack
+from penstock.memory.stores.objects import FORMAT, HEADER, Store, Verdict, header_of, unpack
 
 CONNECT_S = 1.0
 TRY_S = 5.0
@@ -110,7 +110,7 @@ class MooncakeStore(Store):
         client, names, size = self._connected(), self._names(keys, group), HEADER.size + self._sizes[group]
         there = client.batch_is_exist(names)
         new = [i for i, code in enumerate(there) if code != 1]
-        data = [np.frombuffer(b"".join((sealed(keys[i], group, pages[i]), pages[i])), np.uint8) for i in new]
+        data = [np.frombuffer(b"".join((header_of(keys[i], group, pages[i]), pages[i])), np.uint8) for i in new]
         if new:
             codes = client.batch_put_from([names[i] for i in new], [row.ctypes.data for row in data],
                                           [size] * len(new))

@@ -1,7 +1,7 @@
 """What a stored page of KV is, wherever it is stored, and what every store must do.
 
 An object is 64 bytes of header, then the bytes of the host page, under a name made of the page's key and
-its cache group. Nothing read from a store is believed: an object is good if its header is as `sealed` says.
+its cache group. Nothing read from a store is trusted: an object is intact if its header is that of `header_of`.
 """
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class Verdict(Enum):
     BAD = "bad"            # what is there is not what was stored
 
 
-def sealed(key: bytes, group: int, page: memoryview) -> bytes:
+def header_of(key: bytes, group: int, page: memoryview) -> bytes:
     """The header of an object."""
     blank = HEADER.pack(_MAGIC, _VERSION, group, len(page), key, bytes(16))
     return HEADER.pack(_MAGIC, _VERSION, group, len(page), key, _sum(blank, page))
 
 
 def is_sealed(header: bytes | bytearray | memoryview, key: bytes, group: int, page: memoryview) -> bool:
-    """Whether `page` is what `sealed` was given with this key and group."""
-    return len(header) == HEADER.size and bytes(header) == sealed(key, group, page)
+    """Whether `header` is that of this page under this key and group."""
+    return len(header) == HEADER.size and bytes(header) == header_of(key, group, page)
 
 
 def unpack(data: memoryview, key: bytes, group: int, page: memoryview) -> Verdict:
@@ -57,7 +57,7 @@ def _sum(blank: bytes, page: memoryview) -> bytes:
 class Store(ABC):
     """The objects of one kind of engine. Any thread may call anything. What is wrong with the world is an
     OSError, in bounded time where the world lets it be, but that an object is not there, or not what it
-    should be. Iterators give what is known so far; whoever has enough stops."""
+    should be. Iterators give what is known so far; the caller may stop early."""
 
     readonly: bool
     readers: int            # threads that read, and that write

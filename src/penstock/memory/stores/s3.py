@@ -25,7 +25,7 @@ from penstock.memory.stores.objects import (
     Store,
     Verdict,
     examined,
-    sealed,
+    header_of,
     unpack,
 )
 
@@ -110,7 +110,7 @@ class Bucket(Store, Inventory):
         assert not self.readonly
 
         async def write(key: bytes, page: memoryview) -> int:
-            data, name = b"".join((sealed(key, group, page), page)), self._name(key, group)
+            data, name = b"".join((header_of(key, group, page), page)), self._name(key, group)
             try:
                 await self._obstore.put_async(self._bucket, name, data, mode="create", use_multipart=False)
             except (FileExistsError, self._obstore.exceptions.AlreadyExistsError):

@@ -1,4 +1,4 @@
-"""What tenants' stored pages are told apart by: the secret that engines share which share a store."""
+"""The secret that separates tenants' stored pages, the same in all engines that share a store."""
 from __future__ import annotations
 
 import contextlib

@@ -21,7 +21,7 @@ from penstock.memory.stores.objects import (
     Store,
     Verdict,
     examined,
-    sealed,
+    header_of,
     unpack,
 )
 
@@ -89,7 +89,7 @@ class Valkey(Store, Inventory):
 
     def get(self, keys: Sequence[bytes], group: int, pages: Sequence[memoryview]) -> Iterator[Verdict]:
         size = HEADER.size + self._sizes[group]
-        # At most one byte more than there should be: nobody's length is believed.
+        # At most one byte more than there should be: no stored length is trusted.
         found = self._ask([("GETRANGE", self._name(key, group), 0, size) for key in keys]) if keys else []
         for key, page, data in zip(keys, pages, found, strict=True):
             if data == b"":
@@ -101,7 +101,7 @@ class Valkey(Store, Inventory):
         assert not self.readonly
         size = HEADER.size + self._sizes[group]
         there = self._ask([("STRLEN", self._name(key, group)) for key in keys])
-        sets = [("SET", self._name(key, group), b"".join((sealed(key, group, page), page)))
+        sets = [("SET", self._name(key, group), b"".join((header_of(key, group, page), page)))
                 for key, page, found in zip(keys, pages, there, strict=True) if found != size]
         if sets:
             self._ask(sets)

@@ -156,7 +156,7 @@ class _Download:
 
 
 class _Progress:
-    """Bytes of several files together, told every PROGRESS_S."""
+    """Bytes of several files together, logged every PROGRESS_S."""
 
     def __init__(self, name: str, files: list[str], total: int, say: Callable[[str], object]) -> None:
         self._name, self._total, self._say = name, total, say

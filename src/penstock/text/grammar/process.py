@@ -1,6 +1,6 @@
 """Grammars compiled to see whether they can be, in a process of its own, over the socket it was started with.
 
-A schema of a client may cost seconds or gigabytes to compile: here both cost nobody but the next grammar.
+A schema of a client may cost seconds or gigabytes to compile: here only the next grammar waits for it.
 """
 from __future__ import annotations
 

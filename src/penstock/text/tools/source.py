@@ -75,7 +75,7 @@ class Source:
     def until(self, *markers: str, kind: type[TextItem] | type[Reasoning] = TextItem,
               behind_call: bool = False, kept: bool = False) -> Generator[None, None, str]:
         """Tell text up to the first of `markers`, which is taken, without the white space before it; returns
-        that, or "" at the end. behind_call: white space alone is nothing. kept: the mark is told as well."""
+        that, or "" at the end. behind_call: white space alone is nothing. kept: the mark is emitted as well."""
         blank, self._marked = behind_call, None
         while True:
             text = self.rest
@@ -152,8 +152,8 @@ class Source:
             return None
         return value
 
-    def json_value(self, *, told: bool, depth: int = 0) -> Generator[None, None, bool]:
-        """Take an object or a list to its end, or what closes `depth` of them; as Arguments if `told`.
+    def json_value(self, *, as_arguments: bool, depth: int = 0) -> Generator[None, None, bool]:
+        """Take an object or a list to its end, or what closes `depth` of them; emitted as Arguments if `as_arguments`.
         Returns whether it ended."""
         in_string, done = False, 0
         while True:
@@ -170,11 +170,11 @@ class Source:
                 else:
                     depth += 1 if char in "{[" else -1
                     if depth <= 0:
-                        self._take_value(text[:done], told)
+                        self._take_value(text[:done], as_arguments)
                         return True
             else:
                 done = len(text)
-            self._take_value(text[:done], told)
+            self._take_value(text[:done], as_arguments)
             done = 0
             if self.final:
                 return False
@@ -207,9 +207,9 @@ class Source:
         """Drop the rest of a call that was cut off."""
         self.at = len(self._text)
 
-    def _take_value(self, text: str, told: bool) -> None:
+    def _take_value(self, text: str, as_arguments: bool) -> None:
         self.at += len(text)
-        if told:
+        if as_arguments:
             self.tell(Arguments, text)
 
     def tell(self, kind: type[TextItem] | type[Reasoning] | type[Arguments], text: str) -> None:

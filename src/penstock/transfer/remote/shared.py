@@ -1,7 +1,7 @@
 """One memory of two processes of a machine: what the prefill instance copies into it the decode instance finds there.
 
-The prefill instance makes it and hands the file over with the Unix socket that joins them, so nobody else has it.
-Pages are in none of it: whoever is given this can write into no page of the other end (ADR 0034).
+The prefill instance makes it and hands the file over with the Unix socket that joins them, so no other process has it.
+Pages are in none of it: its holder can write into no page of the other instance (ADR 0034).
 """
 from __future__ import annotations
 

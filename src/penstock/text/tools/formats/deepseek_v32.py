@@ -32,8 +32,8 @@ def _one(source: Source) -> Generator[None, None, str]:
     key, _ = yield from source.take('" string="')
     is_string, _ = yield from source.take('">')
     value, mark = yield from source.take(PARAMETER_END)
-    told = quoted(value) if is_string == "true" else typed(value, frozenset())
-    return f"{quoted(key)}: {told}" if mark else ""
+    written = quoted(value) if is_string == "true" else typed(value, frozenset())
+    return f"{quoted(key)}: {written}" if mark else ""
 
 
 def body(lark: Lark, tools: Schemas, many: bool) -> str:

@@ -12,17 +12,17 @@ ARGUMENTS = ('"arguments"', '"parameters"')
 
 
 def read_call(source: Source, *, end: str = "") -> Generator[None, None, bool]:
-    """One object. Its arguments are told as they come if the name is first; in another order once `end`
+    """One object. Its arguments are emitted as they come if the name is first; in another order once `end`
     shows that the object is whole. Returns whether it was a call; if not, what was marked is text."""
     at = source.at
     name = yield from _head(source)
     if name is not None:
         if not source.begin(name):
             return False
-        if (yield from source.json_value(told=True)):
+        if (yield from source.json_value(as_arguments=True)):
             source.end()
             if (yield from source.one_of("}", ",")) == ",":
-                yield from source.json_value(told=False, depth=1)
+                yield from source.json_value(as_arguments=False, depth=1)
         return True
     source.at = at
     if not end:
@@ -43,7 +43,7 @@ def read_arguments(source: Source, *ends: str) -> Generator[None, None, None]:
         yield
     if text.startswith("{"):
         yield from source.blanks()
-        if (yield from source.json_value(told=True)):
+        if (yield from source.json_value(as_arguments=True)):
             source.end()
             yield from source.one_of(*ends, closing=True)
     elif (yield from source.one_of(*ends, closing=True)) or source.rest:    # else it is cut off

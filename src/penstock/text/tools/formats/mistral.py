@@ -44,7 +44,7 @@ def _named(source: Source) -> Generator[None, None, bool]:
     if not source.begin(name.strip(), given.strip()):
         return False
     source.at = back
-    if (yield from source.json_value(told=True)):
+    if (yield from source.json_value(as_arguments=True)):
         source.end()
     return True
 

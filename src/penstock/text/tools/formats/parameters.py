@@ -19,7 +19,7 @@ _PYTHON = {"True": "true", "False": "false", "None": "null"}       # templates w
 
 def read_parameters(source: Source, begin: str, end: str,
                     one: Callable[[Source], Generator[None, None, str]]) -> Generator[None, None, None]:
-    """All of one call, whose name was told. `one` reads from behind `begin`: `"key": value`, or "" if it is
+    """All of one call, whose name was emitted. `one` reads from behind `begin`: `"key": value`, or "" if it is
     cut off."""
     before = "{"
     while (mark := (yield from source.one_of(begin, end))) == begin:
