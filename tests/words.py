@@ -22,7 +22,7 @@ HEADINGS = "headings that do not name their subject"
 OPENINGS = "docstrings that begin with Of or As"
 # Calls whose text users read.
 SPEAKS = {"ConfigError", "Refusal", "RequestError", "ApiError", "ProtocolError", "Stranger", "Unusable", "_outside",
-          "refuse", "print", "log", "_log", "debug", "info", "warning", "error", "exception"}
+          "_value", "_switch", "refuse", "print", "log", "_log", "debug", "info", "warning", "error", "exception"}
 # Of these packages comments, docstrings and names are read too; the others follow with their next redesign.
 ROOMS = ("api", "bench", "cli", "config", "engine", "eval", "llm", "memory", "model", "text", "transfer")
 # Names of these stay where recorded traces and old metrics have them.

@@ -110,7 +110,7 @@ def test_asking_for_what_happens_anyway_changes_nothing(line: str) -> None:
     ("--hicache-storage-backend hf3fs", "--kv-storage"), ("--disk-bytes 1G", "--kv-storage"),
     ("--hicache-storage-backend-extra-config {}", "give --hicache-storage-backend as well"),
     ("--disaggregation-bootstrap-port 8998", "--disaggregation-connect"),
-    ("--disaggregation-decode-tp 2", "other settings of a pair"),
+    ("--disaggregation-decode-tp 2", "other settings of disaggregation"),
     ("--kv-transfer-config {}", "--disaggregation-mode"),
     ("--kv-cache-dtype fp8_e5m2", "KV cache of another type"), ("--device tpu", "NVIDIA GPU"),
     ("--trust-remote-code", "security"), ("--trust_remote_code", "security"),

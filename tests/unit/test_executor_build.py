@@ -378,9 +378,9 @@ def test_a_model_that_drafts_is_built_with_two_groups_more_and_says_so(latent):
 
 
 @pytest.mark.parametrize(("given", "message"), [
-    (dict(sparse_top_k=8), "--sparse-top-k 8: this model.s indexer selects 4 tokens"),
-    (dict(sparse_top_k=4, sparse_block_size=16), "--sparse-block-size 16: this model.s indexer selects 4"),
-    (dict(sparse_top_k=4, sparse_dense_layers=("0",)), "chooses 4 tokens one by one in every layer"),
+    (dict(sparse_top_k=8), "--sparse-top-k 8: this model's indexer selects 4 tokens"),
+    (dict(sparse_top_k=4, sparse_block_size=16), "--sparse-block-size 16: this model's indexer selects 4"),
+    (dict(sparse_top_k=4, sparse_dense_layers=("0",)), "selects 4 single tokens in every layer"),
     (dict(hot_buffer_tokens=3), r"--hot-buffer-tokens 3: .* this model reads 4 tokens .*: at least as many"),
     (dict(kv_cache_memory_bytes=9000),
      r"--kv-cache-memory-bytes 9000 is too little for one hot buffer: 2 pages of 16 tokens")])

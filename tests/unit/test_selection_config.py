@@ -61,7 +61,7 @@ def test_what_an_indexer_chooses_is_not_the_requests_to_say():
     for asked in (None, 2048):
         assert native.of(SamplingParams(sparse_top_k=asked), 5, 3) is native
     for asked in (0, 512, 4096):
-        with pytest.raises(RequestError, match=f"sparse_top_k is {asked}: this model.s indexer selects 2048") as e:
+        with pytest.raises(RequestError, match=f"sparse_top_k is {asked}: this model's indexer selects 2048") as e:
             native.of(SamplingParams(sparse_top_k=asked), 5, 3)
         assert e.value.param == "sparse_top_k"
     assert attention_identity(native) == 0 and native.least == native.budget == 2048

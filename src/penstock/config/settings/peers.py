@@ -35,7 +35,7 @@ _MARKS = {
     "minimax_m2_append_think": ("minimax_append_think",), "kimi_vl": ("kimi",), "seed_oss": ("seed",),
     "mistral": ("magistral",)}
 # Names of formats of weights: theirs of the kernels that compute with them, too.
-_WEIGHTS = {"auto": ("none", "null", ""), "awq": ("awq_marlin",), "gptq": ("gptq_marlin",), 
+_WEIGHTS = {"auto": ("none", "null", ""), "awq": ("awq_marlin",), "gptq": ("gptq_marlin",),
             "auto-round": ("auto_round", "inc"), "compressed-tensors": ("compressed_tensors", "w8a8_int8", "w8a8_fp8")}
 _PARSERS = {"tool_call_parser": _CALLS, "reasoning_parser": _MARKS, "quantization": _WEIGHTS}
 # Names of the peers' for what is not read here.

@@ -71,7 +71,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
     _value("decode context parallelism", "--decode-context-parallel-size", "-dcp", "--prefill-context-*",
            "--dcp-size", "--attn-cp-size", neutral=("1",)),
     _value("", "--load-balance-method", neutral=("auto", *_NONE),
-           instead="leave it out: a prompt goes to the engine that has its prefix, else to the idlest one"),
+           instead="leave it out: a prompt goes to the engine that has its prefix, else to the least loaded one"),
     _value("", "--tensor-split", "-ts", "--split-mode", "-sm", "--main-gpu", "-mg",
            neutral=("0", "layer", *_NONE), instead="split a model with --pp N (layers) or --tp N (heads)"),
     _value("another device than a CPU or an NVIDIA GPU", "--device", neutral=("auto", "cpu", "cuda")),
@@ -94,15 +94,15 @@ UNBUILT: tuple[Unbuilt, ...] = (
     _value("", "--num-reserved-decode-tokens", neutral=_NONE,
            instead="leave it out: a request is admitted with memory for its whole max_tokens"),
     _value("RDMA between prefill and decode instances", "--disaggregation-ib-device", neutral=_NONE,
-           instead="the KV of a pair goes over TCP: leave it out"),
+           instead="KV between instances goes over TCP: leave it out"),
     _value("", "--disaggregation-bootstrap-port", neutral=_NONE,
            instead="both instances name one address: give the prefill instance "
                    "--disaggregation-listen HOST:PORT and the "
                    "decode instance --disaggregation-connect HOST:PORT"),
     _value("", "--kv-transfer-config", neutral=_NONE,
-           instead="for a pair give --disaggregation-mode prefill or decode, with --disaggregation-listen or "
+           instead="give --disaggregation-mode prefill or decode, with --disaggregation-listen or "
                    "--disaggregation-connect"),
-    _value("other settings of a pair", "--disaggregation-decode-*", "--disaggregation-prefill-*",
+    _value("other settings of disaggregation", "--disaggregation-decode-*", "--disaggregation-prefill-*",
            "--disaggregation-ib-*", neutral=_NONE),
     _value("publishing KV events", "--kv-events-config", neutral=_NONE),
     _value("a KV cache of another type", "--kv-cache-dtype",
@@ -168,7 +168,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
     _value("", "--speculative-ngram-*", "--speculative-attention-mode", "--speculative-accept-*",
            neutral=_NONE,
            instead="give --speculative-method ngram, with --speculative-tokens, --prompt-lookup-min and "
-                   "--prompt-lookup-max; a draft is kept while it is what would be said without"),
+                   "--prompt-lookup-max; drafts never change the output"),
     _value("a parser of calls from a file", "--tool-parser-plugin", neutral=_NONE,
            instead="choose with --tool-call-parser"),
     _value("", "--grammar-backend", "--guided-decoding-backend", neutral=("auto", "llguidance", "none"),
@@ -212,7 +212,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
            neutral=("1",)),
     _value("another root path", "--root-path", neutral=_NONE),
     _value("", "--allowed-methods", "--allowed-headers", neutral=('["*"]', *_NONE),
-           instead="all of them are allowed: leave it out, and say which pages may ask with --cors-origins"),
+           instead="all of them are allowed: leave it out, and name the web origins with --cors-origins"),
     _switch("", "--allow-credentials", instead="keys come in a header, no cookie is read: leave it out"),
     _switch("an id of each request in a header", "--enable-request-id-headers",
             instead="each answer has one in its body, as id"),

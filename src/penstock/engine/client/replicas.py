@@ -1,6 +1,6 @@
 """The engines behind one address, as one: who gets a prompt, and their numbers together.
 
-Owns the choice. It knows of an engine's cache what it has sent there and what that has room for; so a
+Owns the choice. It knows of an engine's cache what it has sent there and what that has room for, so a
 choice costs no message.
 """
 from __future__ import annotations
