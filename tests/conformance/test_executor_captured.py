@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import hosted
 import on_a_device
+import prompts_engine
 import pytest
 import torch
 import where
@@ -11,7 +12,9 @@ from driven import PAGE
 from hosted import NEW, Engine, hosted_work, kind, play, resident
 
 from penstock.core.plan import Paused, RequestId, Spilled
-from penstock.exec.graphs.capture import DecodeGraphs, decode_step
+from penstock.exec.graphs.capture import DecodeGraphs, decode_step, decodes_of
+from penstock.exec.step.attend import Latent
+from penstock.kernels.attention.latent_attention import PagedContext
 
 BUCKET = 5
 
@@ -20,7 +23,9 @@ class Eager(DecodeGraphs):
     """`DecodeGraphs` that computes each step when it runs, with rows of padding."""
 
     def __init__(self, rank):
-        self._model, self._tables, self._decodes = rank._model, rank._tables, rank._attending.decodes(BUCKET)
+        self._model, self._tables = rank._model, rank._tables
+        self._decodes = (decodes_of(rank._attending, rank._tables.groups) if isinstance(rank._attending, Latent) else
+                         rank._attending.decodes(BUCKET))
         self._buckets, self.kinds = (BUCKET,), []
 
     def run(self, rows, positions):
@@ -70,6 +75,16 @@ def test_answers_say_what_rows_have_read(captured, name, monkeypatch):
         play(engine, script)
         found.append((told, engine.reads))
     assert found[0] == found[1] and sum(reads["hot_misses"] for reads in found[0][1].values()) > 0
+
+
+def test_rows_of_mla_entries_without_an_indexer_decode_as_without(captured, monkeypatch):
+    """A query is given its row of the table and how far it sees, not a slot for each token that a row may have."""
+    engine, graphs = captured(prompts_engine.Engine(family="mla", step_tokens=9, hbm_pages=22))
+    latent, given = engine.rank._attending, []
+    attend = latent.attend
+    latent.attend = lambda q, pool, seen, **of: (given.append(seen), attend(q, pool, seen, **of))[1]
+    prompts_engine.play(engine, lambda turn: [Paused(RequestId(1 + turn % 7))] if turn % 9 == 8 else ())
+    assert len(graphs.kinds) > 10 and sum(isinstance(seen, PagedContext) for seen in given) > 20
 
 
 def test_rows_that_read_all_beside_them(captured):

@@ -164,7 +164,7 @@ def test_speculation_by_a_layer_behind_a_prefix_hit(family, monkeypatch):
 
 
 @pytest.mark.parametrize("family, way, num", [
-    ("mtp", "launched", 3), ("mtp_chosen", "captured", 3), ("mtp_state", "launched", 3),
+    ("mtp", "launched", 3), ("mtp", "captured", 3), ("mtp_chosen", "captured", 3), ("mtp_state", "launched", 3),
     ("mtp_state", "captured", 3), ("mtp_state", "captured", 1), ("eagle", "captured", 3)])
 def test_speculation_by_a_layer_on_a_device(family, way, num, monkeypatch):
     """Rows pause, the host samples one. Captured steps wait for no answer because they draft, others do."""

@@ -20,7 +20,7 @@ from penstock.exec.graphs.layer import LayerDrafts
 from penstock.exec.sampling.on_device import Draws
 from penstock.exec.sampling.tokens import Drawn
 from penstock.exec.sparse import bounds
-from penstock.exec.step.attend import Grouped
+from penstock.exec.step.attend import Grouped, Latent
 from penstock.kernels.types.ragged import Ragged
 
 
@@ -96,8 +96,8 @@ def drafting(engine: Any, drafts: int) -> Any:
                   tp_size=1, beyond=rank._tokens.beyond,
                   keeps=layer is not None or bool(rank._attending.states))
     buckets = every((1, 2, rows), 1 + drafts, 32) if layer else widths(rows, 1 + drafts, 32)
-    decodes = (capture.GroupedDecodes(rank._attending, rank._tables.groups)
-               if isinstance(rank._attending, Grouped) else rank._attending.decodes(32))
+    decodes = (capture.decodes_of(rank._attending, rank._tables.groups)
+               if isinstance(rank._attending, Grouped | Latent) else rank._attending.decodes(32))
     rank._drafts = EagerDrafts(rank._model, rank._tables, decodes, rank._tokens.draws, buckets, None, ahead)
     rank._widths.leave()
     return engine

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cases import FORMATS, TOLERANCE, Case, Workload, unseen
-from penstock.kernels.attention.latent_attention import LatentAttention
+from penstock.kernels.attention.latent_attention import LatentAttention, PagedContext
 from penstock.kernels.types import fp8
 
 # name: rows that each query chose
@@ -39,6 +39,11 @@ def cases(device: str) -> Iterator[Case]:
             for size in (64, 3):
                 yield Case(f"{name}-{len(_MANY)} queries of {_WIDE} in pages of {size}", partial(
                     _run, dtype, kept, _MANY, _WIDE, size, device), TOLERANCE[dtype])
+        for shape in _SHAPES if kept != torch.uint8 else _SHAPES[:1] + _SHAPES[3:]:
+            for contexts, first in (((200, *range(33)), 0), ((1, 0, 2, 700, 129), 1)):
+                yield Case(f"{name}-contexts to {max(contexts)}-{shape}", partial(
+                    _all_of_rows, dtype, kept, contexts, first, shape, 64 if shape[0] > 100 else 3, device),
+                    TOLERANCE[dtype])
         if kept == torch.uint8:
             yield Case(f"{name}-a prompt's rows together", partial(
                 _run, dtype, kept, _COUNTS["a chunk of queries"], _SHAPES[0], 16, device, together=True),
@@ -67,6 +72,27 @@ def _run(dtype: torch.dtype, kept: torch.dtype, counts: tuple[int, ...], shape: 
     if together:
         pool = pool.contiguous()
     return run(q, pool, slot, value_dim=shape[2], scale=shape[1] ** -0.5)
+
+
+def _all_of_rows(dtype: torch.dtype, kept: torch.dtype, contexts: tuple[int, ...], first: int,
+                 shape: tuple[int, int, int], size: int, device: str, run: LatentAttention) -> tuple[Tensor, ...]:
+    """Of a block table that is much wider than contexts."""
+    generator = torch.Generator().manual_seed(2)
+    q = torch.randn(len(contexts), *shape[:2], generator=generator).to(dtype)
+    needed = [-(-n // size) for n in contexts]
+    whole = unseen((sum(needed) + 2, 2, size, shape[1]), dtype)
+    table = torch.full((len(contexts) + 2, 1600 // size), -1, dtype=torch.int32)
+    free = iter(torch.randperm(len(whole), generator=generator).tolist())
+    rows = torch.arange(len(contexts)).flip(0) + 1
+    for row, context, pages in zip(rows.tolist(), contexts, needed, strict=True):
+        for entry in range(pages):
+            table[row, entry] = page = next(free)
+            lines = slice(first if context > first and not entry else 0, min(size, context - entry * size))
+            whole[page, 1, lines] = torch.randn(size, shape[1], generator=generator).to(dtype)[lines]
+    whole = fp8.kept(whole, kept, shape[2])
+    seen = PagedContext(table.to(device), rows.int().to(device), torch.tensor(contexts).int().to(device), first)
+    out, lse = run(q.to(device), whole.to(device)[:, 1], seen, value_dim=shape[2], scale=shape[1] ** -0.5)
+    return out, lse.clamp(min=-1e3)
 
 
 def workloads() -> Iterator[Workload]:

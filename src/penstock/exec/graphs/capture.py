@@ -22,12 +22,16 @@ from torch import Tensor
 
 from penstock.core.plan import StepPlan
 from penstock.exec.sampling.on_device import Draws
-from penstock.exec.step.attend import Grouped, OfHeads
+from penstock.exec.step.attend import Grouped, Latent, NoIndexer
 from penstock.exec.step.eager import Ran, Steps, wait
 from penstock.exec.step.states import DecodeStates
 from penstock.exec.step.tables import GroupTable, RowTables
+from penstock.kernels.attention.latent_attention import PagedContext
 from penstock.kernels.attention.paged_attention import AttentionSpec
 from penstock.kernels.fused.step import Looks, Queries, begin, best, say
+from penstock.kernels.kv import write_kv
+from penstock.kernels.kv.write_kv import WriteAt
+from penstock.kernels.types import fp8
 from penstock.memory.mover import Arrivals
 from penstock.model.base import Attend, LocalLayer, Model
 
@@ -249,7 +253,41 @@ class GroupedDecodes(DecodeAttention):
             self._grouped.states.decode(self._tables, *at, turn_NW))
 
 
-class Decoding(OfHeads):
+def decodes_of(attending: Grouped | Latent, tables: Sequence[GroupTable]) -> DecodeAttention:
+    """Where layers read all, whose groups have these tables."""
+    if isinstance(attending, Latent):
+        return LatentDecodes(attending, tables[0])
+    return GroupedDecodes(attending, tables)
+
+
+class LatentDecodes(DecodeAttention):
+    """`GroupedDecodes` over MLA KV entries."""
+
+    def __init__(self, latent: Latent, table: GroupTable) -> None:
+        self.latent, self.table_RM, self.looks = latent, table.device_RM, Looks((table.place,))
+        self.write_kv = write_kv.OP.use("triton" if table.device_RM.is_cuda else "reference")
+
+    def attend(self, kind: str, queries: Queries, turn_NW: Tensor | None = None) -> Attend:
+        return _LatentAttend(self, queries)
+
+
+class _LatentAttend(NoIndexer):
+    def __init__(self, decodes: LatentDecodes, queries: Queries) -> None:
+        self._of, nowhere_B = decodes, torch.full_like(queries.at_B, -1)
+        self._at = WriteAt(queries.slot_LB[0], nowhere_B, nowhere_B, queries.own_B, queries.position_B, 1)
+        self._seen = PagedContext(decodes.table_RM, queries.row_B, queries.context_B, decodes.latent.first)
+
+    def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
+                 chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:
+        assert chosen_TS is None and sinks_N is None, "MLA KV entries are attended to as a whole here"
+        shape, pool_PGH = self._of.latent.shape, self._of.latent.rows[layer]
+        kept_T1H = fp8.kept(kv_TCKH[:, 0], pool_PGH.dtype, shape.latent_dim)
+        self._of.write_kv((kept_T1H,), self._at, pool_PGH[:, None, None])
+        return self._of.latent.attend(q_TNH, pool_PGH, self._seen, value_dim=shape.latent_dim,
+                                      scale=shape.scale)[0]
+
+
+class Decoding(NoIndexer):
     """`model.base.Attend` of a captured step over KV heads: its tokens T are the B queries. `state`: where
     those are of layers that keep one."""
 

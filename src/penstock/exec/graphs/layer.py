@@ -2,7 +2,6 @@
 what these leave behind for it once it is known which are right.
 
     N rows of the step, each of W positions: B in all   D model dim   P pages   G page size   H row dim
-    S positions of the longest row
 """
 from __future__ import annotations
 
@@ -10,14 +9,11 @@ import torch
 from torch import Tensor
 
 from penstock.exec.drafts.device import OnDevice
-from penstock.exec.drafts.mtp import LAYER, MTP, put_rows
-from penstock.exec.graphs.capture import GroupedDecodes
-from penstock.exec.step.attend import Grouped, Latent, seen_slots
+from penstock.exec.drafts.mtp import MTP, put_rows
+from penstock.exec.graphs.capture import decodes_of
 from penstock.exec.step.states import lasts
-from penstock.exec.step.tables import GroupTable, RowTables
+from penstock.exec.step.tables import RowTables
 from penstock.kernels.fused.step import begin
-from penstock.kernels.types import fp8
-from penstock.model.base import Attend, LocalLayer
 
 
 class LayerDrafts(OnDevice):
@@ -28,6 +24,7 @@ class LayerDrafts(OnDevice):
     def __init__(self, mtp: MTP, tables: RowTables) -> None:
         self._mtp, self._last_R = mtp, tables.last_R
         self._kv, self._hidden = tables.groups[-2:]
+        self._decodes = decodes_of(mtp.attending, tables.groups[-2:-1])
 
     def propose(self, index_N: Tensor, at_N: Tensor, last_N: Tensor, most_N: Tensor, most: int) -> Tensor:
         row_N = index_N.clamp(max=len(self._kv.device_RM) - 1).int()
@@ -62,29 +59,5 @@ class LayerDrafts(OnDevice):
         return torch.where((position_B > 0)[:, None], self._mtp.pool_PD[page_B.long()], 0)
 
     def _layer(self, token_B: Tensor, before_BD: Tensor, row_B: Tensor, position_B: Tensor) -> Tensor:
-        kv, queries = self._mtp.attending, begin(row_B, position_B, self._last_R)
-        attend: Attend = (
-            GroupedDecodes(kv, (self._kv,)).attend("all", queries) if isinstance(kv, Grouped) else
-            _LatentDecode(kv, self._kv, row_B, position_B))
-        return self._mtp.model.draft(token_B, before_BD, queries.at_B, attend)
-
-
-class _LatentDecode:
-    """`model.base.Attend` of queries over MLA KV entries, all of a row's as far as they see."""
-
-    def __init__(self, latent: Latent, table: GroupTable, row_B: Tensor, position_B: Tensor) -> None:
-        table_RM, size = table.device_RM, table.size
-        self._latent, row_B, at_B = latent, row_B.long(), position_B.clamp(min=0)
-        self._slot_BS = seen_slots(table_RM, size, row_B, position_B, latent.first, size * table_RM.shape[1])
-        self._new_B = (table_RM[row_B, at_B // size].long() * size + at_B % size).where(position_B >= 0, -1)
-
-    def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
-                 chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:
-        assert layer == LAYER and chosen_TS is None and sinks_N is None, "it reads all of its rows"
-        shape, pool_PGH = self._latent.shape, self._latent.rows[layer]
-        put_rows(pool_PGH, self._new_B, fp8.kept(kv_TCKH[:, 0], pool_PGH.dtype, shape.latent_dim)[:, 0])
-        return self._latent.attend(q_TNH, pool_PGH, self._slot_BS, value_dim=shape.latent_dim,
-                                   scale=shape.scale)[0]
-
-    def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
-        raise AssertionError("a layer without an indexer")
+        queries = begin(row_B, position_B, self._last_R, self._decodes.looks)
+        return self._mtp.model.draft(token_B, before_BD, queries.at_B, self._decodes.attend("all", queries))

@@ -24,7 +24,7 @@ from torch import Tensor
 from penstock.core.plan import StepPlan
 from penstock.exec.graphs.capture import PagedDecode, Recorded, Replays, next_tokens
 from penstock.exec.sampling.on_device import Draws
-from penstock.exec.step.attend import Grouped, OfHeads
+from penstock.exec.step.attend import Grouped, NoIndexer
 from penstock.exec.step.eager import Ran, Steps
 from penstock.exec.step.tables import RowTables
 from penstock.kernels.attention.paged_attention import flash
@@ -107,7 +107,7 @@ def step(model: Model, tables: RowTables, grouped: Grouped, given: StepInput, dr
                        draws, logits_RV)
 
 
-class _Mixed(OfHeads):
+class _Mixed(NoIndexer):
     """`model.base.Attend` of such a step."""
 
     def __init__(self, grouped: Grouped, tables: RowTables, given: StepInput) -> None:

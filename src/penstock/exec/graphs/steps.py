@@ -7,7 +7,7 @@ import torch
 
 from penstock.core.plan import StepPlan
 from penstock.exec.drafts.device import Ahead
-from penstock.exec.graphs.capture import DecodeGraphs, GroupedDecodes, Replays
+from penstock.exec.graphs.capture import DecodeGraphs, Replays, decodes_of
 from penstock.exec.graphs.drafts import DraftGraphs, every, widths
 from penstock.exec.graphs.mixed import TOKENS, MixedGraphs, lengths
 from penstock.exec.sampling.on_device import Draws
@@ -27,14 +27,14 @@ def captured(model: Model, tables: RowTables, attending: Attending, draws: Draws
     """Of a whole model: decode steps of so many rows, and, captured for so long, steps with prompts where
     one call attends to them; and, with drafts that the device makes, those in which a row has up to `width`
     positions, up to `wide` in all; or only these. rehearses: as `Rank.capture`."""
-    if isinstance(attending, Latent):       # what it is given grows with the longest context of a step
-        return [Uncaptured("latent")], None
-    assert isinstance(attending, Grouped | Selecting | Indexed), "such a rank is not captured"
+    if isinstance(attending, Latent) and attending.coded:       # which become floats of all that a table may have
+        return [Uncaptured("codes")], None
+    assert isinstance(attending, Grouped | Latent | Selecting | Indexed), "such a rank is not captured"
     rows, device = buckets[-1], tables.last_R.device
     always = ahead is not None and ahead.always
     wider = every(buckets, width, wide) if always else widths(rows, width, wide) if ahead is not None else {}
     most = max(rows, *(n * positions for n, positions in wider.items()), 1)
-    decodes = (GroupedDecodes(attending, tables.groups) if isinstance(attending, Grouped) else
+    decodes = (decodes_of(attending, tables.groups) if isinstance(attending, Grouped | Latent) else
                attending.decodes(most))
     replays = Replays(sum(lengths((TOKENS[-1], rows))), most, model.vocab_size, device, rehearses)
     plain = [] if always else [DecodeGraphs(model, tables, decodes, draws, buckets, replays)]
@@ -47,7 +47,7 @@ def captured(model: Model, tables: RowTables, attending: Attending, draws: Draws
     if ahead is not None and ahead.drafter.layer:       # which writes behind each step
         return [Uncaptured("drafts")], drafts
     if not isinstance(attending, Grouped):
-        return [*plain, Uncaptured("selects")], drafts
+        return [*plain, Uncaptured("latent" if isinstance(attending, Latent) else "selects")], drafts
     if attending.states:
         return [*plain, Uncaptured("states")], drafts
     if not attending.reads_pages(tables):

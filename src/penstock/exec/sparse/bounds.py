@@ -27,7 +27,7 @@ from penstock.exec.sparse.layers import (
 )
 from penstock.exec.sparse.prompts import GPU_WINDOW, HostedPrompts, PromptChunk
 from penstock.exec.sparse.rows import HotRows, Selects
-from penstock.exec.step.attend import OfHeads, spec_of
+from penstock.exec.step.attend import NoIndexer, spec_of
 from penstock.exec.step.states import StatePools, StepStates
 from penstock.exec.step.tables import Lowered, RowTables
 from penstock.kernels.attention.paged_attention import Prepare, Prepared, write_kv
@@ -175,7 +175,7 @@ class Selecting(Selects):
         return dense, windows, queries
 
 
-class _SelectingStep(OfHeads):
+class _SelectingStep(NoIndexer):
     """`model.base.Attend` of one step."""
 
     def __init__(self, local: Mapping[LocalLayer, int], selects: _Attend,

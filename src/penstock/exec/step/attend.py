@@ -20,6 +20,7 @@ from penstock.core.plan import Bind, HotResize, RequestId, StepId, StepPlan
 from penstock.exec.step.states import StatePools, StepStates
 from penstock.exec.step.tables import Lowered, RowTables
 from penstock.kernels.attention.latent_attention import LatentAttention
+from penstock.kernels.attention.latent_attention.context import seen_slots
 from penstock.kernels.attention.paged_attention import AttentionSpec, Prepare, Prepared, flash, write_kv
 from penstock.kernels.attention.paged_attention.native import NativeDecodes, Paged
 from penstock.kernels.choose.index_select import IndexSelect
@@ -137,11 +138,11 @@ def spec_of(shape: AttentionShape, group: CacheShape, pool: BlockPool, first: in
         sinks=shape.sinks, first=first)
 
 
-class OfHeads:
-    """What `model.base.Attend` of KV heads has in common."""
+class NoIndexer:
+    """What `model.base.Attend` has of layers that have none."""
 
     def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
-        raise AssertionError("a model with an indexer and KV heads")
+        raise AssertionError("a model without an indexer")
 
 
 class Grouped(Attending):
@@ -188,6 +189,7 @@ class Latent(Attending):
         check_pools(groups, hbm)
         assert shape.latent_dim and len(groups) == 1
         self.shape, self.attend, self.first = shape, ops.attend, first
+        self.coded = hbm[0].layout.dtype == torch.uint8
         # Of each layer its pool [P, G, H].
         self.rows = {layer: hbm[0].pages[:, i, 0, 0] for i, layer in enumerate(groups[0].layers)}
 
@@ -195,19 +197,7 @@ class Latent(Attending):
         return _LatentStep(self, lowered)
 
 
-def seen_slots(pages_RM: Tensor, size: int, row_B: Tensor, position_B: Tensor, first: int,
-             longest: int) -> Tensor:
-    """[B, S] int32: where the rows are that queries at these positions see, from position `first` on, of
-    tables in which the longest has so many tokens; -1 behind them, and throughout for a position of -1."""
-    position_B1 = position_B[:, None]
-    at_S = torch.arange(first, max(longest, first + 1), dtype=torch.int32, device=pages_RM.device)
-    if first:                   # a query before it sees its own
-        at_S = at_S - first * (position_B1 < first).int()
-    page_BS = pages_RM[row_B[:, None], at_S // size]
-    return torch.where(at_S <= position_B1, page_BS * size + at_S % size, -1)
-
-
-class _LatentStep:
+class _LatentStep(NoIndexer):
     def __init__(self, latent: Latent, lowered: Lowered) -> None:
         self._latent, self._lowered, self._ragged = latent, lowered, lowered.ragged[0]
         tokens, self._longest = len(lowered.row_T), max(self._ragged.context)
@@ -231,11 +221,8 @@ class _LatentStep:
             value_dim=shape.latent_dim, scale=shape.scale)[0] for part in self._parts]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
-        raise AssertionError("a model without an indexer")
 
-
-class _GroupedStep(OfHeads):
+class _GroupedStep(NoIndexer):
     def __init__(self, grouped: Grouped, step: StepId, lowered: Lowered,
                  prepared: Sequence[Prepared]) -> None:
         self._places, self._pools = grouped.places, grouped.pools

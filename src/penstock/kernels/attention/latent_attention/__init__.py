@@ -1,4 +1,5 @@
-"""latent_attention: one query over the MLA KV entries chosen for it, wherever they are. Its contract.
+"""latent_attention: one query over the MLA KV entries chosen for it, wherever they are, or over all of a row's.
+Its contract.
 
 A row is one token's key for all heads, and its first dims are its value (MLA, absorbed).
 
@@ -12,23 +13,25 @@ from typing import Protocol
 from torch import Tensor
 
 from penstock.kernels.attention.latent_attention import native, reference
+from penstock.kernels.attention.latent_attention.context import PagedContext
 from penstock.kernels.c import device
 from penstock.kernels.op import DEVICES, Implementation, Op, Unusable
 from penstock.kernels.platform import Platform
 from penstock.kernels.triton.lazy import lazy, probe
 
-__all__ = ["OP", "LatentAttention"]
+__all__ = ["OP", "LatentAttention", "PagedContext"]
 
 
 class LatentAttention(Protocol):
-    def __call__(self, q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_dim: int,
+    def __call__(self, q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor | PagedContext, *, value_dim: int,
                  scale: float) -> tuple[Tensor, Tensor]:
         """Attend to the rows that the slots name.
 
         q_BNH      f32|bf16, dense
         pool_PGH   dtype of q, or bf16, or uint8 of `types.fp8`, `value_dim` of a row coded: one layer of the
                    device pool; dense in G and H
-        slot_BS    int32: token n % G of page n // G, in the order of positions; -1 after the last
+        slot_BS    int32: token n % G of page n // G, in the order of positions; -1 after the last;
+                   or a context, of which a GPU walks as much as there is, however wide its table
         Returns    out_BNR, R = value_dim <= H, dtype of q, dense; lse_BN f32, log of the sum of e^score,
                    natural. A query without rows has 0 and -inf.
         Reads      only what slots name, of codes in a dense pool maybe the others too. Writes nothing.

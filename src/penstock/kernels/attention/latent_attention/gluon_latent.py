@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from penstock.kernels.attention.latent_attention.context import PagedContext
 from penstock.kernels.triton.depend import early
 
 # Triton 3.9 has another name for it, and arguments that are the same.
@@ -54,6 +55,29 @@ def _bring(pool, at, pool_page, values, rests, scales, turn, SIZE: gl.constexpr,
 
 
 @gluon.jit
+def _slots(line, i, here, SIZE: gl.constexpr, PAGED: gl.constexpr):
+    """Entries `i` of a line of slots, or those of positions `i` in a line of a block table; -1 but for `here`."""
+    if PAGED:
+        at = gl.where(here, gl.load(line + i // SIZE, mask=here, other=0) * SIZE + i % SIZE, -1)
+    else:
+        at = gl.load(line + i, mask=here, other=-1)
+    return at
+
+
+@gluon.jit
+def _part(slot, of, context, b, s, parts, CHOSEN, BLOCKS: gl.constexpr, BLOCK: gl.constexpr, FIRST: gl.constexpr):
+    """The line of a query, where that ends, and where in it part `s` begins, of how many blocks."""
+    if of is None:
+        line, end, first, blocks = slot + b * CHOSEN, CHOSEN, s * (BLOCKS * BLOCK), BLOCKS
+    else:
+        line, end = slot + gl.load(of + b).to(gl.int64) * CHOSEN, gl.load(context + b)
+        first = gl.where(end > FIRST, FIRST, 0)
+        blocks = ((end - first + BLOCK - 1) // BLOCK + parts - 1) // parts
+        first += s * blocks * BLOCK
+    return line, end, first, blocks
+
+
+@gluon.jit
 def _decode(codes, scales, values, V: gl.constexpr):
     """Codes times their scales, in f32, into `values`."""
     # Eight threads one below the other share no bank in what they read of `codes`, nor in what they write.
@@ -90,17 +114,17 @@ def _leave(part, peak, acc, total, top, b, s, parts, first, HEADS, G: gl.constex
 
 
 @gluon.jit
-def attend_whole(q, pool, slot, part, peak, scale, pool_page, HEADS, CHOSEN, SIZE: gl.constexpr,
-                 BLOCKS: gl.constexpr, G: gl.constexpr, BLOCK: gl.constexpr, V: gl.constexpr,
-                 R: gl.constexpr):
+def attend_whole(q, pool, slot, of, context, part, peak, scale, pool_page, HEADS, CHOSEN, SIZE: gl.constexpr,
+                 BLOCKS: gl.constexpr, G: gl.constexpr, BLOCK: gl.constexpr, V: gl.constexpr, R: gl.constexpr,
+                 FIRST: gl.constexpr):
     """As `triton_latent.attend_rows` of one group of 64 heads. scale: with log2(e) in it. Of one part alone
     `peak` becomes the natural log of the weights' sum, and `part` the result, in its dtype. A pool of u8 has
     codes (`kernels/types/fp8.py`), which become values here."""
     gdc_launch_dependents()
     gdc_wait()
-    s, group, parts = gl.program_id(0), gl.program_id(1), gl.num_programs(0)
-    b = gl.program_id(2).to(gl.int64)
+    s, group, parts, b = gl.program_id(0), gl.program_id(1), gl.num_programs(0), gl.program_id(2).to(gl.int64)
     CODED: gl.constexpr = pool.dtype.element_ty == gl.uint8
+    PAGED: gl.constexpr = of is not None
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     brought: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0]) if CODED else lines
     short: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
@@ -121,12 +145,11 @@ def attend_whole(q, pool, slot, part, peak, scale, pool_page, HEADS, CHOSEN, SIZ
     q_values = gl.allocate_shared_memory(kind, [G, V], wide)
     q_rests = gl.allocate_shared_memory(kind, [G, R], wide)
     weights = gl.allocate_shared_memory(kind, [G, BLOCK], wide)
-    line = slot + b * CHOSEN
+    line, end, first, blocks = _part(slot, of, context, b, s, parts, CHOSEN, BLOCKS, BLOCK, FIRST)
     i = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, brought))
     i_score = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, scores))
-    first = s * (BLOCKS * BLOCK)
-    at = gl.load(line + first + i, mask=first + i < CHOSEN, other=-1)
-    next_at = gl.load(line + first + BLOCK + i, mask=(first + BLOCK + i < CHOSEN) & (BLOCKS > 1), other=-1)
+    at = _slots(line, first + i, (first + i < end) & (blocks > 0), SIZE, PAGED)
+    next_at = _slots(line, first + BLOCK + i, (first + BLOCK + i < end) & (blocks > 1), SIZE, PAGED)
     _bring_heads(q + b * HEADS * (V + R), q_values, group * G, HEADS, V + R, lines)
     _bring_heads(q + b * HEADS * (V + R) + V, q_rests, group * G, HEADS, V + R, short)
     _bring(pool, at, pool_page, values, rests, scales, 0, SIZE, V, R, brought, short, CODED)
@@ -134,15 +157,15 @@ def attend_whole(q, pool, slot, part, peak, scale, pool_page, HEADS, CHOSEN, SIZ
     acc = gl.zeros([G, V], gl.float32, sums)
     top = gl.full([G], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
     total = gl.zeros([G, BLOCK], gl.float32, scores)        # of each of a block's places: summed at the end
-    for block in range(BLOCKS):
+    for block in range(blocks):
         turn = block % 2
         if CODED:                   # slots come behind: registers do not hold both
             async_copy.wait_group(1)
             _decode(values.index(turn), scales.index(turn), own, V)
         ahead = first + (block + 2) * BLOCK + i
-        next_at = gl.load(line + ahead, mask=(ahead < CHOSEN) & (block + 2 < BLOCKS), other=-1)
+        next_at = _slots(line, ahead, (ahead < end) & (block + 2 < blocks), SIZE, PAGED)
         here = first + block * BLOCK + i_score
-        here = gl.load(line + here, mask=here < CHOSEN, other=-1) >= 0
+        here = here < end if PAGED else gl.load(line + here, mask=here < end, other=-1) >= 0
         if not CODED:
             async_copy.wait_group(1)
             own = values.index(turn)
@@ -161,12 +184,14 @@ def attend_whole(q, pool, slot, part, peak, scale, pool_page, HEADS, CHOSEN, SIZ
     _leave(part, peak, acc, total, top, b, s, parts, group * G, HEADS, G, V, scores, sums)
 
 
-def attend(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, part_BNSV: Tensor, peak_BNS: Tensor,
-           scale: float, rows: int) -> None:
-    """Parts S of `rows` chosen rows, a multiple of BLOCK, as `attend_whole` leaves them. part_BNSV f32, or of
-    S = 1 the dtype of q. pool_PGH: of that dtype, or codes under bf16 queries."""
+def attend(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, seen: PagedContext | None, part_BNSV: Tensor,
+           peak_BNS: Tensor, scale: float, rows: int) -> None:
+    """Parts S of `rows` chosen rows, a multiple of BLOCK, as `attend_whole` leaves them; or of what is seen, where
+    `slot_BS` is its table. part_BNSV f32, or of S = 1 the dtype of q. pool_PGH: of that dtype, or codes under
+    bf16 queries."""
     queries, heads, _ = q_BNH.shape
     attend_whole[(peak_BNS.shape[2], -(-heads // GROUP), queries)](
-        q_BNH, pool_PGH, slot_BS, part_BNSV, peak_BNS, scale * 1.4426950408889634, pool_PGH.stride(0), heads,
+        q_BNH, pool_PGH, slot_BS, None if seen is None else seen.row_B, None if seen is None else seen.context_B,
+        part_BNSV, peak_BNS, scale * 1.4426950408889634, pool_PGH.stride(0), heads,
         slot_BS.shape[1], SIZE=pool_PGH.shape[1], BLOCKS=rows // BLOCK, G=GROUP, BLOCK=BLOCK, V=VALUE,
-        R=REST, num_warps=WARPS, **early())
+        R=REST, FIRST=0 if seen is None else seen.first, num_warps=WARPS, **early())

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention.latent_attention import reference
+from penstock.kernels.attention.latent_attention.context import PagedContext, slots_of
 from penstock.kernels.c.build import entry, library, packed
 from penstock.kernels.op import WrongResult
 from penstock.kernels.platform import Platform
@@ -36,9 +37,10 @@ def probe(platform: Platform) -> str:
     return f"{platform.best('avx512_f', 'avx2', 'sve')}, {compiler}"
 
 
-def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_dim: int,
+def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor | PagedContext, *, value_dim: int,
                      scale: float) -> tuple[Tensor, Tensor]:
     queries, heads, dim = q_BNH.shape
+    slot_BS = slots_of(slot_BS, pool_PGH.shape[1])
     if dim % _LANES or value_dim % _LANES:      # no model that is served has such rows
         return reference.latent_attention(q_BNH, pool_PGH, slot_BS, value_dim=value_dim, scale=scale)
     out_BNR = torch.empty(queries, heads, value_dim, dtype=q_BNH.dtype)

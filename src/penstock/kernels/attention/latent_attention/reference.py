@@ -4,12 +4,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from penstock.kernels.attention.latent_attention.context import PagedContext, slots_of
 from penstock.kernels.types import fp8
 
 
-def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_dim: int,
+def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor | PagedContext, *, value_dim: int,
                      scale: float) -> tuple[Tensor, Tensor]:
     size = pool_PGH.shape[1]
+    slot_BS = slots_of(slot_BS, size)
     out_BNR = q_BNH.new_zeros(*q_BNH.shape[:2], value_dim)
     lse_BN = torch.full(q_BNH.shape[:2], -torch.inf, device=q_BNH.device)
     for b, slot_S in enumerate(slot_BS.long()):

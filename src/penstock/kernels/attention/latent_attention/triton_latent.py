@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.attention.latent_attention import gluon_latent, prompt_latent
+from penstock.kernels.attention.latent_attention.context import PagedContext
 from penstock.kernels.attention.sparse_attention.triton_units import join
 from penstock.kernels.triton.depend import early, follow
 from penstock.kernels.triton.lazy import alone, is_alone
@@ -61,12 +62,13 @@ def decode_rows(pool, scales, rests, slot, out, own, pool_page, NUM, SIZE: tl.co
 
 
 @triton.jit
-def attend_rows(q, pool, slot, part, peak, scale, pool_page, HEADS, CHOSEN, SIZE: tl.constexpr,
+def attend_rows(q, pool, slot, of, context, part, peak, scale, pool_page, HEADS, CHOSEN, SIZE: tl.constexpr,
                 DIM: tl.constexpr, VALUE: tl.constexpr, HALVES: tl.constexpr, HALF: tl.constexpr,
                 REST_PAD: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-                EXACT: tl.constexpr):
+                EXACT: tl.constexpr, FIRST: tl.constexpr):
     """Part `s` of query `b`, GROUP heads, HALF value dims: the mean of its values into `part`, log2 of the
-    weights' sum into `peak`, -inf for a part without rows."""
+    weights' sum into `peak`, -inf for a part without rows. With rows and contexts `slot` is a block table,
+    CHOSEN its width, and FIRST as `PagedContext` has it; a context is cut evenly."""
     follow()
     s, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
     half, group = tl.program_id(1) % HALVES, tl.program_id(1) // HALVES
@@ -85,9 +87,20 @@ def attend_rows(q, pool, slot, part, peak, scale, pool_page, HEADS, CHOSEN, SIZE
     sum_n = tl.zeros([GROUP], tl.float32)
     acc_nV = tl.zeros([GROUP, HALF], tl.float32)
     precision: tl.constexpr = "ieee" if EXACT else "tf32"
-    for block in range(BLOCKS):
-        i = (s * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
-        at = tl.load(slot + b * CHOSEN + i, mask=i < CHOSEN, other=-1)
+    if of is None:
+        where, end, first = slot + b * CHOSEN, CHOSEN, s * BLOCKS * BLOCK
+    else:
+        where, end = slot + tl.load(of + b).to(tl.int64) * CHOSEN, tl.load(context + b)
+        first = tl.where(end > FIRST, FIRST, 0)
+        share = tl.cdiv(tl.cdiv(end - first, BLOCK), parts)
+        first += s * share * BLOCK
+    for block in range(BLOCKS if of is None else share):
+        i = first + block * BLOCK + tl.arange(0, BLOCK)
+        if of is None:
+            at = tl.load(where + i, mask=i < end, other=-1)
+        else:
+            page = tl.load(where + i // SIZE, mask=i < end, other=0)
+            at = tl.where(i < end, page * SIZE + i % SIZE, -1)
         here = at >= 0
         begin = (at // SIZE).to(tl.int64) * pool_page + at % SIZE * DIM
         row = pool + begin[:, None]
@@ -121,6 +134,7 @@ def attend_rows(q, pool, slot, part, peak, scale, pool_page, HEADS, CHOSEN, SIZE
 BLOCK, BLOCKS, WARPS = 64, 4, 4     # rows of a block, blocks of a part
 GROUP, WIDE = 64, 256           # heads and value dims that one program sums
 SUMS = 1 << 24                  # of parts, in memory at once
+CUTS = 64                       # parts of a context, at most
 PROGRAMS, FEW = 128, 8          # that fill a device; in Gluon half of them do for so few queries and groups
 LINES = 16                      # codes that a program decodes: a load of each thread and 128 values
 DECODED = 256 << 20             # bytes of rows that were codes, in memory at once
@@ -162,14 +176,16 @@ def _over_codes(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, value_dim: int
     return out_BNR, lse_BN
 
 
-def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_dim: int,
+def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor | PagedContext, *, value_dim: int,
                      scale: float) -> tuple[Tensor, Tensor]:
     """As `penstock.kernels.attention.latent_attention`. Capturable."""
     queries, heads, dim = q_BNH.shape
-    size, chosen = pool_PGH.shape[1], slot_BS.shape[1]
+    size, seen = pool_PGH.shape[1], slot_BS if isinstance(slot_BS, PagedContext) else None
+    places = slot_BS if isinstance(slot_BS, Tensor) else slot_BS.table_RM
+    chosen = places.shape[1] if seen is None else places.shape[1] * size
     coded = pool_PGH.dtype == torch.uint8
     row = fp8.width(dim, value_dim) if coded else dim
-    assert q_BNH.is_contiguous() and slot_BS.is_contiguous(), "queries and slots must be dense"
+    assert q_BNH.is_contiguous() and places.is_contiguous(), "queries and slots must be dense"
     assert pool_PGH.stride(2) == 1 and pool_PGH.stride(1) == row, "rows of a page must be dense"
     exact = q_BNH.dtype == torch.float32
     pad = max(16, triton.next_power_of_2(value_dim))
@@ -178,13 +194,15 @@ def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_
     groups = triton.cdiv(heads, group)
     whole = (group, value_dim, dim) == (GROUP, 2 * WIDE, 2 * WIDE + 64) and not is_alone() and (
         _in_gluon())
-    if coded:
+    if coded and seen is not None and not (whole and q_BNH.dtype == torch.bfloat16):
+        return latent_attention(q_BNH, pool_PGH, seen.slots(size), value_dim=value_dim, scale=scale)
+    if coded and seen is None:
         most = DECODED // (dim * q_BNH.dtype.itemsize)
         # A pool that lies together, as a prompt's does, is decoded once where queries name more than it has.
         # One page is contiguous to torch whatever its stride: what a start measures would not decode.
-        every = pool_PGH.stride(0) == size * row and len(pool_PGH) * size <= min(most, slot_BS.numel())
+        every = pool_PGH.stride(0) == size * row and len(pool_PGH) * size <= min(most, places.numel())
         if every or not (whole and q_BNH.dtype == torch.bfloat16):
-            return _over_codes(q_BNH, pool_PGH, slot_BS, value_dim, scale, most, every=every)
+            return _over_codes(q_BNH, pool_PGH, places, value_dim, scale, most, every=every)
     halves = 1 if whole or pad <= WIDE else 2
     rows = BLOCK * BLOCKS
     if not exact:
@@ -194,26 +212,30 @@ def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor, *, value_
         blocks = max(1, blocks * min(beside, PROGRAMS) // fill)
         rows = BLOCK * (1 << blocks.bit_length() - 1)           # few numbers of them are compiled
     parts = triton.cdiv(chosen, rows)
+    if seen is not None:
+        parts, rows = min(parts, CUTS), BLOCK
     device = q_BNH.device
     out_BNR = torch.empty((queries, heads, value_dim), dtype=q_BNH.dtype, device=device)
     lse_BN = torch.empty((queries, heads), dtype=torch.float32, device=device)
     if whole and parts == 1:
-        if not coded and prompt_latent.attend(q_BNH, pool_PGH, slot_BS, out_BNR, lse_BN, scale):
+        if not coded and seen is None and prompt_latent.attend(q_BNH, pool_PGH, places, out_BNR, lse_BN, scale):
             return out_BNR, lse_BN
-        gluon_latent.attend(q_BNH, pool_PGH, slot_BS, out_BNR[:, :, None], lse_BN[:, :, None], scale, rows)
+        gluon_latent.attend(q_BNH, pool_PGH, places, seen, out_BNR[:, :, None], lse_BN[:, :, None], scale, rows)
         return out_BNR, lse_BN
     most = max(1, min(queries, SUMS // (heads * parts * value_dim)))
     part = torch.empty((most, heads, parts, value_dim), dtype=torch.float32, device=device)
     peak = torch.empty((most, heads, parts), dtype=torch.float32, device=device)
     for first in range(0, queries, most):
         turn = slice(first, first + most)
-        num = len(slot_BS[turn])
+        num, of = len(q_BNH[turn]), None if seen is None else seen.part(turn)
+        at = places[turn] if of is None else places
         if whole:
-            gluon_latent.attend(q_BNH[turn], pool_PGH, slot_BS[turn], part, peak, scale, rows)
+            gluon_latent.attend(q_BNH[turn], pool_PGH, at, of, part, peak, scale, rows)
             join(part, peak, out_BNR[turn], lse_BN[turn])
             continue
         attend_rows[(parts, groups * halves, num)](
-            q_BNH[turn], pool_PGH, slot_BS[turn], part, peak, scale, pool_PGH.stride(0), heads, chosen,
+            q_BNH[turn], pool_PGH, at, None if of is None else of.row_B, None if of is None else of.context_B,
+            part, peak, scale, pool_PGH.stride(0), heads, at.shape[1], FIRST=0 if of is None else of.first,
             SIZE=size, DIM=dim, VALUE=value_dim, HALVES=halves, HALF=pad // halves,
             REST_PAD=max(16, triton.next_power_of_2(max(1, dim - value_dim))), GROUP=group, BLOCK=BLOCK,
             BLOCKS=rows // BLOCK, EXACT=exact, num_warps=WARPS, num_stages=1 if exact else 2, **early())
