@@ -264,6 +264,7 @@ def report_worst(args: argparse.Namespace) -> None:
     unit, failed = "instructions" if args.count else "ms", []
     for rows in args.rows or (64,):
         scene = worst.Scene(rows=rows, page=args.page_size, groups=settings(one).groups, limit_s=args.limit,
+                            repeats=args.repeats,
                             meter=worst.instructions if args.count else worst.cpu_ms)
         for name in args.worst or worst.CASES:
             case = worst.CASES[name]
@@ -307,6 +308,8 @@ def main() -> None:
                         "pages of a pool, instead of each case's own sizes")
     parser.add_argument("--count", action="store_true", help="of --worst: bytecode instructions in place of "
                         "time. Slower, and the same on a busy machine; no bar of milliseconds holds")
+    parser.add_argument("--repeats", type=int, default=1, help="of --worst: runs of each case, of which the least "
+                        "time of each turn counts: for a machine that does other things too")
     parser.add_argument("--limit", type=float, default=60.0, help="of --worst: seconds of processor time, "
                         "then a case stops")
     parser.add_argument("--residency", action="store_true", help="what promotions cost and what lies idle "

@@ -10,6 +10,7 @@ does not change: `cpu_ms`, `instructions`.
 """
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,8 +36,7 @@ Meter = Callable[[Callable[[], Any]], tuple[Any, float]]
 def cpu_ms(call: Callable[[], Any]) -> tuple[Any, float]:
     """What `call` returns, and milliseconds of processor time of this thread."""
     started = time.thread_time()
-    result = call()
-    return result, 1e3 * (time.thread_time() - started)
+    return call(), 1e3 * (time.thread_time() - started)
 
 
 def instructions(call: Callable[[], Any]) -> tuple[Any, float]:
@@ -70,6 +70,7 @@ class Scene:
     choices: int = 75                          # of one prompt
     meter: Meter = cpu_ms
     limit_s: float = 60.0                      # processor time of measured turns, then a case stops
+    repeats: int = 1                           # of each case: a turn takes the least that it took in any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,12 +139,12 @@ class Engine:
             self.turn()
 
     def measure(self, calm: int | None = None) -> None:
-        """Measure all turns from here on; first some in which rows decode and nothing else happens."""
+        """Measure all turns from here on; first some in which rows decode and nothing else happens. Prompts
+        are older than that: the collector looks at each once, which is not the planner's."""
+        gc.collect()
         self.is_measured, self.ends = True, time.thread_time() + self.scene.limit_s
-        calm = self.scene.calm if calm is None else calm
-        if calm:
-            self.turns(calm)
-            self.calm, self.taken = self.taken, []
+        self.turns(self.scene.calm if calm is None else calm)
+        self.calm, self.taken = self.taken, []
 
     def start_rows(self, n: int = 0, tokens: int = ROW_TOKENS, out: int = 100_000) -> None:
         """Rows that decode to the end of the case; their lengths differ, or all would grow at once."""
@@ -197,25 +198,25 @@ def config(s: Scene, **changes: Any) -> CoreConfig:
                          "max_len": 1 << 23, **changes})
 
 
-# ---------------------------------------------------------------- cases
 def admission(s: Scene, n: int) -> Iterator[Engine]:
     """A prompt that hits nothing; the pool is full of another as long, which is evicted."""
     e = Engine(s, config(s, hbm_pages=n // s.page, step_tokens=4_096))
     yield e
     e.serve(90_000, numbers(90_000, n))
+    other = numbers(90_001, n)
     e.start_rows()
     e.measure(calm=0)
-    e.serve(90_001, numbers(90_001, n))
+    e.serve(90_001, other)
 
 
 def hits(s: Scene, n: int) -> Iterator[Engine]:
     """A prompt that is cached as a whole."""
-    e, prompt = Engine(s, config(s, hbm_pages=n // s.page + 64)), numbers(90_000, n)
+    e, prompt = Engine(s, config(s, hbm_pages=n // s.page + 64)), numbers(90_000, n + 1)
     yield e
-    e.serve(90_000, prompt)
+    e.serve(90_000, prompt[:-1])
     e.start_rows()
     e.measure()
-    e.serve(90_001, (*prompt, 1), out=4)
+    e.serve(90_001, prompt, out=4)
     e.turns(s.after)
 
 
@@ -223,8 +224,8 @@ def forks(s: Scene, n: int) -> Iterator[Engine]:
     """Choices of one prompt: the turn in which they arrive, and all from the first token to the end."""
     e = Engine(s, config(s, rows=s.rows + s.choices, hbm_pages=n // s.page + 16 * s.choices))
     yield e
-    e.start_rows()
     prompt, first = numbers(90_000, n), plan.RequestId(90_000)
+    e.start_rows()
     e.measure()
     e.turn(*(plan.Arrived(plan.RequestId(first + i), prompt, 16, leader=first if i else None)
              for i in range(s.choices)))
@@ -295,6 +296,7 @@ def promote(s: Scene, n: int) -> Iterator[Engine]:
     e.turn(plan.Spilled(r.rid))
     e.until(lambda: r.phase is Phase.HOSTED)
     e.serve(90_001, numbers(90_001, n))
+    e.until(lambda: not (e.core.kv.freeing or e.core.kv.softening))
     e.measure()
     e.turn(plan.Promoted(r.rid))
     e.until(lambda: r.phase is Phase.RESIDENT)
@@ -356,23 +358,22 @@ def ends(s: Scene, n: int) -> Iterator[Engine]:
 
 
 def _queued(e: Engine, n: int, out: int = 8, turns: int = 0) -> None:
-    """`n` requests that wait, most of them long in line; they come a hundred at a time, or in so many
-    turns."""
+    """`n` requests that wait, most of them long in line; they come a hundred at a time, or in so many turns,
+    which are not measured."""
+    e.is_measured = False
     each = -(-n // turns) if turns else 100
     for first in range(0, n, each):
         e.turn(*(plan.Arrived(plan.RequestId(1_000_000 + i), numbers(1_000_000 + i, 60), out)
                  for i in range(first, min(n, first + each))))
+    e.is_measured = True
 
 
 def queue(s: Scene, n: int) -> Iterator[Engine]:
     """`n` requests wait for a row; some arrive, some in the middle of the line are aborted."""
-    e = Engine(s, config(s, rows=s.rows))
-    yield e
+    yield (e := Engine(s, config(s, rows=s.rows)))
     e.start_rows()
     e.measure()
-    e.is_measured = False
     _queued(e, n)
-    e.is_measured = True
     e.turns(s.after)
     for i in range(s.after):
         e.turn(plan.Arrived(plan.RequestId(2_000_000 + i), numbers(i, 60), 8))
@@ -385,8 +386,8 @@ def stats(s: Scene, n: int) -> Iterator[Engine]:
     yield e
     e.start_rows()
     e.measure()
-    e.is_measured = False
     _queued(e, n)
+    e.is_measured = False
     for _ in range(8):
         e.turn()
         e.taken.append(s.meter(e.core.stats)[1])
@@ -401,9 +402,7 @@ def _short(s: Scene, rows: int, waiting: int, **changes: Any) -> Iterator[Engine
     yield e
     e.start_rows(rows, tokens, 1_000)
     e.measure(calm)
-    e.is_measured = False
     _queued(e, waiting, 1_000, filling)
-    e.is_measured = True
     e.turns(5 * s.after)
     assert any([r.num_preemptions for r in e.core.live.values()]), "pages are not short"
 
@@ -419,7 +418,7 @@ def short_no_host(s: Scene, n: int) -> Iterator[Engine]:
 
 
 def short_line(s: Scene, n: int) -> Iterator[Engine]:
-    """Device pages are short next to a long line: `n` requests wait."""
+    """The same next to a long line: `n` requests wait."""
     return _short(s, s.rows, n, dram_pages=20 * s.rows)
 
 
@@ -459,10 +458,8 @@ def flush(s: Scene, n: int) -> Iterator[Engine]:
     e.turns(s.after)
 
 
-TOKENS = 16_384, 65_536, 262_144, 1_048_576
-ROWS = 64, 256, 1_024, 4_096
-LINE = 1_000, 10_000, 100_000
-POOL = 10_000, 100_000, 1_000_000
+TOKENS, ROWS = (16_384, 65_536, 262_144, 1_048_576), (64, 256, 1_024, 4_096)
+LINE, POOL = (1_000, 10_000, 100_000), (10_000, 100_000, 1_000_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -473,16 +470,20 @@ class Case:
     bar_ms: float = 0.0
 
     def measure(self, s: Scene, size: int) -> Result:
-        """The case at one size. Raises AssertionError if what it is about does not happen."""
-        steps, stopped = self.run(s, size), False
-        e = next(steps)
-        try:
-            next(steps, None)
-        except Stopped:
-            stopped = True
-        calm = sorted(e.calm or e.taken)
-        return Result(case=self.name, size=size, longest=max(e.taken), median=calm[len(calm) // 2],
-                      turns=len(e.taken), stopped=stopped, bar_ms=self.bar_ms)
+        """The case at one size. Raises AssertionError if what it is about does not happen. All repeats have
+        the same turns, so what one of them takes longer is the machine's."""
+        runs, stopped = list[tuple[list[float], list[float]]](), False
+        for _ in range(s.repeats):
+            e = next(steps := self.run(s, size))
+            try:
+                next(steps, None)
+            except Stopped:
+                stopped = True
+            runs.append((e.calm, e.taken))
+        calm, taken = ([min(turn) for turn in zip(*each, strict=not stopped)] for each in zip(*runs, strict=True))
+        calm = sorted(calm or taken)
+        return Result(case=self.name, size=size, longest=max(taken), median=calm[len(calm) // 2],
+                      turns=len(taken), stopped=stopped, bar_ms=self.bar_ms)
 
     @property
     def name(self) -> str:

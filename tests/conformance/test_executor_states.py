@@ -283,7 +283,7 @@ def given_up_at_the_end_of_a_page(mp):
 
 
 def found_where_none_is_kept(mp):
-    mp.setattr(Pages, "_refuses", lambda self, r, path, stored: None)
+    mp.setattr(Pages, "refuses", lambda self, r, path, stored=False: None)
 
 
 def an_inner_state_is_freed_too_early(mp):

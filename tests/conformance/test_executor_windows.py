@@ -115,7 +115,7 @@ def window_left_a_page_early(e: Any, patch: pytest.MonkeyPatch) -> None:
 
 def hit_without_its_window(e: Any, patch: pytest.MonkeyPatch) -> None:
     """A hit is as long as the pages of the layers that see all."""
-    patch.setattr(Pages, "_refuses", lambda kv, r, path, stored: None)
+    patch.setattr(Pages, "refuses", lambda kv, r, path, stored=False: None)
 
 
 class Changed:

@@ -10,7 +10,8 @@ import pytest
 
 from penstock.cli.main import main
 from penstock.core.core import Core
-from penstock.core.kv.pages import NONE_LEFT, Headroom, Trial
+from penstock.core.kv.listing import Trial
+from penstock.core.kv.pages import NONE_LEFT, Headroom
 from penstock.core.lifecycle import Trigger
 from penstock.core.plan import (
     Advance,

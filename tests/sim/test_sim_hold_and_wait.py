@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from penstock.core.core import Core
-from penstock.core.kv.pages import NONE_LEFT, Headroom, Trial
+from penstock.core.kv.listing import Trial
+from penstock.core.kv.pages import NONE_LEFT, Headroom
 from penstock.core.lifecycle import (
     ACTIVE,
     DECODING,

@@ -163,7 +163,8 @@ def test_a_page_whose_copy_on_the_host_is_suspect_is_not_fetched_into_a_second()
     a = Arrived(RequestId(0), (11, 12, 13), 9)
     r = Request(a, 0, 9, [], 3, kv.tables(), 100)
     assert kv.match(r, stored=True)[0] == [node]
-    suspect = Copy(kv.host[0].pool.acquire(1)[0], ready=False, moves=1, bad=True)
+    suspect = Copy(kv.host[0].pool.acquire(1)[0], ready=False, moves=1)
+    suspect.bad = True
     kv.tree.attach(node, kv.host[0], suspect)
     assert kv.match(r, stored=True)[0] == []
     assert prefetch.reserve(kv, r) and not (r.path or kv.moves.has_planned)

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from penstock.core.kv.allocate import KVCache
+from penstock.core.kv.page_table import Column
 from penstock.core.kv.prefix_tree import ENTRY_BITS, Copy, Node, TierGroup, place
 from penstock.core.lifecycle import ACTIVE, Lease, Phase, Place
 from penstock.core.pair.bridge import Pairing
@@ -49,6 +50,11 @@ def check(core: CoreState, pairs: Mapping[PeerId, Pairing]) -> None:
         _columns(kv, r, pinned, read, pages, twice)
         named += r.path
         assert r.phase in (Phase.LOADING, Phase.PREFILL) or not any(r.reserved_pages), PROMISED
+        assert (r in kv.softening) == (r.read_to is not None), (r.rid, "who still pins what it reads")
+        if r.booked is not None:
+            assert r.phase in (Phase.PAUSED, Phase.STAGING, Phase.PROMOTING), (r.rid, r.phase)
+            for g, n in enumerate(r.booked[1]):
+                promised[r.booked[0]][g] += n
         for g, t in enumerate(r.tables):
             promised[Tier.DRAM if r.place is Place.HOST and t.hosted else Tier.HBM][g] += r.reserved_pages[g]
     assert all([arena.reserved == promised[tier] and arena.num_reserved == sum(promised[tier])
@@ -82,9 +88,10 @@ def _columns(kv: KVCache, r: Request, pinned: list[Copy], read: list[Copy],
         for space, column in ((device, t.device), (device, t.hot), (host, t.host)):
             if column:
                 copies = [copy for copy in column if copy is not None]
-                if column is t.device and t.hosted and _reads(r):
-                    assert all([r in copy.readers for copy in copies]), (r.rid, "a page that stays")
-                    read += copies
+                if column is t.device and t.hosted and r.place is Place.HOST and r.phase in ACTIVE:
+                    _check_reads(r, column)
+                    read += [copy for copy in copies if r in copy.readers]
+                    pinned += [copy for copy in copies if r not in copy.readers]
                 else:
                     pinned += copies
                 for copy in copies:
@@ -95,9 +102,13 @@ def _columns(kv: KVCache, r: Request, pinned: list[Copy], read: list[Copy],
         assert all([(copy.evictable_in is None) == (i < r.hot_units) for i, copy in enumerate(t.hot)]), LOOSE
 
 
-def _reads(r: Request) -> bool:
-    """Whether it decodes from host pages, or will: what it has on the device it can do without."""
-    return r.place is Place.HOST and r.phase in ACTIVE and r.phase is not Phase.PROMOTING
+def _check_reads(r: Request, column: Column) -> None:
+    """Who decodes from host pages, or will, can do without what it has on the device; who is promoted
+    cannot. Either comes about over turns."""
+    promoted = r.phase is Phase.PROMOTING
+    end = r.reload_at if promoted else r.read_to
+    assert all([copy is None or (r in copy.readers) is not promoted for copy in column[:end]]), (
+        r.rid, "what it reads, or has pinned")
 
 
 def _tree(core: CoreState, pins: dict[Copy, int], refs: dict[Node, int], moves: dict[Copy, int],
@@ -165,7 +176,7 @@ def _kept_promises(core: CoreState) -> None:
             busy = {id(copy) for flight in kv.moves.flying.values() for pair in flight.pairs
                     for space, copy in zip((flight.src, flight.dst), pair, strict=True)
                     if space.tier is tier and not copy.pins}
-            busy |= {id(copy) for r in kv.freeing for t in r.tables
+            busy |= {id(copy) for r in (*kv.freeing, *kv.softening) for t in r.tables
                      for copy in (t.device if tier is Tier.HBM else t.host) if copy is not None}
             space = (kv.device if tier is Tier.HBM else kv.host)[0]
             waits = [back.pins for back in kv.returned] + [e.pins + e.optional for e in kv.entering.values()]
@@ -215,8 +226,12 @@ def _tables(core: CoreState, r: Request) -> None:
             if copy.node is not None:          # else it is private
                 node = kv.node(r, t, i)
                 assert node is not None and node.find(space) is copy, (where, i)
+        if r.phase is Phase.LOADING:
+            arriving = [(below, c) for below in (False, True) for c in (t.host if below else t.device)
+                      if c is not None and not c.ready and (below or not hosted)]
+            assert all([late in r.arriving for late in arriving]), (where, "pages that it does not wait for")
         if r.phase is Phase.PROMOTING and t.hosted:
-            coming = [(g, i) for i, copy in enumerate(t.device) if copy is None or not copy.ready]
+            coming = [(g, i) for i, copy in enumerate(t.device[:r.reload_at]) if copy is None or not copy.ready]
             assert coming == [entry for entry in r.loading if entry in coming], where
         if r.phase is Phase.RESIDENT and t.hosted:
             assert not any(t.host[:len(r.path) * core.cfg.page_size // t.unit]), (where, "sealed mirrors")

@@ -58,7 +58,6 @@ class Core(CoreState):
         self.pairs = pairings(self, Role(cfg.role))
         self.watchers += self.pairs.values()
         self._seq = 0
-        self.is_saving = False                 # a paused request saves more of its pages in the next turn
 
     # ---------------------------------------------------------------- public
     def advance(self, events: Sequence[Event]) -> Advance:
@@ -67,7 +66,8 @@ class Core(CoreState):
         if events or self.admission.step != self.kv.issued:
             self.admission.begin_turn()        # else the last call went to its end
         if events:
-            self.kv.saves_left = self.cfg.save_pages
+            self.kv.spent = None if self.kv.may_start else self.kv.spent
+            self.kv.saves_left, self.kv.may_start = self.cfg.save_pages, True
         self._hear(events)
         if events:
             # A turn that gives up pages has less of its share left for hits.
@@ -79,18 +79,19 @@ class Core(CoreState):
         # To a fixed point: planning may free, freeing may admit. Each request moves a few times at most.
         for _ in range(100 + 20 * len(self.live)):
             self.kv.drain()
-            before = self.edges_taken, self.kv.freed
+            before = self.edges_taken, self.kv.freed, self.kv.saves_left
             self._progress()
             plan = schedule.plan(self)
             self.kv.drain()
-            idle = (self.edges_taken, self.kv.freed) == before and not self.admission.is_due()
+            now = self.edges_taken, self.kv.freed, self.kv.saves_left
+            idle = now == before and not self.admission.is_due()
             if plan is None and idle and self.kv.gives_up and not (self.in_flight and self.running):
                 self.kv.free_gradually(all=True)  # no more than PARTS portions of that were given up
                 self.kv.hits_left = 1 << 60    # what is refused now would be given up, and tried again, for ever
                 continue
             if plan is None and idle and not self.in_flight:      # no event may come that makes these go on
                 if self.is_saving:
-                    self.kv.saves_left = 1 << 60
+                    self.kv.saves_left, self.kv.may_start = 1 << 60, True
                     continue
                 if self.admission.is_underway and not (self.kv.moves.flying and self.kv.rows.held):
                     self.kv.hits_left = 1 << 60
@@ -292,7 +293,7 @@ class Core(CoreState):
     # ---------------------------------------------------------------- progress without a step
     def _progress(self) -> None:
         kv = self.kv
-        self.is_saving = False
+        self.is_saving = bool(kv.softening) and kv.soften_some()
         for r in list(self.saving):
             if r.phase is Phase.PAUSED and not r.is_saved and (
                     r.save_at or not (r.moves or kv.in_flight(r))):
@@ -315,15 +316,21 @@ class Core(CoreState):
             if r.blocked_on and not any([copy.ready for copy in r.blocked_on]):
                 continue                       # tables are long: it looks when one of these has landed
             if r.phase is Phase.LOADING:
+                if not kv.may_start and len(r.path) > allocate.LONG:
+                    self.is_saving = True      # the plan will name all of its pages: a turn for that alone
+                    continue
                 self._start(r)
             elif r.phase is Phase.PREFILL and not r.todo:
                 self.transition(r, Trigger.PREFILLED)  # prefill role: all of it was cached
             elif r.phase is Phase.STAGING:
                 reclaim.stage(self, r)
             elif r.phase is Phase.PROMOTING:
-                promote.load_next(kv, r)
-                if not (r.loading or r.moves):
+                if not promote.load_next(kv, r):
+                    r.promotion_undone_at = kv.issued      # what it was promised cannot be had
+                    self.transition(r, Trigger.SPILL)
+                elif not (r.loading or r.moves) and r.reload_at is None:
                     self.transition(r, Trigger.LANDED)
+            self.is_saving |= r.reload_at is not None and kv.saves_left <= 0
         if self.hosted:
             self.residency.progress()
 
@@ -332,8 +339,7 @@ class Core(CoreState):
         missing = allocate.missing(r)
         if missing is None or len(missing) > self.cfg.wait_pages:
             most = self.cfg.wait_pages + 1     # as long as these are missing, too many are
-            r.blocked_on = (missing[-most:] if missing is not None
-                       else allocate.last_missing(t.host for t in r.tables))
+            r.blocked_on = missing[-most:] if missing is not None else [c for below, c in r.arriving if below][-1:]
             return
         r.step_depends_on = sorted({copy.filled_by for copy in missing})
         self.transition(r, Trigger.LANDED)

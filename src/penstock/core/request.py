@@ -9,7 +9,7 @@ from penstock.core.kv.page_table import PageTable
 from penstock.core.kv.prefix_tree import Copy, Node, pack
 from penstock.core.lifecycle import Phase, Place
 from penstock.core.pair.protocol import Granted
-from penstock.core.plan import Arrived, HbmPage, MoveId, RequestId, Row, StepId
+from penstock.core.plan import Arrived, HbmPage, MoveId, RequestId, Row, StepId, Tier
 
 MISSED = 0.2                # of what a hosted row selects, until a HotUse says how much
 PREEMPTIONS_MAX = 3         # times that a request gives way at most
@@ -103,7 +103,8 @@ class Request:
     known: Sequence[Node] = ()                 # what was once matched, as a hint: the tree may have lost it
     prefix: Sequence[list[HbmPage]] = ()       # of each group: pages on the device that its path begins with,
                                                # as it got its row; empty: look at the table
-    is_in_place: bool = False                  # all that it got with its row was in place
+    arriving: list[tuple[bool, Copy]] = field(default_factory=list)    # of what it got with its row that which
+                                               # is not in place yet, and whether it is on the host
     lost_by_group: Mapping[int, int] = field(default_factory=dict)  # pages behind it, by the group that lacks a part
     reserve: list[list[int]] = field(init=False)  # per group: host pages not used yet
     reserved_pages: list[int] = field(init=False)  # per group: pages that it is promised, and has not taken
@@ -115,8 +116,12 @@ class Request:
     forks: list[Request] = field(default_factory=list)  # who waits for that
     is_saved: bool = False                     # it waits, and what it keeps is pinned
     is_saving: bool = False                    # some of that is still being copied
-    save_at: tuple[int, int] | None = None     # it is paused: so far, group and entry, it has saved its pages,
+    save_at: tuple[int, int] | None = None     # so far, group and entry, it has saved its pages to the host,
     unsaved: list[tuple[int, int]] = field(default_factory=list)  # but for those that are still being copied
+    read_to: int | None = None                 # it decodes from host pages, and has not unpinned all that it
+                                               # reads on the device: entries below this; None: all
+    reload_at: int | None = None               # while promoted: entries below have device pages; None: all
+    booked: tuple[Tier, list[int]] | None = None   # pages of each group promised to what goes on over turns
     shares_pages: bool = False                 # it began with pages that it may not have computed itself
     own_from: int = 1 << 60                    # pages behind so many of its path it may have computed itself
     retried: bool = False                      # it has failed, and is computed again without what is cached;
@@ -144,7 +149,7 @@ class Request:
         self.issued, self.unchanged_until, self.append_until = None, 0, 0
         self.blocked_on, self.next_missing, self.lookup_keys = [], None, ()
         if self.phase is not Phase.PROMOTING:
-            self.loading = []
+            self.loading, self.reload_at = [], None
         self.is_saved, self.is_saving, self.hot_wait_until = False, False, StepId(0)
         self.save_at, self.unsaved = None, []
 
@@ -167,8 +172,13 @@ class Request:
         """A request without a row that has these pages of this one, to give them up in later turns."""
         other = copy.copy(self)
         other.tables, other.path, other.row, other.phase = tables, path, None, Phase.DROPPED
-        other.moves, other.reserve = set(), [[] for _ in tables]
+        other.moves, other.reserve, other.booked = set(), [[] for _ in tables], None
         return other
+
+    @property
+    def longest(self) -> int:
+        """Entries of the longest device column of a hosted group."""
+        return max([len(t.device) for t in self.tables if t.hosted], default=0)
 
     def restart(self, tokens: int) -> None:
         """So many of its tokens have KV, and no step in flight computes more."""
@@ -194,7 +204,7 @@ class Request:
         self.hot_drafts = 0
 
     def leave_row(self) -> None:
-        self.row, self.bound, self.prefix, self.is_in_place = None, False, (), False
+        self.row, self.bound, self.prefix = None, False, ()
 
     def look(self) -> None:
         """Its row has news."""

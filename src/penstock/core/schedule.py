@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, cast
 
+from penstock.core.kv.listing import Shortage
 from penstock.core.kv.page_table import own
-from penstock.core.kv.pages import Shortage
 from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import DECODING, Phase, Place, Trigger
 from penstock.core.plan import (

@@ -89,6 +89,18 @@ class CoreConfig:
                                  f"and the engine's have {self.page_size}")
 
     @property
+    def look_pages(self) -> int:
+        """Entries of a page table that are looked at in one turn, at most."""
+        return 16 * self.save_pages
+
+    @property
+    def planner_bytes(self) -> int:
+        """Memory that the planner has when all pages of device and host are cached, as `tests/unit/
+        test_core_planning.py` counts it: of each page its tokens, its place in the tree and in an order of
+        eviction, and its number."""
+        return (self.hbm_pages + self.dram_pages) * (560 + 4 * self.page_size)
+
+    @property
     def depth(self) -> int:
         """Plans in flight at most. Synchronous 1, overlapped 2, pipelined one per stage more."""
         return self.pp_size + int(self.overlap)

@@ -10,7 +10,8 @@ from typing import TypeAlias
 from penstock.core import lifecycle
 from penstock.core.kv import claims, listing, promote, sealing
 from penstock.core.kv.allocate import KVCache
-from penstock.core.kv.pages import NONE_LEFT, Headroom, Trial
+from penstock.core.kv.listing import Trial
+from penstock.core.kv.pages import NONE_LEFT, Headroom
 from penstock.core.lifecycle import (
     ACTIVE,
     LINE,
@@ -75,6 +76,7 @@ class CoreState(Queues):
         self.prefills_only = role is Role.PREFILL
         self.last_revoke_step = StepId(0)      # when a grant was last given up for its pages,
         self.revoke_pending = False            # and whether since the last event
+        self.is_saving = False                 # a request saves or lends more of its pages in the next turn
         self.out: list[Output] = []
         self.watchers: list[Watcher] = []      # add yourself
 
@@ -92,11 +94,17 @@ class CoreState(Queues):
         gains = any(x not in self.holds[source, r.place] for x in holds) or target is Phase.PAUSED
         if trigger not in WAYS_IN and r in self.kv.entering:
             self.kv.abandon(r)
+        if r.booked is not None:
+            self.kv.unbook(r)                  # for the phase that it leaves; refused, it goes on without
         if gains and not (trial := self.kv.acquire(r, target, holds, place, headroom)):
             return trial
         r.phase, r.place = target, place
         keep = (*holds, *self.may_hold[target, place])
+        if r.read_to is not None and not (place is Place.HOST and target in ACTIVE):
+            self.kv.pin_resident(r)
         # Whether it gives up its pages in later turns.
+        if target in (Phase.DONE, Phase.DROPPED):
+            self.kv.return_reserve(r)
         leaves = target in (Phase.DONE, Phase.DROPPED) and self.kv.is_long(r)
         self.kv.release(r, [x for x in Lease if x not in keep and not (leaves and x in PAGES)])
         if target is Phase.LOADING:
@@ -160,10 +168,13 @@ class CoreState(Queues):
 
     def release_forks(self, r: Request) -> None:
         """`r` has begun to answer, or never will: its forks wait no more."""
+        path = r.path.copy() if r.forks else []      # one for all: `r` gives up its own page by page
         for fork in r.forks:
             fork.leader = None
-            if fork.arrived.prompt is r.arrived.prompt and fork.arrived.namespace == r.arrived.namespace:
-                fork.hint(r.path)              # pages of outputs are not looked at, see `_name`
+            mine, other = fork.arrived, r.arrived          # one prompt in an engine, two alike in a replay
+            if mine.namespace == other.namespace and (
+                    mine.prompt is other.prompt or mine.prompt == other.prompt):
+                fork.hint(path)                # pages of outputs are not looked at, see `_name`
             self.enqueue(fork)
         r.forks = []
 

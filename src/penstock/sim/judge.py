@@ -285,6 +285,8 @@ class Judge(Watcher):
         view, rid, end, unit = self.view, live.rid, start + count, self.units[group]
         hosted, first = live.place is Place.HOST, start // unit
         sides = ((pages, t.device, view.held(Tier.HBM, group)), (below, t.host, view.held(Tier.DRAM, group)))
+        # Who goes on from the host is told of its pages there over turns, and reads the others on the device.
+        told = 0 if live.phase is Phase.PROMOTING else len(pages) if live.read_to is None else live.read_to
         assert len(pages) * unit >= end, f"request {rid}: too few pages"
         self.stats["rows in both places"] += hosted and max(pages) >= 0
         self.stats["longer than the device"] += len(pages) > self.longest[group]
@@ -292,7 +294,7 @@ class Judge(Watcher):
             assert pages[i] >= 0 or below[i] >= 0, f"request {rid}: page {i} is nowhere"
             for table, column, held in sides:
                 page, copy = table[i], column[i] if i < len(column) else None
-                if page < 0 or (copy is None and i < first and table is below and pages[i] >= 0):
+                if page < 0 or (i < first and table is below and pages[i] >= 0 and (copy is None or i >= told)):
                     continue                   # a twin of a page that is sealed now: never read
                 if copy is None and hosted and live.phase is Phase.SENDING:
                     continue                   # given up behind this very step

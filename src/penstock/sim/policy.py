@@ -34,6 +34,7 @@ class Policy:
         self.view, self.cfg = view, view.cfg
         self.rates: Rates | None = None
         self.longest = -1
+        self.least: dict[int, int] = {}         # the same, but the least since a second look began, see `taken`
         self.pausing = -1, -1                   # who was to pause last: it gives up device pages
         self.refused = False                    # something says no where there is room: nothing is judged
 
@@ -50,6 +51,8 @@ class Policy:
                 f"request {r.rid} is fetched for, and computing is faster")
         elif trigger in (Trigger.ADMIT, Trigger.RESUME) and r.phase in (Phase.QUEUED, Phase.DROPPED):
             self.longest = self._known(r)
+            since = self.least.get(r.rid, self.longest) if self.view.looks_again(r) else self.longest
+            self.least[r.rid] = min(since, self.longest)
         elif pressure and trigger in GIVING_WAY and r.phase in ACTIVE:
             self._last_resort(r, trigger, failed)
         elif pressure and trigger is Trigger.DROP and r.phase is Phase.PAUSED and not failed:
@@ -71,10 +74,11 @@ class Policy:
 
     def taken(self, r: Live, source: Phase) -> None:
         """A request that has got a row begins behind the longest prefix that has been computed, and with none
-        once it has failed."""
+        once it has failed. If some groups cannot go on from what others know, and a turn's share was too little
+        for a second look at that, what came during this look may be missed (sim seed 11958)."""
         if r.row is not None and source in (Phase.QUEUED, Phase.DROPPED) and (
                 r.place is Place.DEVICE and not self.refused):
-            assert r.computed == (0 if r.retried else self.longest), (
+            assert r.computed == 0 if r.retried else self.least[r.rid] <= r.computed <= self.longest, (
                 f"request {r.rid} begins at {r.computed}, and {self.longest} positions are cached")
 
     def _last_resort(self, r: Live, trigger: Trigger, failed: bool) -> None:

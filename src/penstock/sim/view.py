@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from penstock.core.core import Core
+from penstock.core.kv.allocate import Entry
+from penstock.core.kv.listing import Shortage, Trial
 from penstock.core.kv.page_table import PageTable
-from penstock.core.kv.pages import Shortage, Trial
 from penstock.core.kv.pool import Pool
 from penstock.core.kv.prefix_tree import Node, key_under
 from penstock.core.pair.decode_side import DecodeSide
@@ -63,6 +64,11 @@ class View:
     def is_complete(self, r: Live) -> bool:
         """Whether all its pages are somewhere."""
         return self._kv.is_complete(r)
+
+    def looks_again(self, r: Live) -> bool:
+        """Whether its trial goes on from an earlier turn, with a second look at what is cached of it."""
+        entry = self._kv.entering.get(r)
+        return isinstance(entry, Entry) and entry.again
 
     def in_step(self, step: StepId) -> list[Live]:
         return [row.request for row in self._core.in_flight[step]]

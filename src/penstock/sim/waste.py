@@ -22,7 +22,7 @@ from penstock.sim.world import MakeCore, World
 CALM = ("aims=0,aborts=0,stops=0,abort=0,stop=0,turns=0,flushes=0,pauses=0,drops=0,spills=0,fail=0,expire=0,"
         "shy=0,damages=0,jumps=0,disk_pages=0,hold=0,straggle=0,deadline=1e9,draft_tokens=0,ranks=1,prefix_cache=1,"
         "alike=0,model=1,max_len=60,page_size=4,report=0.2,step=1,step_tokens=16,copy=0.1,always_hosted=0,"
-        "wait_pages=0,pp_size=1,overlap=0,pair=0,hot_pages=0,hot_pages_max=0,hit_pages=512")
+        "wait_pages=0,pp_size=1,overlap=0,pair=0,hot_pages=0,hot_pages_max=0,hit_pages=512,save_pages=256")
 DEATH = 450.0         # when the decode engine of a pair dies: after its first transfers
 FULL = CacheGroup(name="full", page_bytes=0, slab_pages=2)
 STATE = CacheGroup(name="snapshot", page_bytes=0, snapshot=True, page_tokens=16)   # as large as two of those

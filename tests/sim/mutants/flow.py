@@ -8,7 +8,8 @@ from mutants.registry import Real, instead_of, mutant
 from penstock.core import schedule
 from penstock.core.core import Core
 from penstock.core.kv.allocate import KVCache
-from penstock.core.kv.pages import NONE_LEFT, Headroom, Shortage, Trial
+from penstock.core.kv.listing import Shortage, Trial
+from penstock.core.kv.pages import NONE_LEFT, Headroom
 from penstock.core.lifecycle import Phase, Trigger
 from penstock.core.plan import (
     Aborted,
@@ -190,7 +191,7 @@ def failed_load_waits_for_ever(real: Real, core: Core, event: Moved) -> None:
     real(core, event)
 
 
-@mutant()
+@mutant(mode="save_pages=1")
 class SleepsOverHalfAPause(Core):
     """A pause that takes several turns waits for an event, and none comes."""
 

@@ -23,7 +23,7 @@ def hit_one_page_short(real: Real, kv: KVCache, r: Request, path: list[Node], by
     ended = real(kv, r, path, by, stored, most)
     if ended:
         del path[-1:]
-        while path and kv._refuses(r, path, stored) is not None:
+        while path and kv.refuses(r, path, stored) is not None:
             path.pop()
     return ended
 
@@ -62,11 +62,11 @@ class PrefixHitWithoutItsWindow(Core):
     """A prefix hit is the longest that one group can serve: it starts with a page that is empty."""
 
     def advance(self, events: Sequence[Event]) -> Advance:
-        with swapped(allocate, "_entry", _or_empty), swapped(KVCache, "_refuses", self.refuses):
+        with swapped(allocate, "_entry", _or_empty), swapped(KVCache, "refuses", self.refuses):
             return super().advance(events)
 
     @staticmethod
-    def refuses(real: Real, kv: KVCache, r: Request, path: list[Node], stored: bool) -> int | None:
+    def refuses(real: Real, kv: KVCache, r: Request, path: list[Node], stored: bool = False) -> int | None:
         end = len(path) * kv.cfg.page_size
         inside = any(t.group.snapshot and end % t.unit for t in r.tables)
         group: int | None = real(kv, r, path, stored) if inside or stored else None

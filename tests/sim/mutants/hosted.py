@@ -10,7 +10,8 @@ from penstock.core.core import Core
 from penstock.core.kv import allocate, claims, offload, page_table, promote, sealing
 from penstock.core.kv.allocate import GroupAllocation, KVCache
 from penstock.core.kv.claims import Claim
-from penstock.core.kv.pages import NONE_LEFT, Headroom, Trial
+from penstock.core.kv.listing import Trial
+from penstock.core.kv.pages import NONE_LEFT, Headroom
 from penstock.core.kv.pool import Pool
 from penstock.core.kv.prefix_tree import Copy, Node, TierGroup
 from penstock.core.lifecycle import Phase, Place, Trigger
@@ -231,7 +232,7 @@ def row_starts_on_host_pages_that_are_coming(real: Real, r: Request) -> list[Cop
     return [] if out is None else out
 
 
-@instead_of(sealing, "seal")
+@instead_of(sealing, "seal", mode="save_pages=256")
 def promotion_without_the_page_that_was_open(real: Real, kv: KVCache, r: Request) -> None:
     """The page that was open when a promotion began is never loaded."""
     for t in r.tables if r.phase is Phase.PROMOTING else ():
@@ -241,7 +242,7 @@ def promotion_without_the_page_that_was_open(real: Real, kv: KVCache, r: Request
     real(kv, r)
 
 
-@instead_of(promote, "reload")
+@instead_of(promote, "reload", mode="save_pages=256")
 def promotion_loads_the_open_page_too_early(real: Real, kv: KVCache, r: Request, headroom: Headroom) -> Trial:
     """The open page is loaded with the others, and what is written to it meanwhile is lost."""
     ok: Trial = real(kv, r, headroom)

@@ -12,7 +12,7 @@ from penstock.core import retire
 from penstock.core.core import Core
 from penstock.core.kv import allocate
 from penstock.core.kv.allocate import KVCache
-from penstock.core.kv.pages import Trial
+from penstock.core.kv.listing import Trial
 from penstock.core.kv.prefix_tree import Copy, TierGroup
 from penstock.core.lifecycle import Phase, Trigger
 from penstock.core.pair import protocol

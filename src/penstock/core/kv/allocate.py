@@ -6,23 +6,14 @@ from host pages, a resume after a drop, a prefix hit in any tier, to device page
 """
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from penstock.core.kv import claims, offload, prefetch, promote
 from penstock.core.kv.claims import Claim, mirror
-from penstock.core.kv.listing import PrefixMatch
-from penstock.core.kv.page_table import Column, enter_pinned, own, take_all, unpin
-from penstock.core.kv.pages import (
-    NO_ROW,
-    NONE_LEFT,
-    UNDERWAY,
-    Entering,
-    Headroom,
-    Pages,
-    SourceNotReady,
-    Trial,
-)
+from penstock.core.kv.listing import NO_ROW, UNDERWAY, Entering, PrefixMatch, SourceNotReady, Trial
+from penstock.core.kv.page_table import enter_pinned, own, take_all, unpin
+from penstock.core.kv.pages import NONE_LEFT, Headroom, Pages
 from penstock.core.kv.pool import Fence
 from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.lifecycle import Lease, Phase, Place
@@ -53,7 +44,7 @@ class KVCache(Pages):
 
     def release(self, r: Request, leases: Collection[Lease]) -> None:
         """Give up all of these leases that `r` holds."""
-        if Lease.HOT in leases and any(t.hot for t in r.tables):
+        if Lease.HOT in leases and r.place is Place.HOST and any(t.hot for t in r.tables):
             self.pin_resident(r)
         for lease in leases:
             if lease is Lease.ROW and r.row is not None:
@@ -85,6 +76,9 @@ class KVCache(Pages):
 
 
 # ---------------------------------------------------------------- the way in
+LONG = 8_192         # pages of a hit
+
+
 @dataclass(slots=True)
 class Load:
     """A page to be copied: `entry` of the table, from `source` to a page that is still to be had."""
@@ -105,7 +99,11 @@ class GroupAllocation:
     saves: list[Load] = field(default_factory=list)      # device to host
     buffer: list[Copy] = field(default_factory=list)
     reserved_pages: int = 0  # pages of its prompt that it takes when it comes to them
-    pages: list[HbmPage] = field(default_factory=list)       # those of `up`, as far as all are cached
+    pages: list[HbmPage] = field(default_factory=list)       # those of `up`, as far as it has KV; -1: none, or
+                                                         # still to be had
+    own: list[int] = field(default_factory=list)         # entries of which it has a private page so far
+    late: list[tuple[bool, Copy]] = field(default_factory=list)      # of its pages those that are not in place,
+                                                         # and whether they are on the host
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -154,11 +152,14 @@ def enter(kv: Pages, r: Request, place: Place, headroom: Headroom) -> Trial:
         if w.buffer:
             w.up = [None] * len(w.up)
     r.row = Row(kv.rows.acquire(1)[0])
+    if len(r.path) > LONG:
+        kv.may_start, kv.spent = False, claim
     below = {id(n) for g, w in enumerate(parts) for n in _take(kv, r, g, w)}
     r.loads = len(below)
     r.capacity = kv.covered(r, place)
-    r.prefix = [w.pages if len(w.pages) == len(r.path) else [] for w in parts]
-    r.is_in_place = place is Place.DEVICE and claim.is_ready and not any([w.loads for w in parts])
+    r.prefix = [w.pages for w in parts]
+    r.arriving = [late for w in parts for late in (*w.late, *[(False, f.target) for f in w.loads],
+                                                  *[(True, f.target) for f in w.saves])]
     if place is Place.HOST:
         kv.make_evictable(r)
     elif r.may_host and kv.cfg.role != "prefill":
@@ -192,6 +193,7 @@ def _resume(kv: Pages, r: Request, place: Place) -> Entry | None:
 def _name(kv: Pages, r: Request, place: Place) -> Entry | None:
     """Match, name and pin what is cached of a request that has nothing yet, as far as this turn allows. None:
     the next turn goes on."""
+    before = kv.hits_left
     entry = kv.entering.get(r)
     assert entry is None or isinstance(entry, Entry)
     if entry is not None and (entry.place is not place or (r.path and r.path[-1].banished)):
@@ -216,6 +218,11 @@ def _name(kv: Pages, r: Request, place: Place) -> Entry | None:
             if entry.found:
                 return None
         elif entry.is_fresh or (entry.lost_by_group and entry.again and kv.rows.held):
+            if not entry.is_fresh and kv.refuses(r, r.path) is not None:
+                entry.found = None             # what a group keeps of it has gone since: it ends earlier
+                continue
+            if len(r.path) > LONG and before - kv.hits_left > kv.cfg.hit_pages // 4 and kv.rows.held:
+                return None                    # it has had its part of this turn: the rest is a turn's too
             break
         else:                                  # the tree may know more by now
             entry.again, entry.lost_by_group, entry.end, entry.found = bool(entry.lost_by_group), {}, None, None
@@ -260,17 +267,19 @@ def _pin(kv: Pages, r: Request, entry: Entry) -> bool:
         return False
     last = path[-1] if path else kv.tree.roots.get(r.arrived.namespace)
     whole = [g for g, t in enumerate(r.tables) if not t.reach]
+    device = kv.device[whole[0]] if len(whole) == 1 else None
     for i in range(at, min(len(nodes), at + kv.hits_most)):
         node = nodes[i]
+        up = node.find(device) if device is not None else None
         if (node.parent is not last or node.banished or kv.tree.is_flushed(node) or node.first is None
-                or not all([kv.is_reachable(node, g) for g in whole])):
+                or ((up is None or up.bad) and not all([kv.is_reachable(node, g) for g in whole]))):
             del nodes[i:]
             entry.end, entry.found, entry.lost_by_group = None, None, {}
             break
         path.append(node)
         for g in whole:                        # pinned first: then it has no place in an order of eviction
-            part, copy = entry.parts[g], node.find(kv.device[g])
-            if copy is None or copy.bad or (entry.place is Place.HOST and r.tables[g].hosted):
+            part, copy = entry.parts[g], up or node.find(kv.device[g])
+            if copy is None or copy.bad or not copy.ready or (entry.place is Place.HOST and r.tables[g].hosted):
                 _page(kv, r, g, i, node, part, entry.claim, entry.place)
             else:
                 part.up.append(entry.claim.pin(copy))
@@ -348,9 +357,12 @@ def _have(kv: Pages, r: Request, g: int, place: Place, claim: Claim, part: Group
     if not at:
         at = t.begin(r.computed)
         part.up = [None] * at
-        part.down = [None] * at if place is Place.HOST and t.hosted else []
+        hosted = place is Place.HOST and t.hosted
+        part.down, part.pages = [None] * (hosted * at), [HbmPage(-1)] * (at * (not hosted))
     end = min(done, at + most)
     for i in range(at, end):
+        if any([copy is not None and copy.node is None for copy in (own(t.device, i), own(t.host, i))]):
+            part.own.append(i)
         _page(kv, r, g, i, kv.node(r, t, i), part, claim, place)
     return end == done
 
@@ -363,7 +375,8 @@ def _page(kv: Pages, r: Request, g: int, i: int, node: Node | None, part: GroupA
         copy = node.good(kv.device[g]) if node is not None else None
         part.up.append(claim.pin_optional(copy) if copy is not None and copy.ready else None)
     else:
-        part.up.append(_entry(kv, r, g, i, node, part, claim, host=False))
+        part.up.append(copy := _entry(kv, r, g, i, node, part, claim, host=False))
+        part.pages.append(HbmPage(copy.page))
 
 
 def _entry(kv: Pages, r: Request, g: int, i: int, node: Node | None, part: GroupAllocation, claim: Claim, *,
@@ -381,6 +394,8 @@ def _entry(kv: Pages, r: Request, g: int, i: int, node: Node | None, part: Group
     if copy is None or copy in detached:
         copy = None if node is None else kv.take_host_copy(node, g, source) if host else node.good(space)
     if copy is not None:
+        if not copy.ready:
+            part.late.append((host, copy))
         return claim.pin(copy)
     if (source is None or source in detached) and node is not None:
         source = node.good(other)
@@ -399,22 +414,27 @@ def _take(kv: Pages, r: Request, g: int, part: GroupAllocation) -> list[Node]:
     _start(kv, r, g, part.loads, up=True)
     _start(kv, r, g, part.saves, up=False)
     t.first = t.begin(r.computed)
-    _let_go(kv, r, g, *t.replace(part.up, part.down))
+    for f in part.loads:
+        part.pages[f.entry] = HbmPage(f.target.page)
+    _let_go(kv, r, g, part, *t.replace(part.up, part.down))
     on_host = [n for i in range(len(part.down)) if own(part.up, i) is None
                and (n := kv.node(r, t, i)) is not None]
     return [*on_host, *(f.node for f in part.loads if f.node is not None)]
 
 
-def _let_go(kv: Pages, r: Request, g: int, device: list[Copy | None], host: list[Copy | None]) -> None:
-    """`r` has new columns: what it had before is unpinned, unless it is in both; much of the tree's later."""
-    t, late = r.tables[g], max(len(device), len(host)) > kv.cfg.take_pages
-    for space, old, new in ((kv.device[g], device, t.device), (kv.host[g], host, t.host)):
-        for i, copy in enumerate(old):
-            if copy is None:
+def _let_go(kv: Pages, r: Request, g: int, part: GroupAllocation, device: list[Copy | None],
+            host: list[Copy | None]) -> None:
+    """`r` has new columns: what it had before is unpinned. Of a long table what is the tree's goes later, and
+    only its private pages, which a Move may read, go at once."""
+    t, end = r.tables[g], max(len(device), len(host))
+    late = end > kv.cfg.take_pages
+    for i in [*part.own, *range(t.end(r.computed), end)] if late and not t.reach else range(end):
+        for space, old, new in ((kv.device[g], device, t.device), (kv.host[g], host, t.host)):
+            if (copy := own(old, i)) is None:
                 continue
-            if i < len(new) and new[i] is copy:
+            if own(new, i) is copy:
                 unpin(copy)
-            elif not late or copy.node is None:      # a Move may read what is private
+            elif not late or copy.node is None:
                 kv.unpin(r, space, copy)
             else:
                 continue
@@ -449,21 +469,5 @@ def _start(kv: Pages, r: Request, g: int, fills: list[Load], *, up: bool) -> Non
 # ---------------------------------------------------------------- until all is there
 def missing(r: Request) -> list[Copy] | None:
     """Device pages that are still being loaded; None if something else is not in place either."""
-    out: list[Copy] = []
-    if r.is_in_place:
-        return out
-    for t in r.tables:
-        if not all(c is None or c.ready for c in t.host):
-            return None
-        if r.place is Place.DEVICE or not t.hosted:
-            out += [c for c in t.device if c is not None and not c.ready]
-    return out
-
-
-def last_missing(columns: Iterable[Column]) -> list[Copy]:
-    """One page that is not in place, if any: as long as it is not, they are not all."""
-    for column in columns:
-        for copy in reversed(column):          # pages come in order: it is among the last
-            if copy is not None and not copy.ready:
-                return [copy]
-    return []
+    r.arriving = [(below, copy) for below, copy in r.arriving if not copy.ready]
+    return None if any([below for below, _ in r.arriving]) else [copy for _, copy in r.arriving]

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal, TypeVar
 
+from penstock.core.kv.listing import Shortage, TrialRefused
 from penstock.core.kv.page_table import Column, PageTable, add, extend, pin, pinned, put, unpin
-from penstock.core.kv.pages import NONE_LEFT, Headroom, Pages, Shortage, TrialRefused
+from penstock.core.kv.pages import NONE_LEFT, Headroom, Pages
 from penstock.core.kv.pool import Pool
 from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import Phase, Place
@@ -31,7 +32,6 @@ class Claim:
         self._kv, self._r, self._path, self._keep = kv, r, path, keep
         self.needed: list[Copy] = []
         self.optional: list[Copy] = []
-        self.is_ready = True                   # so is all that it has pinned
         self._new = {tier: [list[Copy]() for _ in r.tables] for tier in (_DRAM, _HBM)}
         self._later: tuple[Place, Sequence[int]] | None = None
         if keep:
@@ -40,7 +40,6 @@ class Claim:
     def pin(self, copy: Copy) -> Copy:
         """A page that is there, or on its way."""
         self.needed.append(copy)
-        self.is_ready &= copy.ready
         return pin(copy)
 
     def pin_optional(self, copy: Copy) -> Copy:

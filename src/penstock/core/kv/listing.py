@@ -2,16 +2,19 @@
 
 `Matching` finds pages that this process knows. Storage names pages by what they hold
 (`prefix_tree.key_under`), so this engine finds those of any other: `keys` says what to ask for, `listed`
-remembers the answer. Takes no host page: that is read later, by `prefetch`.
+remembers the answer. Takes no host page: that is read later, by `prefetch`. `TrialRefused` says why a trial to take
+pages changed nothing.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeAlias
 
 from penstock.core.kv.moves import Moves
 from penstock.core.kv.page_table import PageTable
 from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree, key_under
+from penstock.core.lifecycle import Place
 from penstock.core.plan import Tier
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
@@ -27,6 +30,56 @@ class PrefixMatch(NamedTuple):
     pages: int
     lost: int
     lost_by_group: Mapping[int, int]
+
+
+class TrialRefused:
+    """Why a trial changed nothing. It is false; a trial that succeeds is True."""
+
+    def __bool__(self) -> Literal[False]:
+        return False
+
+
+@dataclass(slots=True)
+class Shortage(TrialRefused):
+    """Pages of each group that somebody wanted in vain."""
+
+    tier: Tier
+    want: Sequence[int]
+    waits_for_fence: bool      # it waits for fences, or for requests that are giving up their pages
+    found: PrefixMatch | None = None  # None: it knew what it has
+    capacity_version: tuple[int, ...] = ()  # `Pages.capacity_version` when it gave up
+
+
+@dataclass(slots=True)
+class SourceNotReady(TrialRefused):
+    """What it would copy is still being filled."""
+
+    source: Copy
+
+
+NO_ROW, UNDERWAY = TrialRefused(), TrialRefused()     # UNDERWAY: its prefix is long, the next turn goes on
+Trial: TypeAlias = Literal[True] | TrialRefused
+
+
+@dataclass(slots=True, eq=False)
+class Entering:
+    """What a request that waits has pinned so far, of what is too long for one turn."""
+
+    place: Place
+    nodes: list[Node]              # what was matched: not all of it is named yet
+    pins: list[Copy]               # what it needs,
+    optional: list[Copy]           # and what it can do without
+    end: tuple[Node | None, int] | None = None     # how far the tree knows it; None: not seen yet
+    lost_by_group: dict[int, int] = field(default_factory=dict)  # see `PrefixMatch`
+    found: PrefixMatch | None = None  # all of that is known
+
+
+@dataclass(slots=True, eq=False)
+class Returned:
+    """Pinned copies and named pages that a request has given up: they go back in portions."""
+
+    pins: list[Copy]
+    path: list[Node]
 
 
 class Matching:
@@ -78,11 +131,11 @@ class Matching:
         """Give up to `most` last pages up, as long as a group that keeps only a part cannot go on behind
         them; such groups serve fewer boundaries. False: there are more of them."""
         for _ in range(most):
-            if not path or (g := self._refuses(r, path, stored)) is None:
+            if not path or (g := self.refuses(r, path, stored)) is None:
                 return True
             path.pop()
             lost_by_group[g] = lost_by_group.get(g, 0) + 1
-        return not path or self._refuses(r, path, stored) is None
+        return not path or self.refuses(r, path, stored) is None
 
     def recomputed(self, r: Request) -> int:
         """Prompt tokens behind the path of `r` that the tree has as outputs of one who selected as `r`
@@ -107,7 +160,7 @@ class Matching:
             return None
         return node
 
-    def _refuses(self, r: Request, path: list[Node], stored: bool) -> int | None:
+    def refuses(self, r: Request, path: list[Node], stored: bool = False) -> int | None:
         """The first group that keeps only a part and cannot go on behind this path; None: all can."""
         size = self.cfg.page_size
         end = len(path) * size

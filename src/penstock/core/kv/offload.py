@@ -4,8 +4,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from penstock.core.kv.claims import Claim
+from penstock.core.kv.listing import Trial
 from penstock.core.kv.page_table import Column, enter_pinned, own, put
-from penstock.core.kv.pages import Pages, Trial
+from penstock.core.kv.pages import Pages
 from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.kv.sealing import write_through
 from penstock.core.lifecycle import Phase
@@ -13,22 +14,36 @@ from penstock.core.plan import Tier
 from penstock.core.request import Request
 
 
+def _is_wide(kv: Pages, r: Request) -> bool:
+    """Whether `r`, which is being staged, saves its pages over turns."""
+    return r.longest > kv.cfg.save_pages
+
+
 def reserve(kv: Pages, r: Request, phase: Phase) -> Trial:
     """Take the host pages that pausing or staging needs at most, for what has no host copy; or nothing.
-    What the host has of a row that is being staged must stay there: it is pinned."""
+    What the host has of a row that is being staged must stay there: it is pinned, that of a long table over
+    turns. Of a table that is too long for one look, a page for each full one is promised to it instead; if
+    the host has not so many, the look is taken."""
     claim, staging = Claim(kv, r), phase is Phase.STAGING
+    at_once = staging and not _is_wide(kv, r)
     held, spare = list[tuple[Column, int, Copy]](), [list[Copy]() for _ in r.tables]
-    for g, t in enumerate(r.tables):
-        begin, end = t.begin(r.computed), t.end(r.computed)
-        if staging:
-            end = len(t.device) if t.hosted else 0
-        for i in range(begin, end) if staging else _perhaps_bare(kv, r, g, begin, end):
+    parts = [(0, 0) if staging and not t.hosted else
+             (t.begin(r.computed), len(t.device) if staging else t.end(r.computed)) for t in r.tables]
+    full = [max(0, min(end, len(r.path) * kv.cfg.page_size // t.unit) - begin)
+            for t, (begin, end) in zip(r.tables, parts, strict=True)]
+    booked = [n if n > kv.cfg.look_pages else 0 for n in full]
+    if any(booked) and kv.lacks(Tier.DRAM, [n and end - begin for n, (begin, end)
+                                            in zip(booked, parts, strict=True)]):
+        booked = [0] * len(booked)
+    for g, (t, (begin, end), n) in enumerate(zip(r.tables, parts, booked, strict=True)):
+        begin += n
+        for i in range(begin, end) if at_once else _perhaps_bare(kv, r, g, begin, end):
             if own(t.host, i) is not None:
                 continue
-            node, find = kv.node(r, t, i), kv.take_host_copy if staging else kv.host_copy
+            node, find = kv.node(r, t, i), kv.take_host_copy if at_once else kv.host_copy
             if node is None or (copy := find(node, g, own(t.device, i))) is None:
                 spare[g].append(claim.want(Tier.DRAM, g))
-            elif staging:
+            elif at_once:
                 held.append((t.host, i, claim.pin(copy)))
     if not (room := claim.commit()):
         return room
@@ -36,7 +51,9 @@ def reserve(kv: Pages, r: Request, phase: Phase) -> Trial:
         enter_pinned(column, i, copy)
     for pages, copies in zip(r.reserve, spare, strict=True):
         pages += [copy.page for copy in copies]
-    if any([len(t.device) > kv.saves_left for t in r.tables]):
+    if any(booked):
+        kv.book(r, Tier.DRAM, booked)
+    if not at_once and any([n > kv.saves_left for n, b in zip(full, booked, strict=True) if not b]):
         kv.saves_left = 0                      # a look at so many was enough for this turn
     return True
 
@@ -89,51 +106,52 @@ def _save_some(kv: Pages, r: Request, g: int, begin: int, end: int) -> None:
                 kv.drop_entry(r, g, t.host, i)                # it is promised to another
 
 
-def save_down(kv: Pages, r: Request) -> None:
-    """No step of `r` is in flight, and it is being staged: start the copies of all that the host lacks."""
-    for g, t in enumerate(r.tables):
-        if t.hosted:
-            _save_open(kv, r, g)
-            _save_some(kv, r, g, t.begin(r.computed), t.end(r.computed))
-            for i in range(t.end(r.computed), len(t.device)):     # nothing is in them yet
-                if own(t.host, i) is None and r.reserve[g]:
-                    put(t.host, i, Copy(r.reserve[g].pop()))
-    kv.return_reserve(r)
-
-
 def save(kv: Pages, r: Request) -> bool:
-    """All steps of a paused request have retired: pin host copies, and let go of the device, page by page,
-    as far as this turn allows. Returns whether that is all."""
-    if kv.saves_left <= 0:
+    """All steps of `r` have retired, and it is paused or being staged: pin host copies or start them, page by
+    page, as far as this turn allows. Who is paused lets go of the device. Returns whether that is all."""
+    staging = r.phase is Phase.STAGING
+    at_once = staging and not _is_wide(kv, r)
+    if kv.saves_left <= 0 and not at_once:
         return False
     if r.save_at is None:
         r.save_at = 0, 0
-        for g in range(len(r.tables)):
+        for g in range(len(r.tables) if not staging else 0):
             _save_open(kv, r, g)
     g, at = r.save_at
     while g < len(r.tables):
         t = r.tables[g]
         begin, end = t.begin(r.computed), t.end(r.computed)
-        to = min(max(len(t.device), end), at + kv.saves_left)
+        top = max(len(t.device), end) if t.hosted or not staging else 0
+        to = top if at_once else min(top, at + kv.saves_left)
+        kv.use_booked(r, g, to - at)
+        if staging and t.hosted and not at:
+            _save_open(kv, r, g)
         _save_some(kv, r, g, max(at, begin), min(to, end))
         for i in range(at, min(to, len(t.device))):
             below = own(t.host, i)
-            if not begin <= i < end or (below is not None and below.ready):
+            if staging:
+                if i >= end and below is None and r.reserve[g]:      # nothing is in them yet
+                    put(t.host, i, below := Copy(r.reserve[g].pop()))
+                if below is None or not below.ready:
+                    r.unsaved.append((g, i))
+            elif not begin <= i < end or (below is not None and below.ready):
                 kv.drop_entry(r, g, t.device, i)
             elif below is not None:
                 r.unsaved.append((g, i))
-        kv.saves_left -= to - at
+        kv.saves_left -= 0 if at_once else to - at
         r.save_at = g, to
-        if to < max(len(t.device), end):
+        if to < top:
             return False
         g, at = g + 1, 0
         r.save_at = g, at
     kv.return_reserve(r)
-    for g, t in enumerate(r.tables):           # the mirror of what its prompt would have left open
-        for i in range(t.end(r.computed), len(t.host)):
-            kv.drop_entry(r, g, t.host, i)
+    kv.unbook(r)
     r.is_saved = True
-    let_go_of_device(kv, r)
+    if not staging:
+        for g, t in enumerate(r.tables):       # the mirror of what its prompt would have left open
+            for i in range(t.end(r.computed), len(t.host)):
+                kv.drop_entry(r, g, t.host, i)
+        let_go_of_device(kv, r)
     return True
 
 
@@ -156,17 +174,26 @@ def let_go_of_device(kv: Pages, r: Request) -> None:
 
 
 def is_staged(kv: Pages, r: Request) -> bool:
-    """Every page of a row that is being staged is on the host."""
-    return not r.moves and all(
-        (copy := own(t.host, i)) is not None and copy.ready
-        for t in r.tables if t.hosted for i in range(len(t.device)))
+    """Every page of a row that is being staged is on the host. Of one that has saved all, looks at what
+    was still to come."""
+    if r.moves:
+        return False
+    if r.is_saved:
+        r.unsaved = [(g, i) for g, i in r.unsaved if not _is_below(r.tables[g].host, i)]
+        return not r.unsaved
+    return not _is_wide(kv, r) and all(
+        _is_below(t.host, i) for t in r.tables if t.hosted for i in range(len(t.device)))
 
 
-def is_coming(r: Request) -> bool:
-    """Whether host pages of a row that is being staged are on their way, or none is missing."""
-    hosted = [t for t in r.tables if t.hosted]
-    return (any(c is not None and not c.ready for t in hosted for c in t.host)
-            or all(own(t.host, i) is not None for t in hosted for i in range(len(t.device))))
+def _is_below(host: Column, i: int) -> bool:
+    copy = own(host, i)
+    return copy is not None and copy.ready
+
+
+def coming(r: Request) -> list[Copy]:
+    """The last page that is on its way to the host, if any is, for a row that has saved all."""
+    copies = [copy for g, i in r.unsaved if (copy := own(r.tables[g].host, i)) is not None]
+    return copies[-1:]
 
 
 def lose(kv: Pages, r: Request, lost: Collection[Copy]) -> bool:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
-from penstock.core.kv.listing import Matching, PrefixMatch
+from penstock.core.kv.listing import Entering, Matching, PrefixMatch, Returned, Shortage
 from penstock.core.kv.moves import Moves
 from penstock.core.kv.page_table import Column, PageTable, cut, give_up, own, pin, read, take, take_all, unpin
 from penstock.core.kv.pool import Arena, Fence, Pool
@@ -28,56 +27,6 @@ def _arena(cfg: CoreConfig, tier: Tier, pages: int, base: int) -> Arena:
     return Arena(slabs, [
         Pool(tier.value if single else f"{tier.value} {group.name}", pages if single else 0,
              base + g * cfg.group_base, group.slab_pages) for g, group in enumerate(cfg.groups)])
-
-
-class TrialRefused:
-    """Why a trial changed nothing. It is false; a trial that succeeds is True."""
-
-    def __bool__(self) -> Literal[False]:
-        return False
-
-
-@dataclass(slots=True)
-class Shortage(TrialRefused):
-    """Pages of each group that somebody wanted in vain."""
-
-    tier: Tier
-    want: Sequence[int]
-    waits_for_fence: bool      # it waits for fences, or for requests that are giving up their pages
-    found: PrefixMatch | None = None  # None: it knew what it has
-    capacity_version: tuple[int, ...] = ()  # `Pages.capacity_version` when it gave up
-
-
-@dataclass(slots=True)
-class SourceNotReady(TrialRefused):
-    """What it would copy is still being filled."""
-
-    source: Copy
-
-
-NO_ROW, UNDERWAY = TrialRefused(), TrialRefused()     # UNDERWAY: its prefix is long, the next turn goes on
-Trial: TypeAlias = Literal[True] | TrialRefused
-
-
-@dataclass(slots=True, eq=False)
-class Entering:
-    """What a request that waits has pinned so far, of what is too long for one turn."""
-
-    place: Place
-    nodes: list[Node]              # what was matched: not all of it is named yet
-    pins: list[Copy]               # what it needs,
-    optional: list[Copy]           # and what it can do without
-    end: tuple[Node | None, int] | None = None     # how far the tree knows it; None: not seen yet
-    lost_by_group: dict[int, int] = field(default_factory=dict)  # see `PrefixMatch`
-    found: PrefixMatch | None = None  # all of that is known
-
-
-@dataclass(slots=True, eq=False)
-class Returned:
-    """Pinned copies and named pages that a request has given up: they go back in portions."""
-
-    pins: list[Copy]
-    path: list[Node]
 
 
 class Headroom(NamedTuple):
@@ -112,6 +61,7 @@ class Pages(Matching):
         self.issued = StepId(0)
         self.freed = 0                                   # units that came back, in all
         self.grown: list[Request] = []           # whose hot buffers have more than their least
+        self.softening: list[Request] = []       # see `make_evictable`
         self.freeing = deque[Request]()          # have ended, and have pages that nobody has needed yet
         self.returned = deque[Returned]()
         self.entering: dict[Request, Entering] = {}
@@ -119,6 +69,8 @@ class Pages(Matching):
         self.hits_left = cfg.hit_pages           # of this turn
         self.parts_left = PARTS                  # the same, of what `free_gradually` gives up for who lacks pages
         self.saves_left = cfg.save_pages         # the same: entries of paused requests
+        self.may_start = True                    # the same: no long hit has got its row in this turn
+        self.spent: object = None                # a long list, which takes long to free: in a later turn
         self._flush_after: Request | Returned | None = None      # flush again when this one has left
         # Pages of each group that were sealed when the host was full.
         self.late = [deque[Node](maxlen=max(1, cfg.dram_pages)) for _ in cfg.groups]
@@ -316,6 +268,27 @@ class Pages(Matching):
                 self.arenas[tier].reserve_pages(g, times * n)
                 r.reserved_pages[g] += times * n
 
+    def book(self, r: Request, tier: Tier, pages: Sequence[int]) -> None:
+        """Promise so many pages of each group to what `r` does over several turns."""
+        assert r.booked is None
+        r.booked = tier, list(pages)
+        for g, n in enumerate(pages):
+            self.arenas[tier].reserve_pages(g, n)
+
+    def use_booked(self, r: Request, g: int, n: int) -> None:
+        """`r` takes n of these now, or does without."""
+        if r.booked is not None:
+            tier, pages = r.booked
+            n = min(n, pages[g])
+            pages[g] -= n
+            self.arenas[tier].reserve_pages(g, -n)
+
+    def unbook(self, r: Request) -> None:
+        """What `r` was doing has ended."""
+        for g, n in enumerate(r.booked[1] if r.booked is not None else ()):
+            self.use_booked(r, g, n)
+        r.booked = None
+
     def capacity_version(self, tier: Tier) -> tuple[int, ...]:
         """As long as this is the same, who was refused pages of `tier` would be again: pages that came to
         others of the same prefix, that came back, that can be had, that were evicted; and flushes."""
@@ -338,10 +311,41 @@ class Pages(Matching):
 
     def make_evictable(self, r: Request) -> None:
         """`r` decodes from host pages: those of the tree that it has on the device it reads from now on as
-        long as nobody needs them more. It has no others there."""
+        long as nobody needs them more. It has no others there. Of a long table that goes over turns, in which
+        its row is told of the pages on the host, and reads the others on the device: see `soften_some`."""
+        if r.longest <= self.cfg.save_pages:
+            self._soften(r, 0, r.longest)
+        elif r.read_to is None:
+            r.read_to = 0
+            self.softening.append(r)
+        else:
+            r.read_to = 0
+
+    def soften_some(self) -> bool:
+        """Go on with that as far as this turn allows. Returns whether there is more to do."""
+        for r in list(self.softening):
+            assert r.read_to is not None
+            end = min(r.longest, r.read_to + max(0, self.saves_left))
+            self.saves_left -= end - r.read_to
+            for g, t in enumerate(r.tables):
+                if t.hosted:
+                    self.remap(r, g, range(max(r.read_to, t.first), min(end, len(t.host))))
+            self._soften(r, r.read_to, end)
+            r.read_to = end
+            if end == r.longest:
+                self.stop_softening(r)
+        return bool(self.softening)
+
+    def stop_softening(self, r: Request) -> None:
+        if r.read_to is not None:
+            r.read_to = None
+            self.softening.remove(r)
+
+    def _soften(self, r: Request, begin: int, end: int) -> None:
         for g, t in enumerate(r.tables):
-            for i, copy in enumerate(t.device if t.hosted else ()):
-                if copy is None:
+            for i in range(begin, min(end, len(t.device))) if t.hosted else ():
+                copy = t.device[i]
+                if copy is None or r in copy.readers:
                     continue
                 if copy.node is None or not copy.ready:
                     self.drop_entry(r, g, t.device, i)
@@ -352,6 +356,7 @@ class Pages(Matching):
 
     def pin_resident(self, r: Request) -> None:
         """`r` needs what it reads on the device, or is about to give it up."""
+        self.stop_softening(r)
         for t in r.tables:
             for copy in t.device if t.hosted else ():
                 if copy is not None and r in copy.readers:
@@ -470,7 +475,8 @@ class Pages(Matching):
 
     def forget_path(self, r: Request, keep: int = 0) -> None:
         """The request no longer names any sealed page, but for the first `keep`."""
-        gone, r.path = r.path[keep:], r.path[:keep]
+        gone = r.path[keep:]
+        del r.path[keep:]                      # in place: the collector would look at each new list
         self._unname(gone)
 
     def _unname(self, gone: list[Node]) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from penstock.core.kv.claims import Claim
+from penstock.core.kv.listing import Trial
 from penstock.core.kv.page_table import Column, enter_pinned, own, put
-from penstock.core.kv.pages import Pages, Trial
+from penstock.core.kv.pages import Pages
 from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.plan import Tier
 from penstock.core.request import Request

@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Protocol
+from typing import Any, Protocol
 
 from sortedcontainers import SortedKeyList
 
@@ -52,6 +52,10 @@ class TierGroup:
         return self.pool.name
 
 
+def _flag(bit: int) -> Any:
+    return property(lambda c: c.flags & bit > 0, lambda c, on: setattr(c, "flags", c.flags & ~bit | bit * on))
+
+
 @dataclass(slots=True, eq=False)
 class Copy:
     """One page in one space. A private copy (`node` is None) belongs to a single request."""
@@ -65,21 +69,20 @@ class Copy:
     order: SortedKeyList | None = None     # of eviction, which has its one entry,
     number: int = -1               # and the number of that, or of the last one
     moves: int = 0                 # flying Moves that read or write it
-    partial: bool = False          # holds only what its owner's window needs: never the tree's
-    bad: bool = False              # reading it has failed: goes when its last Move has landed
-    inner: bool = False            # a state whose node leads to another state, and nowhere else
+    flags: int = 0                 # bits, because a pool may have millions of these: see below
     used: StepId = StepId(0)       # last issued step that may touch it
     filled_by: MoveId = MoveId(0)    # the Move that fills it, while it is not ready
     space: TierGroup | None = None   # of a node's copy: where it is,
     next: Copy | None = None         # and the node's copy in the next space
+    partial = _flag(1)             # holds only what its owner's window needs: never the tree's
+    bad = _flag(2)                 # reading it has failed: goes when its last Move has landed
+    inner = _flag(4)               # a state whose node leads to another state, and nowhere else
 
 
 @dataclass(slots=True, eq=False)
 class Node:
     """A sealed page: its tokens, its place, its copies. `refs` requests have it in their path.
-
     Nearly all nodes have one child at most, and one to three copies: a dict for either would take 232 bytes."""
-
     key: Sequence[int]             # see `pack`; of a root its namespace
     parent: Node | None            # None: a root, whose key is its namespace
     depth: int
@@ -152,8 +155,7 @@ class Node:
         return unpack(self.key)
 
     def ready(self, space: TierGroup) -> bool:
-        copy = self.find(space)
-        return copy is not None and copy.ready
+        return (copy := self.find(space)) is not None and copy.ready
 
     def good(self, space: TierGroup) -> Copy | None:
         """The copy that is there or on its way, unless reading it has failed."""
@@ -338,8 +340,7 @@ class Tree:
 
     # ---------------------------------------------------------------- eviction
     def evictable(self, node: Node, space: TierGroup) -> bool:
-        copy = node.find(space)
-        return copy is not None and not copy.pins and copy.evictable_in is not None
+        return (copy := node.find(space)) is not None and not copy.pins and copy.evictable_in is not None
 
     def update_evictable(self, node: Node) -> None:
         """Look at a node again after anything about it changed: enter it into the eviction orders,

@@ -5,8 +5,9 @@ import itertools
 from collections.abc import Iterable
 
 from penstock.core.kv.claims import Claim
-from penstock.core.kv.page_table import add, enter_pinned, is_own, move, put, read, split
-from penstock.core.kv.pages import Headroom, Pages, Trial
+from penstock.core.kv.listing import Shortage, Trial
+from penstock.core.kv.page_table import add, enter_pinned, give_up, is_own, move, pin, put, read, split
+from penstock.core.kv.pages import Headroom, Pages
 from penstock.core.kv.prefix_tree import Copy, Node, mark_evictable
 from penstock.core.plan import Tier
 from penstock.core.request import Request
@@ -18,7 +19,8 @@ def take_hot_buffer(kv: Pages, r: Request) -> Trial:
     keep: dict[int, list[int]] = {}
     for g, t in enumerate(r.tables):
         if t.hosted:
-            mine = [i for i, c in enumerate(t.device) if c is not None and is_own(c) and not c.moves]
+            last = range(max(0, len(t.device) - r.hot_units - kv.cfg.look_pages), len(t.device))
+            mine = [i for i in last if (c := t.device[i]) is not None and is_own(c) and not c.moves]
             keep[g] = mine[-r.hot_units:]
             want[g] = r.hot_units - len(keep[g])
     room = kv.make_free(Tier.HBM, want)
@@ -32,7 +34,10 @@ def take_hot_buffer(kv: Pages, r: Request) -> Trial:
             if copy.node is not None:
                 kv.tree.detach(copy.node, kv.device[g])
         add(t.hot, kv.device[g].pool.acquire(want[g]))
-        kv.remap(r, g, range(t.first, len(t.host)))
+        sealed = len(r.path) * kv.cfg.page_size // t.unit
+        all_at_once = r.longest <= kv.cfg.save_pages      # else of full pages those that it keeps on the device
+        kv.remap(r, g, range(t.first, len(t.host)) if all_at_once else
+                 [*entries, *range(sealed, len(t.host))])
     r.resize()
     kv.make_evictable(r)
     return True
@@ -53,7 +58,10 @@ def grow_hot_buffer(kv: Pages, r: Request, n: int) -> None:
 
 def reload(kv: Pages, r: Request, headroom: Headroom) -> Trial:
     """Device pages for everything that a hosted row has on the host, and the first loads of what is
-    sealed. The open page follows when it is sealed; pages begun from now on are on both sides."""
+    sealed. The open page follows when it is sealed; pages begun from now on are on both sides. Of a long
+    table, as many pages are promised to it, and taken over turns."""
+    if r.longest > kv.cfg.save_pages:
+        return _begin_reload(kv, r, headroom)
     adopt(kv, r)
     claim, lacks = Claim(kv, r, keep=True), list[tuple[int, int, Copy]]()
     for g, t in enumerate(r.tables):
@@ -70,6 +78,58 @@ def reload(kv: Pages, r: Request, headroom: Headroom) -> Trial:
             copy.ready = False
     r.loading = [(g, i) for g, i, _ in lacks]
     load_next(kv, r)
+    return True
+
+
+def _begin_reload(kv: Pages, r: Request, headroom: Headroom) -> Trial:
+    """What it reads on the device is counted as if it had still to be had: a look at all takes too long."""
+    want = [len(t.device) if t.hosted else 0 for t in r.tables]
+    wanted = kv.with_headroom(Tier.HBM, want, headroom)
+    if kv.lacks(Tier.HBM, wanted):
+        return Shortage(Tier.HBM, wanted, kv.gives_up)
+    kv.stop_softening(r)
+    kv.book(r, Tier.HBM, want)
+    r.reload_at, r.loading = 0, []
+    return True
+
+
+def _reload_some(kv: Pages, r: Request) -> bool:
+    """Go on with that as far as this turn allows. False: its pages cannot be had."""
+    assert r.reload_at is not None
+    begin, room = r.reload_at, True
+    while room and r.reload_at < min(r.longest, begin + min(kv.saves_left, kv.cfg.load_pages)):
+        for g, t in enumerate(r.tables):
+            if t.hosted and not (room := _reload_entry(kv, r, g, r.reload_at)):
+                if not kv.arenas[Tier.HBM].short(kv.one_page(g), promised=True):
+                    break                      # it is behind fences
+                return False
+        r.reload_at += room
+    kv.saves_left -= r.reload_at - begin
+    if r.reload_at == r.longest:
+        r.reload_at = None
+        kv.unbook(r)
+    return True
+
+
+def _reload_entry(kv: Pages, r: Request, g: int, i: int) -> bool:
+    """Entry i, which `r` has on the host, gets a device page. False: there is none yet."""
+    t, space = r.tables[g], kv.device[g]
+    if (copy := t.device[i]) is not None:
+        if r in copy.readers:                  # else it came since: pages begun from then on are on both sides
+            kv.use_booked(r, g, 1)
+            give_up(copy, r)
+            pin(copy)
+        return True
+    node = kv.node(r, t, i)
+    found = node.good(space) if node is not None else None
+    kv.use_booked(r, g, 1)
+    if found is None:
+        if not kv.make_free(Tier.HBM, kv.one_page(g)):
+            kv.use_booked(r, g, -1)
+            return False
+        found = Copy(space.pool.acquire(1)[0], ready=False)
+    put(t.device, i, found)
+    r.loading.append((g, i))
     return True
 
 
@@ -98,10 +158,12 @@ def _tell_ready(kv: Pages, r: Request, entries: Iterable[tuple[int, int]]) -> li
     return waiting
 
 
-def load_next(kv: Pages, r: Request) -> None:
+def load_next(kv: Pages, r: Request) -> bool:
     """Pages of a row that is being promoted are read once they have come. The next loads, or those that fly,
     are what it waits for. It goes on meanwhile, and what it and others miss comes over the same link: few fly
-    at once."""
+    at once. False: what it was promised cannot be had."""
+    if r.reload_at is not None and len(r.loading) <= kv.cfg.load_pages and not _reload_some(kv, r):
+        return False
     r.loading = _tell_ready(kv, r, r.loading)
     missing = [c for g, i in r.loading if (c := r.tables[g].device[i]) is not None]
     flying = [c for c in missing if c.filled_by]
@@ -111,12 +173,15 @@ def load_next(kv: Pages, r: Request) -> None:
     for g in dict.fromkeys([g for g, _, _ in todo]):
         load(kv, r, g, [(i, node) for group, i, node in todo if group == g])
         r.blocked_on = [c for g, i, _ in todo[-1:] if (c := r.tables[g].device[i]) is not None]
+    return True
 
 
 def stop_reload(kv: Pages, r: Request) -> None:
     """A promotion is given up: it reads the pages that are in place, the others go."""
     kv.make_evictable(r)
-    _tell_ready(kv, r, r.loading)
+    for g, i in _tell_ready(kv, r, r.loading):
+        kv.drop_entry(r, g, r.tables[g].device, i)
+        kv.remap(r, g, (i,))
 
 
 def leave_host(kv: Pages, r: Request) -> None:
@@ -126,7 +191,7 @@ def leave_host(kv: Pages, r: Request) -> None:
         n = len(r.path) * kv.cfg.page_size // t.unit if t.hosted else len(t.host)
         if n > kv.cfg.take_pages:
             split(t.host, n, left.host)
-        for i in range(min(n, len(t.host))):
+        for i in range(min(n, len(t.host)) if not left.host else 0):
             if t.host[i] is not None:
                 kv.drop_entry(r, g, t.host, i)
     if any([left.host for left in tables]):

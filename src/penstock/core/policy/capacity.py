@@ -22,6 +22,8 @@ from penstock.core.request import Request
 from penstock.core.settings import CacheGroup, CoreConfig
 from penstock.core.state import CoreState
 
+LONG = 4_096         # entries of a page table
+
 
 def may_host(cfg: CoreConfig, a: Arrived) -> bool:
     return cfg.sparse and a.selects
@@ -137,7 +139,8 @@ def worth(core: CoreState, r: Request) -> float:
     for t in r.tables:
         if t.hosted:
             step += min(core.cfg.budget or len(t.hot) * t.unit, len(t.device) * t.unit)
-            load += t.device.count(None) * t.unit
+            long = len(t.device) > LONG        # then a count of the others takes longer than a turn may
+            load += (len(t.device) if long else t.device.count(None)) * t.unit
     return left * step * r.missed / load if load else math.inf
 
 

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from penstock.core import lifecycle
 from penstock.core.kv import prefetch
-from penstock.core.kv.pages import UNDERWAY, Headroom, Shortage, SourceNotReady
+from penstock.core.kv.listing import UNDERWAY, Shortage, SourceNotReady
+from penstock.core.kv.pages import Headroom
 from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import Phase, Place, Trigger
 from penstock.core.plan import StepId, Tier
@@ -55,6 +56,7 @@ class Admission:
         self._blocked: Blocked | None = None   # the head of the queue, when it last did not fit
         self._skipped: Request | None = None   # the same, if it was not tried in this turn
         self._round: Round | None = None
+        self._waits = False
         self.is_underway = False               # a trial of this turn goes on in the next
         self.begin_turn()
         # Edges and steps when nobody could make way for it, and what those lacked who would have.
@@ -63,7 +65,7 @@ class Admission:
     def admit(self) -> None:
         """Give rows and pages to the waiting, in order; the first that does not fit blocks the rest,
         so that nobody starves behind smaller requests."""
-        self._skipped, passed, self.is_underway = None, False, False
+        self._skipped, self._waits, passed, self.is_underway = None, False, False, False
         at, line = 0, self.core.candidates
         if not self.core.runnable:
             self._blocked = None
@@ -148,7 +150,10 @@ class Admission:
             b is not None and b.request.is_runnable and bool(b.shortages))
 
     def is_due(self) -> bool:
-        """Whether planning has made room for somebody who was not tried."""
+        """Whether planning has made room for somebody who was not tried, or what `_make_way` waited for has
+        gone: pages that others were giving up (sim seed 8457)."""
+        if self._waits and not self.core.kv.gives_up:
+            return True
         return self._skipped is not None and not self._is_blocked(self._skipped)
 
     def _enter(self, r: Request) -> bool:
@@ -198,6 +203,7 @@ class Admission:
         given way twice: what keeps a row from the host may make it give way."""
         core, kv = self.core, self.core.kv
         shortages = [s for s in self.shortages_of(r) if s.tier is Tier.HBM and core.cfg.sparse]
+        self._waits = bool(shortages) and kv.gives_up
         if not shortages or kv.gives_up or reclaim.pages_will_come(core) or core.by_phase[Phase.STAGING]:
             return
         short = min([kv.arenas[s.tier].short(s.want, promised=True) for s in shortages])

@@ -8,9 +8,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Iterator
 
-from penstock.core.kv import allocate, claims, offload
+from penstock.core.kv import claims, offload
+from penstock.core.kv.listing import Shortage, Trial, TrialRefused
 from penstock.core.kv.page_table import is_own
-from penstock.core.kv.pages import Shortage, Trial, TrialRefused
 from penstock.core.kv.prefix_tree import Copy
 from penstock.core.lifecycle import Phase, Trigger
 from penstock.core.plan import Tier
@@ -96,7 +96,7 @@ def _windows_move(core: CoreState) -> bool:
 
 def pages_will_come(core: CoreState) -> bool:
     """Whether somebody who has no row is about to give up device pages."""
-    return core.num_pushed > 0 or any(
+    return core.num_pushed > 0 or bool(core.kv.softening) or any(
         r.phase is Phase.PAUSED and any([t.device for t in r.tables]) for r in core.saving)
 
 
@@ -197,16 +197,17 @@ def stage(core: CoreState, r: Request) -> None:
     if not r.is_saved and not offload.is_staged(kv, r):
         if kv.in_flight(r):
             return
-        offload.save_down(kv, r)
-        r.is_saved = True
+        if not offload.save(kv, r):
+            core.is_saving = True
+            return
     if offload.is_staged(kv, r):
         trial = core.transition(r, Trigger.LANDED)
         if not trial and not _is_heating(core, r, trial):
             yield_device(core, r)     # no hot buffer to be had, nor is one on its way
-    elif r.is_saved and not r.moves and not offload.is_coming(r):
-        yield_device(core, r)         # the host has no room any more
     elif r.is_saved:
-        r.blocked_on = allocate.last_missing(t.host for t in r.tables if t.hosted)
+        r.blocked_on = offload.coming(r)
+        if not (r.moves or r.blocked_on or not r.unsaved):
+            yield_device(core, r)     # the host has no room any more
 
 
 def _is_heating(core: CoreState, r: Request, refused: TrialRefused) -> bool:

@@ -125,6 +125,7 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
     log(f"kv: {int(held / whole * core_config.max_len):,} tokens on the device ({show_size(held)}), "
         f"{host:,} in host memory ({show_size(parts.dram_bytes)}), in pages of {core_config.page_size}; "
         f"the device holds {held / whole:.1f} requests of {core_config.max_len:,}, {show_size(whole)} each")
+    log(f"planner: up to {show_size(core_config.planner_bytes)} of this process, when all pages are cached")
     caches.tell(log)
     if selection is not None:
         log(f"sparse: a query reads at most {selection.budget} tokens of each KV head, in units of "
@@ -142,8 +143,7 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
             f"{core_config.rows}: the youngest requests wait while older ones decode")
     return Built(executor=parts.front, core_config=core_config, vocab_size=model.vocab_size, info=info,
                  max_model_len=core_config.max_len, selection=selection, wakes=wakes, pages=parts.pages,
-                 stages=parts.stages, caches=caches, identity=identity, crew=parts.crew,
-                 grammars=parts.grammars)
+                 stages=parts.stages, caches=caches, identity=identity, crew=parts.crew, grammars=parts.grammars)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
