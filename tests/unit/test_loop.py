@@ -97,9 +97,9 @@ def test_every_request_of_a_model_with_an_indexer_selects_and_shares_all_pages()
     (NATIVE, {"selects": True, "params": HALF, "attention": 5}, "not the identity"),
     (None, {"selects": True}, "no selector"), (TOP, {"attention": 5}, "reads all KV"),
     (None, {"params": HALF}, "reads all KV"),
-    (TOP, {"selects": True, "params": SamplingParams(sparse_top_k=520)}, "96 to 512, in units of 8"),
-    (TOP, {"selects": True, "params": SamplingParams(sparse_top_k=88)}, "96 to 512, in units of 8"),
-    (TOP, {"selects": True, "params": SamplingParams(sparse_top_k=257)}, "96 to 512, in units of 8"),
+    (TOP, {"selects": True, "params": SamplingParams(sparse_top_k=520)}, "96 to 512, a multiple of 8"),
+    (TOP, {"selects": True, "params": SamplingParams(sparse_top_k=88)}, "96 to 512, a multiple of 8"),
+    (TOP, {"selects": True, "params": SamplingParams(sparse_top_k=257)}, "96 to 512, a multiple of 8"),
     (TOP, {"selects": True}, "96 to 512"),
     (TOP, {"selects": True, "params": HALF, "attention": attention_identity(TOP)}, "not the identity"),
     (TOP, {"selects": True, "params": HALF, "attention": -1}, "not the identity")])

@@ -19,7 +19,7 @@ from starlette.responses import Response, StreamingResponse
 from penstock.api.openai_format import event
 from penstock.api.protocol.openai import ApiError
 from penstock.engine.client.client import EngineDied
-from penstock.engine.client.metrics import STATS_AGE
+from penstock.engine.client.metrics import STATS_AGE, in_use
 from penstock.engine.client.replicas import Engines
 
 FILES = {"/": ("index.html", "text/html"), "/page.css": ("page.css", "text/css"),
@@ -65,7 +65,7 @@ class Page:
                 values, seen = await asyncio.gather(self._numbers(), self._seen())
                 now = time.monotonic()
                 yield event({**self._shown(), **seen, "at": now, "age": values.pop(STATS_AGE),
-                             "values": values})
+                             "values": in_use(values)})
                 await asyncio.sleep(max(EVERY_S, min(SELDOM_S, (now - asked) / SHARE)))
         finally:
             self._viewers -= 1

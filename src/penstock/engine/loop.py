@@ -338,7 +338,7 @@ class EngineLoop:
         if top is None:
             return "selects: this engine has no selector"
         if not top.least <= budget <= top.budget or budget % top.unit:
-            return f"sparse_top_k: {top.least} to {top.budget}, in units of {top.unit}"
+            return f"sparse_top_k: {top.least} to {top.budget}, a multiple of {top.unit}"
         if m.attention != attention_identity(top.within(budget)):
             return "attention: not the identity of what this request selects"
         return None

@@ -174,7 +174,8 @@ function drawRates(values, before, seconds) {
     ...Object.entries({ hbm: "device", dram: "host", disk: "storage" }).filter(([tier]) => values[`${tier}_pages`]).map(([tier, name]) =>
       [`prompt tokens cached: ${name}`, percent(values[`prefix_${tier}_hits`] || 0, asked)]),
     ...(hits + misses ? [["blocks found in hot buffers", percent(hits, hits + misses)]] : []),
-    ["preempted: swap, recompute", `${values.pauses || 0}, ${values.drops || 0}`],
+    "pauses" in values ? ["preempted: swap, recompute", `${values.pauses}, ${values.drops || 0}`]
+      : ["preempted: recompute", `${values.drops || 0}`],
   ];
   at("rates").replaceChildren(...rows.flatMap(([name, value]) => [make("dt", name), make("dd", value)]));
 }

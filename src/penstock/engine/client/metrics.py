@@ -196,15 +196,18 @@ def help_of(name: str) -> str:
     return text if own == name else f"Prefill instances: {text[0].lower()}{text[1:]}"
 
 
-def published(values: Mapping[str, float]) -> dict[str, float]:
-    """The engine's Stats under the names that users know, with each tier's usage, without the numbers of
-    features that are off."""
+def in_use(values: Mapping[str, float]) -> dict[str, float]:
+    """The engine's Stats without the numbers of features that are off."""
     off = [names for shows, names in FEATURES.values()
            if not any(shows.match(name) and (value or not name.endswith("_pages"))
                       for name, value in values.items())]
-    out = {RENAMED.get(name, name): value for name, value in values.items()
-           if name != "generation_tokens_total"          # the API side counts what was sent
-           and not any(names.match(name) for names in off)}
+    return {name: value for name, value in values.items() if not any(names.match(name) for names in off)}
+
+
+def published(values: Mapping[str, float]) -> dict[str, float]:
+    """The engine's Stats under the names that users know, with each tier's usage, without features that are off."""
+    out = {RENAMED.get(name, name): value for name, value in in_use(values).items()
+           if name != "generation_tokens_total"}          # the API side counts what was sent
     for tier, used in USED.items():
         if values.get(f"{tier}_pages") and used in values:
             out[f'kv_cache_usage_perc{{tier="{tier}"}}'] = values[used] / values[f"{tier}_pages"]
