@@ -10,12 +10,11 @@ import msgspec
 from penstock.config.request.grammar import Grammar
 from penstock.text.tools.formats import (
     deepseek_v3,
-    deepseek_v32,
     glm,
     hermes,
+    invokes,
     kimi_k2,
     llama3_json,
-    minimax_m2,
     mistral,
     qwen3_coder,
 )
@@ -50,19 +49,18 @@ class CallFormat:
 
 
 QWEN, SEED = qwen3_coder.QWEN, qwen3_coder.SEED
+MINIMAX, DEEPSEEK = invokes.MINIMAX, invokes.DEEPSEEK
 _V3 = (deepseek_v3.OPEN, deepseek_v3.CLOSE, deepseek_v3.CALL, deepseek_v3.SEP, deepseek_v3.END)
 # The first whose signs a template has is meant.
 FORMATS = {f.name: f for f in (
-    CallFormat("deepseek_v32", deepseek_v32.read, deepseek_v32.body, deepseek_v32.OPEN, ("｜DSML｜",),
-           ("｜DSML｜",)),
+    CallFormat("deepseek_v32", DEEPSEEK.read, DEEPSEEK.body, DEEPSEEK.open, (DEEPSEEK.prefix,), (DEEPSEEK.prefix,)),
     CallFormat("kimi_k2", kimi_k2.read, kimi_k2.body, kimi_k2.OPEN, (kimi_k2.OPEN,),
            (kimi_k2.OPEN, kimi_k2.CLOSE, kimi_k2.CALL, kimi_k2.ARGS, kimi_k2.END), ends_reasoning=True),
     CallFormat("deepseek_v3", deepseek_v3.read, deepseek_v3.body_v3, deepseek_v3.OPEN,
            (deepseek_v3.OPEN, deepseek_v3.FENCE), _V3),
     CallFormat("deepseek_v31", deepseek_v3.read, deepseek_v3.body_v31, deepseek_v3.OPEN, (deepseek_v3.OPEN,),
            _V3),
-    CallFormat("minimax_m2", minimax_m2.read, minimax_m2.body, minimax_m2.OPEN, (minimax_m2.OPEN,),
-           (minimax_m2.OPEN, minimax_m2.CLOSE)),
+    CallFormat("minimax_m2", MINIMAX.read, MINIMAX.body, MINIMAX.open, (MINIMAX.open,), (MINIMAX.open, MINIMAX.close)),
     CallFormat("seed_oss", SEED.read, SEED.body, SEED.open, (SEED.open,), (SEED.open, SEED.close)),
     CallFormat("glm", glm.read, glm.body, glm.OPEN, ("<arg_key>",),
            (glm.OPEN, glm.CLOSE, glm.KEY, glm.KEY_END, glm.VALUE, glm.VALUE_END)),
