@@ -24,7 +24,7 @@ OPENINGS = "docstrings that begin with Of or As"
 SPEAKS = {"ConfigError", "Refusal", "RequestError", "ApiError", "ProtocolError", "Stranger", "Unusable", "_outside",
           "_value", "_switch", "refuse", "print", "log", "_log", "debug", "info", "warning", "error", "exception"}
 # Of these packages comments, docstrings and names are read too; the others follow with their next redesign.
-ROOMS = ("api", "bench", "cli", "config", "engine", "eval", "llm", "memory", "model", "text", "transfer")
+ROOMS = ("api", "bench", "cli", "config", "engine", "eval", "kernels", "llm", "memory", "model", "text", "transfer")
 # Names of these stay where recorded traces and old metrics have them.
 TIERS = tuple(pattern for pattern in WORDS["banned"] if re.match(r"\\b(hbm|dram)", pattern))
 # Written by the code's own help and refusals, and decisions as they were made: their titles are checked.

@@ -43,7 +43,7 @@ def limit(isa: str) -> None:
 
 
 def most() -> str:
-    """What `limit` was last told."""
+    """The argument of the last `limit`."""
     return _most
 
 

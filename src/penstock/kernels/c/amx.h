@@ -18,7 +18,7 @@
 static int amx_granted(void)
 {
     enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
-    static int known;                           /* 0: nobody asked yet */
+    static int known;                           /* 0: not asked yet */
     int now = __atomic_load_n(&known, __ATOMIC_RELAXED);
     if (!now) {
         now = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) ? -1 : 1;

@@ -156,10 +156,10 @@ def triton_runs() -> None:
     try:
         assert driver.active.utils is not None
     except (RuntimeError, ImportError, OSError, subprocess.SubprocessError) as error:
-        told = str(error).splitlines()[-1] if str(error) else type(error).__name__
+        reason = str(error).splitlines()[-1] if str(error) else type(error).__name__
         raise Unusable("Triton cannot reach the GPU's driver, for which it needs a C compiler and Python's "
                        "headers (apt install gcc python3-dev) and a cache it may write: "
-                       f"{told[:200]}") from None
+                       f"{reason[:200]}") from None
 
 
 def compiler() -> str | None:

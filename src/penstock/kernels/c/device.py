@@ -1,7 +1,7 @@
 """Kernels in CUDA C++, compiled by NVRTC for the GPU at hand when they run first: where Triton is slower.
 
-Owns compiling, loading and launching. What cannot be compiled is Unusable with the reason: whoever has such
-a kernel has another way, in Triton. A compile takes up to two seconds, once a machine.
+Owns compiling, loading and launching. What cannot be compiled is Unusable with the reason, and
+the operation runs in Triton. A compile takes up to two seconds, once a machine.
 """
 from __future__ import annotations
 

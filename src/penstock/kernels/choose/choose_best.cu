@@ -136,7 +136,7 @@ choose_best(const float *score, const int *position, const int *budget, int *cho
     #pragma unroll
     for (int k = 0; k < SHARE; ++k) listed += nums[k];
     if (listed <= NEAR) {
-        word *all = (word *)bins;           // which nobody reads any more
+        word *all = (word *)bins;           // which are read no more
         for (int n = threadIdx.x; n < listed; n += 32 * WARPS) {
             int of = 0, at = n;
             while (at >= nums[of]) at -= nums[of++];

@@ -23,7 +23,7 @@ _LARGE_BYTES = 64 << 20         # of floats: nothing is indexed by them
 def compiling(threads: int) -> Iterator[None]:
     """Kernels that this thread launches meanwhile do not run: so many threads compile and load them, which
     has ended when this ends. Their tensors, all but large ones of floats, become zeros, so that an index is
-    one: for tensors that nobody else has. Other threads launch as ever. Raises what a compiler raises."""
+    one: for tensors without another user. Other threads launch as ever. Raises what a compiler raises."""
     launch, here = JITFunction.run, threading.get_ident()
 
     def asked(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
 """What a device remembers of the hot buffers of all rows, for one layer: the state that ops share.
 
-A row's hot buffer is a few pages of the hosted group's own device pool. Per KV head its slots hold
+A row's hot buffer is a few pages of the offloaded group's own device pool. Per KV head its slots hold
 units: runs of tokens of one head. A unit is where the map says, or not in the buffer.
 
     R rows of the table   K KV heads   M units that a row may have   S slots of a row and head

@@ -29,7 +29,7 @@ class States:
     to_T      int64: the page that gets the state behind this token; -1: none
     start_B   int64 [B+1]: `starts`
     row_T     int64: which row each token is of
-    again     whoever scans adds what does it once more; None: nobody will ask
+    again     the scan appends a callback that does it once more; None: no caller needs that
     """
 
     pool_PE: Tensor

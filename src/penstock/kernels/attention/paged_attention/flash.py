@@ -166,7 +166,7 @@ def _imported() -> Callable[..., Any]:
 
 
 def _aside(work: Callable[[], T]) -> Future[T]:
-    """`work` on a thread that nobody waits for at the end: what hangs in a compiler cannot be stopped."""
+    """`work` on a thread that is not joined at the end: a compiler that hangs cannot be stopped."""
     done: Future[T] = Future()
 
     def run() -> None:

@@ -46,7 +46,7 @@ def by_head(x_TNH: Tensor, weight_NOH: Tensor, out_TNO: Tensor) -> None:
 
 
 class ByParts(ABC):
-    """Half of `LayerOps`, of whoever can rotate."""
+    """The part of `LayerOps` for back-ends that can rotate."""
 
     @abstractmethod
     def rotate(self, x_TMH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> None:

@@ -24,9 +24,9 @@ class Looks:
     """What the attention of a step wants to know.
 
     places       up to three
-    budget_R     int32: what rows may choose, 0: they read all; None: nobody asks
+    budget_R     int32: what rows may choose, 0: they read all; None: no row has a budget
     now_1        int32: the stamp of steps, which goes on by one; None: there is none
-    count_LRKE   int64 [layers, R, heads, 4]: counts that each row is told behind its token
+    count_LRKE   int64 [layers, R, heads, 4]: counts that each row gets with its token
     """
 
     places: tuple[BlockTableRef, ...] = ()

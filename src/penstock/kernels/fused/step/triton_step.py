@@ -99,7 +99,7 @@ def best_parts(head, logits, peak, at, token, head_row, V, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["B"], do_not_specialize_on_alignment=["row", "position", "token"])
 def say_tokens(peak, at, token, row, position, last, count, answer, B, LAST, ROWS, COUNTED, HEADS,
                PARTS: tl.constexpr, PARTS_PAD: tl.constexpr, COUNTED_PAD: tl.constexpr):
-    """One query. COUNTED: layers x HEADS of `count`; COUNTED_PAD: 0 where nothing is told of them."""
+    """One query. COUNTED: layers x HEADS of `count`; COUNTED_PAD: 0 where none are returned."""
     follow()
     b = tl.program_id(0)
     s = tl.arange(0, PARTS_PAD)
@@ -116,8 +116,8 @@ def say_tokens(peak, at, token, row, position, last, count, answer, B, LAST, ROW
         m = tl.arange(0, COUNTED_PAD)[:, None]
         e = tl.arange(0, 4)[None, :]
         of = (m // HEADS * ROWS + r).to(tl.int64) * HEADS + m % HEADS
-        told = tl.load(count + of * 4 + e, mask=m < tl.where(p >= 0, COUNTED, 0), other=0)
-        tl.store(answer + (2 + e) * B + b, tl.sum(told, 0)[None, :])
+        counts = tl.load(count + of * 4 + e, mask=m < tl.where(p >= 0, COUNTED, 0), other=0)
+        tl.store(answer + (2 + e) * B + b, tl.sum(counts, 0)[None, :])
 
 
 def begin(row_B: Tensor, position_B: Tensor, last_R: Tensor, looks: Looks) -> Queries:

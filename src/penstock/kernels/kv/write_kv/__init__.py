@@ -35,7 +35,7 @@ class WriteKV(Protocol):
                        has them in the pool's dtype: bf16, uint8 or the keys' own; always computed
                        from all of them, read from the device page if the token has one, else from the
                        host page: what was there before never enters. A unit that is not full yet is
-                       left as it is: nobody reads it
+                       left as it is: it is never read
         order          tokens of a unit follow one another, in order of positions
         Writes         nothing else. No destination has duplicates.
         """
