@@ -199,7 +199,7 @@ def test_damage_and_loss_cost_hits_and_no_answer(model, tmp_path):
         assert (ids(again), disk(again)) == (ids(want), 0)
     run = subprocess.run([sys.executable, "-m", "penstock.cli.main", "store", "verify",
                           f"file://{tmp_path}/store"], capture_output=True, text=True)
-    assert run.returncode == 0 and ", 0 are not" in run.stdout, run.stdout + run.stderr
+    assert run.returncode == 0 and ", 0 are damaged" in run.stdout, run.stdout + run.stderr
 
 
 @pytest.mark.parametrize("kills", [pytest.param(8, marks=pytest.mark.sweep),
