@@ -29,7 +29,7 @@ HISTORY_MAX = 1000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `penstock generate` or `penstock chat`, as `parser.prog` says."""
-    group = parser.add_argument_group("what to ask")
+    group = parser.add_argument_group("request")
     if parser.prog.endswith("generate"):
         what = group.add_mutually_exclusive_group()
         what.add_argument("--prompt", metavar="TEXT", help="the prompt (default: read from stdin)")

@@ -90,7 +90,8 @@ def _backends(config: Config | None, device: str) -> Iterator[Finding]:
         yield Finding("back-ends", "--backends" if named else "--device", str(e), ok=False)
         return
     for op, choice in choices.items():
-        skipped = [f"{name} skipped: {why}" for name, why in choice.skipped]
+        skipped = [f"{name} skipped: {why}" for name, why in choice.skipped
+                   if not why.endswith(f", not on {device}")]
         usable = [f"{name} usable" for name in choice.usable]
         yield Finding("back-ends", op,
                       "; ".join([f"{choice.name} ({choice.reason})", *skipped, *usable]))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def probe(platform: Platform) -> str:
-    return ("a definition: here experts run one by one" if platform.device == "cpu" else
+    return ("experts run one by one" if platform.device == "cpu" else
             "torch, all experts for all tokens")
 
 

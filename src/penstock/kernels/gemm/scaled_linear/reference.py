@@ -11,7 +11,7 @@ from penstock.kernels.types.scaled import Scaled
 
 
 def probe(platform: Platform) -> str:
-    return ("a definition: here such weights are dequantised when they are loaded"
+    return ("such weights are dequantised when they are loaded"
             if platform.device == "cpu" else "F.linear of the dequantised weight, each time")
 
 
