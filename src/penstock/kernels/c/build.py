@@ -133,7 +133,7 @@ def packed(tensors: Sequence[Tensor | None], numbers: Sequence[int], floats: Seq
 
 
 def address(function: Callable[..., object]) -> int:
-    """Of a function of a library, for one in C that calls it."""
+    """Return the address of a library's function, for a function in C that calls it."""
     at = ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]
     assert at is not None
     return at

@@ -42,7 +42,7 @@ def held_back(instead: Callable[[tuple[Any, ...]], None]) -> Iterator[None]:
 
 
 def version() -> str:
-    """Of NVRTC. Raises Unusable where it is not installed, or cannot be loaded."""
+    """Return the version of NVRTC. Raises Unusable where it is not installed, or cannot be loaded."""
     try:
         from cuda.bindings import nvrtc
         error, major, minor = nvrtc.nvrtcVersion()

@@ -26,7 +26,7 @@ _SOURCE, _MANY = (Path(__file__).with_name(f"{name}.cu") for name in ("choose_be
 class Choose(Protocol):
     def __call__(self, score: Tensor, position_B: Tensor, budget_B: Tensor | None, chosen: Tensor, *,
                  heads: int = 1, unit: int = 1, sinks: int = 0, window: int = 0) -> None:
-        """As `choose.select` and `choose.index_select` have it, of f32 scores of each query and head."""
+        """Select as `choose.select` and `choose.index_select` have it, of f32 scores of each query and head."""
 
 
 @functools.cache

@@ -48,7 +48,7 @@ def _clear(arguments: tuple[Any, ...]) -> None:
 
 
 class _Loading(Executor):
-    """Of what compiles: the kernel is also loaded, for which Triton builds a launcher in C."""
+    """Compile, and load the kernel, for which Triton builds a launcher in C."""
 
     def __init__(self, pool: Executor) -> None:
         self._pool = pool

@@ -26,7 +26,7 @@ def follow():
 
 @triton.jit
 def wait():
-    """As `follow`, but the next kernel begins when this one ends: beside many programs that read all the
+    """Follow as `follow` does, but the next kernel begins when this one ends: beside many programs that read all the
     time it takes more than it gives."""
     if cuda_capability_geq(9, 0):
         gdc_wait()

@@ -37,7 +37,7 @@ def encode_rows(x, codes, scales, rests, x_row, DIM: tl.constexpr, CODED: tl.con
 
 
 def encode(x_H: Tensor, coded: int, wide: int) -> Tensor:
-    """As `fp8.encode`, of what is dense in H, into W = `wide` bytes. Capturable."""
+    """Implement `fp8.encode` for vectors that are dense in H, into W = `wide` bytes. Capturable."""
     dim = x_H.shape[-1]
     x_TH = x_H.reshape(-1, dim)
     assert x_TH.stride(1) == 1 and coded % 4 == wide % 4 == 0, f"vectors of {dim}, of which {coded} are coded"

@@ -79,7 +79,7 @@ class _Decodes:
 
 
 class _Lengths:
-    """Of some rows, on the device and on the host. begins: positions that are not read of each."""
+    """Lengths of some rows, on the device and on the host. begins: positions that are not read of each."""
 
     def __init__(self, rows: Sequence[Row], device: torch.device, begins: Sequence[int] = ()) -> None:
         self.queries = [row.count for row in rows]

@@ -109,7 +109,7 @@ SUMS = 1 << 24                  # of parts, in memory at once
 
 def sparse_attention(q_BNH: Tensor, pool_PK2GH: Tensor, chosen_BKC: Tensor, slot_BKC: Tensor,
                      position_B: Tensor, *, unit: int, scale: float) -> tuple[Tensor, Tensor]:
-    """As `penstock.kernels.attention.sparse_attention`. Capturable."""
+    """Implement `penstock.kernels.attention.sparse_attention`. Capturable."""
     queries, heads, dim = q_BNH.shape
     _, kv_heads, _, size, _ = pool_PK2GH.shape
     group, chosen = heads // kv_heads, chosen_BKC.shape[2]

@@ -57,7 +57,7 @@ LINES = 16          # heads that a program mixes: the least that are multiplied
 
 
 def index_pair(q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `penstock.kernels.choose.index_pair`. Capturable."""
+    """Implement `penstock.kernels.choose.index_pair`. Capturable."""
     tokens, heads, dim = q_TIJ.shape
     assert q_TIJ.is_contiguous() and weight_TI.stride(1) == key_TJ.stride(1) == 1, "not dense"
     assert 16 <= dim <= fp8.BLOCK and dim & dim - 1 == 0, f"{dim} is no power of two from 16 to 128"

@@ -100,8 +100,8 @@ def clear_bins(counted, BINS: tl.constexpr):
 @triton.jit(do_not_specialize_on_alignment=["position"])
 def mark_keys(score, position, counted, above, near_score, near_at, TOKENS, TOPK, BINS: tl.constexpr,
               BLOCK: tl.constexpr, NEAR: tl.constexpr):
-    """Of one block of a query's tokens: how many are in bins above that of the cut, into `above`; those that
-    are in it, into the query's list, of which the first NEAR have room, in any order."""
+    """For one block of a query's tokens: count those in bins above the cut's, into `above`; write those of
+    the cut's bin into the query's list, of which the first NEAR have room, in any order."""
     follow()
     block, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     end = tl.load(position + b) + 1
@@ -148,7 +148,7 @@ def _near(line, start, end, cut, BINS: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize_on_alignment=["position"])
 def take_keys(score, position, counted, above, near_score, near_at, chosen, TOKENS, TOPK, BINS: tl.constexpr,
               BLOCK: tl.constexpr, NEAR: tl.constexpr, BLOCKS_PAD: tl.constexpr, TOPK_PAD: tl.constexpr):
-    """Of one block of a query's tokens the chosen ones, behind those of the blocks before; the first writes
+    """Write the chosen tokens of one block of a query, after those of the blocks before; the first writes
     the -1 behind all. What is larger than the cut is taken, and of what equals it the first `spare`."""
     follow()
     block, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -291,7 +291,7 @@ def _choose(score_bU: Tensor, position_b: Tensor, counted_bN: Tensor, chosen_bS:
 
 def index_select(q_BIJ: Tensor, weight_BI: Tensor, key_PGJ: Tensor, table_RP: Tensor, row_B: Tensor,
                  position_B: Tensor, *, topk: int) -> Tensor:
-    """As `penstock.kernels.choose.index_select`. Capturable."""
+    """Implement `penstock.kernels.choose.index_select`. Capturable."""
     queries, heads, dim = q_BIJ.shape
     size = key_PGJ.shape[1]
     tokens = table_RP.shape[1] * size

@@ -35,7 +35,7 @@ def _resolve_one(b, chosen, row, device, host, hot_slot, hot_unit, hot_stamp, ho
                 victim, miss, num, device_row, host_row, CHOSEN, UNITS, SLOTS, HOT_PAGES,
                 PAGE_UNITS: tl.constexpr, CHOSEN_PAD: tl.constexpr, SLOTS_PAD: tl.constexpr,
                 PAGES_PAD: tl.constexpr, HOT: tl.constexpr):
-    """Of query `b`, and the head of this program."""
+    """Resolve query `b` for the head of this program."""
     head, heads = tl.program_id(0), tl.num_programs(0)
     at = (b * heads + head) * CHOSEN
     r = tl.load(row + b).to(tl.int64)
@@ -142,7 +142,7 @@ def _maps(chosen: int, slots: int, page_units: int, turns: bool) -> tuple[Launch
 def resolve(chosen_BKC: Tensor, row_B: Tensor, device_RP: Tensor, host_RP: Tensor, hot: HotLayer,
             now_1: Tensor, *, page_units: int,
             turn_B: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """As `penstock.kernels.choose.resolve`. Capturable."""
+    """Implement `penstock.kernels.choose.resolve`. Capturable."""
     queries, heads, chosen = chosen_BKC.shape
     for tensor in (chosen_BKC, hot.slot_RKM, hot.unit_RKS, hot.stamp_RKS, hot.page_RW, hot.count_RKE):
         assert tensor.is_contiguous(), "state that is not dense"

@@ -160,7 +160,7 @@ SCORES = 1 << 24            # in memory at once: a prompt's outputs computed ane
 
 def select(q_BNH: Tensor, bounds_PK2SH: Tensor, table_RP: Tensor, row_B: Tensor, position_B: Tensor,
            budget_B: Tensor, *, rule: SelectRule, chosen: int) -> Tensor:
-    """As `penstock.kernels.choose.select`. Capturable."""
+    """Implement `penstock.kernels.choose.select`. Capturable."""
     queries, heads, dim = q_BNH.shape
     _, kv_heads, _, of_page, _ = bounds_PK2SH.shape
     group, units = heads // kv_heads, table_RP.shape[1] * of_page

@@ -46,7 +46,7 @@ class LayerOps(Protocol):
 
     def latent_rows(self, x_TX: Tensor, norms: LatentNorms, cos_T1H: Tensor, sin_T1H: Tensor,
                     weighs: Weighs | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the latent parts of tokens, side by side in x: Q of the queries, R and H of the row, J of an
+        """Norm and rotate the latent parts of tokens, side by side in x: Q of the queries, R and H of the row, J of an
         indexer key (J = 0: none). Returns residual_TQ, the RMS norm of the first; key_TJ, the layer norm of
         the last, its first H rotated; and what `weighs` says, of which None is I = 0. In place: RMS norm of
         the R, `rotate` of the H behind them.
@@ -56,7 +56,7 @@ class LayerOps(Protocol):
 
     def latent_queries(self, x_TX: Tensor, q_TNH: Tensor, index_heads: int, index_dim: int, cos_T1H: Tensor,
                        sin_T1H: Tensor) -> Tensor:
-        """Of queries side by side in x: all N heads' plain parts, all heads' rotated parts, then of the index
+        """Split queries, side by side in x: all N heads' plain parts, all heads' rotated parts, then of the index
         heads the rotated parts and the rest of J. `rotate`s both: the first into the last dims of q_TNH,
         whose others stay; returns q_TIJ, dense.
 

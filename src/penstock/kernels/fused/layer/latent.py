@@ -41,7 +41,7 @@ class Weighs:
 
 
 def by_head(x_TNH: Tensor, weight_NOH: Tensor, out_TNO: Tensor) -> None:
-    """As `LayerOps.by_head`."""
+    """Implement `LayerOps.by_head`."""
     torch.bmm(x_TNH.transpose(0, 1), weight_NOH.transpose(1, 2), out=out_TNO.transpose(0, 1))
 
 
@@ -50,7 +50,7 @@ class ByParts(ABC):
 
     @abstractmethod
     def rotate(self, x_TMH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> None:
-        """As `LayerOps.rotate`."""
+        """Implement `LayerOps.rotate`."""
 
     def latent_rows(self, x_TX: Tensor, norms: LatentNorms, cos_T1H: Tensor, sin_T1H: Tensor,
                     weighs: Weighs | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -25,7 +25,7 @@ _P, _N = ctypes.c_void_p, ctypes.c_int64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """Of one layer, all of one dtype. `q_norm`, `k_norm` [H]: of every head before RoPE; None: none."""
+    """Weights of one layer, all of one dtype. `q_norm`, `k_norm` [H]: of every head before RoPE; None: none."""
 
     norm_in: Tensor
     qkv: Callable[[Tensor], Tensor]

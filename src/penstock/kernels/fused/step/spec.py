@@ -37,7 +37,7 @@ class Looks:
 
 @dataclass(frozen=True, slots=True)
 class Queries:
-    """Of a step, one of a row at a position; a position of -1 is padding.
+    """Queries of a step, each of a row at a position; a position of -1 is padding.
 
     row_B, position_B   int32, as they were given
     context_B, own_B    int32: position + 1, and the row or, of padding, -1

@@ -121,7 +121,7 @@ def say_tokens(peak, at, token, row, position, last, count, answer, B, LAST, ROW
 
 
 def begin(row_B: Tensor, position_B: Tensor, last_R: Tensor, looks: Looks) -> Queries:
-    """As `penstock.kernels.fused.step.begin`."""
+    """Implement `penstock.kernels.fused.step.begin`."""
     num, places, budget_R = len(row_B), looks.places, looks.budget_R
     assert row_B.is_contiguous() and position_B.is_contiguous() and len(places) <= PLACES
     line = triton.cdiv(num, 4) * 4          # so that each is aligned: kernels are compiled for what is
@@ -145,7 +145,7 @@ def begin(row_B: Tensor, position_B: Tensor, last_R: Tensor, looks: Looks) -> Qu
 
 
 def angles(positions_T: Tensor, freq_F: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """As `penstock.kernels.fused.step.angles`."""
+    """Implement `penstock.kernels.fused.step.angles`."""
     tokens, num = len(positions_T), freq_F.shape[-1]
     assert positions_T.is_contiguous() and freq_F.is_contiguous() and freq_F.dtype == torch.float32
     cos_T1H, sin_T1H = torch.empty(2, tokens, 1, 2 * num, dtype=dtype, device=positions_T.device)
@@ -157,7 +157,7 @@ def angles(positions_T: Tensor, freq_F: Tensor, factor: float, dtype: torch.dtyp
 
 
 def best(head_BV: Tensor, logits_BV: Tensor) -> Best:
-    """As `penstock.kernels.fused.step.best`."""
+    """Implement `penstock.kernels.fused.step.best`."""
     rows, vocab = head_BV.shape
     assert logits_BV.is_contiguous() and logits_BV.shape == head_BV.shape and head_BV.stride(1) == 1
     parts = triton.cdiv(vocab, PART)
@@ -170,7 +170,7 @@ def best(head_BV: Tensor, logits_BV: Tensor) -> Best:
 
 
 def say(found: Best, row_B: Tensor, position_B: Tensor, last_R: Tensor, count_LRKE: Tensor | None) -> Tensor:
-    """As `penstock.kernels.fused.step.say`."""
+    """Implement `penstock.kernels.fused.step.say`."""
     (rows, parts), lines = found.peak_BS.shape, 2
     layers = table_rows = heads = 0
     if count_LRKE is not None:

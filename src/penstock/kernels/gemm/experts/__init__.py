@@ -53,7 +53,7 @@ class Clamped:
 
 
 class Biases(NamedTuple):
-    """Of all experts, dense: [E * 2I] as rows of `gate_up`, and [E * D], None: another TP rank adds it."""
+    """Biases of all experts, dense: [E * 2I] as rows of `gate_up`, and [E * D], None: another TP rank adds it."""
 
     gate_up: Tensor
     down: Tensor | None

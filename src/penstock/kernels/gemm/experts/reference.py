@@ -20,7 +20,7 @@ def probe(platform: Platform) -> str:
 
 
 def route(logit_TE: Tensor, bias_E: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
-    """As `ExpertOps.route`; no synchronisation."""
+    """Implement `ExpertOps.route`; no synchronisation."""
     score_TE = logit_TE.float().sigmoid() if rule.sigmoid else torch.softmax(
         logit_TE, dim=-1, dtype=torch.float32)
     rank_TE = score_TE if bias_E is None else score_TE + bias_E

@@ -185,7 +185,7 @@ def sum_visits(part, expert, out, FIRST, E, DIM, C: tl.constexpr, BLOCK: tl.cons
 
 
 def route(logit_TE: Tensor, bias_E: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
-    """As `ExpertOps.route`. Capturable."""
+    """Implement `ExpertOps.route`. Capturable."""
     tokens, experts = logit_TE.shape
     assert logit_TE.stride(1) == 1, "logits of a token must be dense"
     shape, device = (tokens, rule.num_chosen), logit_TE.device
@@ -234,7 +234,7 @@ def blocks(expert_TC: Tensor, first: int, num_experts: int, size: int) -> tuple[
 def mlp(x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor, gate_up: Tensor | Scaled,
         down: Tensor | Scaled, first: int = 0, biases: Biases | None = None,
         clamped: Clamped | None = None) -> Tensor:
-    """As `ExpertOps.mlp`. Capturable."""
+    """Implement `ExpertOps.mlp`. Capturable."""
     (tokens, dim), chosen = x_TD.shape, expert_TC.shape[1]
     num_experts, width = down.shape[0] // dim, down.shape[1]
     assert x_TD.is_contiguous() and expert_TC.is_contiguous() and weight_TC.is_contiguous(), "not dense"

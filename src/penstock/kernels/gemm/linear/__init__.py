@@ -30,7 +30,7 @@ OP: Op[Pack] = Op("linear", (
 
 
 def pack_codes(code_OI: Tensor, scale_OGB: Tensor, bias_O: Tensor | None = None) -> Linear:
-    """As `pack`, of the float32 weight `code * scale_OGB[.., 0] + scale_OGB[.., 1]`, for float32 rows.
+    """Pack the float32 weight `code * scale_OGB[.., 0] + scale_OGB[.., 1]`, for float32 rows.
 
     code_OI     u8, kept in four bits if all are below 16, else in eight
     scale_OGB   f32 [O, G, 2], kept as f16, so that weights are off by up to 1e-3 of the largest of their

@@ -72,7 +72,7 @@ class Panels:
         return self._linear(weight_OI.shape, dtype, panels_PGWB, bias_O)
 
     def codes(self, code_OI: Tensor, scale_OGB: Tensor, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
-        """As `linear.pack_codes`."""
+        """Implement `linear.pack_codes`."""
         width, nibbles = self._ask("penstock_panel"), int(code_OI.max()) < 16
         inputs, groups = code_OI.shape[1], scale_OGB.shape[1]
         panels_PGWB = _panels(code_OI, width, *((2, 2) if nibbles else (1, 1)))

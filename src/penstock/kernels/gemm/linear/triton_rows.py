@@ -119,7 +119,7 @@ def run(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, cut: TileShape |
 
 
 def pack(weight_OI: Tensor, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """As `Pack`: cuBLAS, but for a few rows in bf16."""
+    """Implement `Pack`: cuBLAS, and Triton for a few rows in bf16."""
     weight_OI = weight_OI.contiguous()
     few = FEW_MAX if weight_OI.dtype == torch.bfloat16 else 0
 

@@ -112,7 +112,7 @@ def floats(weight: Scaled, dtype: torch.dtype) -> Tensor:
 
 
 def pack(weight: Scaled, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """As `Pack`: of more than a few rows cuBLAS, behind a dequantised copy."""
+    """Implement `Pack`: for more than a few rows cuBLAS, after a dequantised copy."""
     def linear(x_TI: Tensor) -> Tensor:
         if x_TI.shape[0] <= FEW_MAX:
             return run(x_TI, weight, bias_O)
@@ -121,5 +121,5 @@ def pack(weight: Scaled, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
 
 
 def pack_in_triton(weight: Scaled, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """As `pack`, and of a few rows Triton's kernel, not that in C++."""
+    """Pack as `pack` does; for a few rows Triton's kernel, not that in C++."""
     return alone(pack(weight, bias_O))

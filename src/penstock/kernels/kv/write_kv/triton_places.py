@@ -110,7 +110,7 @@ def write_tokens(x0, x1, device, host, bounds, scales, device_T, host_T, bounds_
 
 def write_kv(values: Sequence[Tensor], at: WriteAt, device_PKCGH: Tensor, host_PKCGH: Tensor | None = None,
              hot: HotLayer | None = None, bounds_PK2SH: Tensor | None = None) -> None:
-    """As `penstock.kernels.kv.write_kv`. Host pages are pinned. Capturable."""
+    """Implement `penstock.kernels.kv.write_kv`. Host pages are pinned. Capturable."""
     x0, x1 = values[0], values[-1]
     tokens, heads, dim = x0.shape
     _, _, planes, size, _ = device_PKCGH.shape

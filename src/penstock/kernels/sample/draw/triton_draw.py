@@ -56,7 +56,7 @@ def _above(w, V, bits, BLOCK: tl.constexpr):
 
 @triton.jit
 def _within(w, V, b1, b2, b3, limit, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of three thresholds, by bits: whether number, or mass, of the weights above is below `limit`."""
+    """Return for three thresholds, by bits: whether number, or mass, of the weights above is below `limit`."""
     e1 = b1.to(tl.float32, bitcast=True)
     e2 = b2.to(tl.float32, bitcast=True)
     e3 = b3.to(tl.float32, bitcast=True)

@@ -20,7 +20,7 @@ __all__ = ["OP", "Scan", "ScanSpec", "ScanWeights"]
 class Scan(Protocol):
     def __call__(self, x_TX: Tensor, step_TN: Tensor, write_TN: Tensor | None, weights: ScanWeights,
                  states: States, spec: ScanSpec) -> Tensor:
-        """Of each row its tokens in order. y = silu(conv(x) + bias) is query q and key k [S] of each key head
+        """Scan the tokens of each row in order. y = silu(conv(x) + bias) is query q and key k [S] of each key head
         and value v [V] of each head; with s = softplus(step + weights.step) the state Z [S, V] of a head
         becomes e^(decay s) Z + k d, and the output is q Z + skip v. By the delta rule d = sigmoid(write)
         (v - k Z), where Z has been decayed, and q and k have lengths S^-1/2 and 1; else d = v s, s within its

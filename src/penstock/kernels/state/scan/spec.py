@@ -32,7 +32,7 @@ class ScanSpec:
 
     @property
     def elements(self) -> int:
-        """Of a state: the inputs of the last W - 1 tokens [W - 1, X], oldest first, then [N, S, V]."""
+        """Values of a state: the inputs of the last W - 1 tokens [W - 1, X], oldest first, then [N, S, V]."""
         return (self.taps - 1) * self.channels + self.heads * self.key_dim * self.value_dim
 
 
