@@ -116,7 +116,7 @@ def mask_one_early(mp):
 
 def positions_of_a_later_stage(mp):
     """It takes them from the plan."""
-    right, was = narrow.Inner.inputs, narrow.Widths.of
+    right, was = narrow.Inner.inputs, narrow.Narrowing.of
 
     def of(self, plan, *more):
         if self._inner is not None:
@@ -131,12 +131,12 @@ def positions_of_a_later_stage(mp):
                 return tuple(out)
             mp.setattr(narrow.Inner, "inputs", inputs)
         return was(self, plan, *more)
-    mp.setattr(narrow.Widths, "of", of)
+    mp.setattr(narrow.Narrowing, "of", of)
 
 
 def drafts_of_an_ended_request(mp):
     """A drafter remembers it for ever."""
-    mp.setattr(narrow.Widths, "forget", lambda self, rid: None)
+    mp.setattr(narrow.Narrowing, "forget", lambda self, rid: None)
 
 
 def _again(mp, change) -> None:

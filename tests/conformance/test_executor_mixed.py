@@ -13,7 +13,8 @@ from prompts_engine import PROMPTS, Engine, dense, play
 from penstock.core import schedule
 from penstock.core.plan import Aborted, Paused, RequestId, Row, StepId, StepPlan
 from penstock.exec.graphs import mixed
-from penstock.exec.graphs.mixed import MixedGraphs, StepInput, input_of, lay_out, lengths, step
+from penstock.exec.graphs.mixed import MixedGraphs, step
+from penstock.exec.step.step_batch import MIXED, StepBatch, pad, parts, sizes
 from penstock.kernels.attention.paged_attention import flash, triton_decode
 
 
@@ -62,13 +63,13 @@ class Eager(MixedGraphs):
     def _recorded(self, bucket):
         return ()
 
-    def run(self, plan, rows, bucket):
-        values = np.full(sum(lengths(bucket)), 99, dtype=np.int32)
-        lay_out(plan, rows, bucket, values)
-        given = input_of(torch.from_numpy(values), bucket)
+    def run(self, batch, bucket):
+        values = np.full(sum(sizes(MIXED, bucket)), 99, dtype=np.int32)
+        pad(batch.mixed, bucket, values)
+        given = parts(torch.from_numpy(values), MIXED, bucket)
         logits, answer = step(self._model, self._tables, self._grouped, given, None,
                               torch.empty(bucket[1], self._model.vocab_size))
-        return logits[:sum(plan.samples)], answer
+        return logits[:sum(batch.samples)], answer
 
 
 @pytest.fixture
@@ -87,7 +88,7 @@ def captured(monkeypatch):
             rank._steps.insert(0, Eager(rank))
         [graphs] = [way for way in rank._steps if isinstance(way, MixedGraphs)]
         run, graphs.used = graphs.run, set()
-        graphs.run = lambda plan, rows, bucket: (graphs.used.add(bucket), run(plan, rows, bucket))[1]
+        graphs.run = lambda batch, bucket: (graphs.used.add(bucket), run(batch, bucket))[1]
         return engine, graphs
     return put
 
@@ -182,10 +183,10 @@ def test_the_layout_of_a_step():
     plan = StepPlan(step=StepId(1), rows=(Row(5), Row(3), Row(4)), rids=(RequestId(1),) * 3, start=(6, 0, 2),
                     count=(1, 3, 2), samples=(True, False, True), tokens=(-1, 11, 12, 13, 14, 15), grows=(),
                     moves=(), binds=())
-    bucket, values = (8, 4), np.full(sum(lengths((8, 4))), 99, dtype=np.int32)
-    lay_out(plan, (5, 3, 4), bucket, values)
-    given = input_of(torch.from_numpy(values), bucket)
-    assert {name: getattr(given, name).tolist() for name in StepInput.__slots__} == {
+    bucket, values = (8, 4), np.full(sum(sizes(MIXED, (8, 4))), 99, dtype=np.int32)
+    pad(StepBatch.of(plan, int).mixed, bucket, values)
+    given = parts(torch.from_numpy(values), MIXED, bucket)
+    assert {name: given[name].tolist() for name in MIXED} == {
         "id_T": [-1, 11, 12, 13, 14, 15, 0, 0], "row_T": [5, 3, 3, 3, 4, 4, 0, 0],
         "position_T": [6, 0, 1, 2, 2, 3, -1, -1], "decode_T": [0, -1, -1, -1, -1, -1, -1, -1],
         "row_B": [5, 3, 4, 0], "context_B": [1, 3, 4, 1], "start_B1": [0, 1, 4, 6, 6],

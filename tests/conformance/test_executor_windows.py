@@ -130,7 +130,7 @@ class Changed:
 
 def sinks_of(e: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     right = e.rank._attending.step
-    e.rank._attending.step = lambda plan, lowered: Changed(right(plan, lowered), change)
+    e.rank._attending.step = lambda lowered: Changed(right(lowered), change)
 
 
 def sinks_of_other_heads(e: Any, patch: pytest.MonkeyPatch) -> None:

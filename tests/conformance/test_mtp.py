@@ -199,19 +199,19 @@ def test_speculation_by_a_layer_whose_logits_are_not_finite_is_dropped():
 def entry_at_slot_p(mp):
     """What is made of (hidden p, token p + 1) lies at p."""
     was = DraftMTP.step
-    mp.setattr(DraftMTP, "step", lambda self, plan, lowered, hidden_TD: was(
-        self, plan, replace(lowered, ids_T=lowered.ids_T.roll(-1)), hidden_TD.roll(-1, 0)))
+    mp.setattr(DraftMTP, "step", lambda self, lowered, hidden_TD: was(
+        self, replace(lowered, ids_T=lowered.ids_T.roll(-1)), hidden_TD.roll(-1, 0)))
 
 
 def hidden_state_lost_over_a_bind(mp):
     """A chunk begins as if nothing were before it."""
     was = DraftMTP.step
 
-    def step(self, plan, lowered, hidden_TD):
+    def step(self, lowered, hidden_TD):
         right, pools = self._states.step, self._states
         self._states = SimpleNamespace(step=lambda *of: lambda *at: replace(
             found := right(*of)(*at), from_B=torch.full_like(found.from_B, -1)))
-        was(self, plan, lowered, hidden_TD)
+        was(self, lowered, hidden_TD)
         self._states = pools
     mp.setattr(DraftMTP, "step", step)
 

@@ -21,6 +21,7 @@ from penstock.exec.sampling.on_device import Draws
 from penstock.exec.sampling.tokens import Drawn
 from penstock.exec.sparse import bounds
 from penstock.exec.step.attend import Grouped, Latent
+from penstock.exec.step.step_batch import pad
 from penstock.kernels.types.ragged import Ragged
 
 
@@ -65,7 +66,7 @@ def as_a_device(engine: Any) -> Any:
         rank._ahead, old = True, rank._tokens
         rank._tokens = Drawn(old._sampler, rank._tables,
                              Draws(61, rank._tables.last_R.numel() - 1, torch.device("cpu"), "reference"))
-        narrowing = rank._widths._narrowing
+        narrowing = rank._drafting
         narrowing._history, narrowing._forced = rank._tokens.history, rank._tokens.forced
         narrowing._beside = False
         narrowing._at_once = lambda row: rank._attending.at_once(rank._tables.index(row))
@@ -77,7 +78,7 @@ class EagerDrafts(DraftGraphs):
 
     def _run(self, kind, bucket, lines):
         given = np.zeros(3 * bucket, np.int32)
-        capture.fill(given, lines, bucket)
+        pad(lines, (0, bucket), given)
         width = self._buckets[bucket]
         return self._step(kind, torch.from_numpy(given).view(3, bucket), width,
                           torch.empty(bucket * width, self._model.vocab_size))
@@ -89,7 +90,7 @@ def drafting(engine: Any, drafts: int) -> Any:
     if where.DEVICE == "cuda":
         return engine
     rows, max_len = rank._tables.last_R.numel() - 1, 64 * 16
-    drafter = rank._widths._narrowing._drafter
+    drafter = rank._drafting._drafter
     layer = rank._mtp and LayerDrafts(rank._mtp, rank._tables)
     ahead = Ahead(layer or drafter.on_device(rows, max_len, torch.device("cpu")), rank._tokens.history,
                   rank._tokens.simple, rank._at_once, rank._tables.index,
@@ -99,7 +100,7 @@ def drafting(engine: Any, drafts: int) -> Any:
     decodes = (capture.decodes_of(rank._attending, rank._tables.groups)
                if isinstance(rank._attending, Grouped | Latent) else rank._attending.decodes(32))
     rank._drafts = EagerDrafts(rank._model, rank._tables, decodes, rank._tokens.draws, buckets, None, ahead)
-    rank._widths.leave()
+    rank._drafting.leave()
     return engine
 
 

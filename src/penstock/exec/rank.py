@@ -26,7 +26,7 @@ from penstock.core.plan import Moved, RequestId, Row, StepId, StepPlan
 from penstock.exec.drafts.device import Ahead, OnDevice
 from penstock.exec.drafts.drafter import Drafter
 from penstock.exec.drafts.mtp import MTP
-from penstock.exec.drafts.narrow import WIDE, Narrowing, Widths
+from penstock.exec.drafts.narrow import WIDE, Narrowing
 from penstock.exec.graphs.drafts import DraftGraphs
 from penstock.exec.graphs.layer import LayerDrafts
 from penstock.exec.graphs.mixed import START_S
@@ -40,6 +40,7 @@ from penstock.exec.sparse.indexer import Indexed
 from penstock.exec.step.attend import ANY, Attending, Grouped, Latent, LatentOps, Reads
 from penstock.exec.step.eager import Eager, Steps
 from penstock.exec.step.links import Links, Sampled
+from penstock.exec.step.step_batch import StepBatch
 from penstock.exec.step.tables import RowTables
 from penstock.kernels.attention.paged_attention import Prepare
 from penstock.kernels.triton import compiles
@@ -153,16 +154,16 @@ class Rank:
         drafter = self._mtp or drafter
         self._tokens = tokens_of(self._links, model.vocab_size, rows, self._tables, seed, parts.draw,
                                  parts.mask, grammars)
-        self._widths: Widths | None = None
+        self._drafting: Narrowing | None = None
         self._makes: Ahead | None = None
         self._drafts: DraftGraphs | None = None
         if drafter is not None:
             cpu = device.type == "cpu"
-            self._widths = Widths(self._links, Narrowing(
-                drafter, self._tokens.history, model.vocab_size, WIDE[device.type],
+            self._drafting = Narrowing(
+                drafter, self._tokens.history, model.vocab_size, WIDE[device.type], links=self._links,
                 beside=cpu, at_once=lambda row: ANY if cpu else self._at_once(row),
-                forced=self._tokens.forced))
-            self._links = self._widths.links
+                forced=self._tokens.forced)
+            self._links = self._drafting.links
             whole = self._links.before is None and self._links.after is None
             there: OnDevice | None = None
             if not cpu and whole:
@@ -209,8 +210,8 @@ class Rank:
             self._prompts.close(rid)
         self._attending.close(rid)
         self._tokens.close(rid)
-        if self._widths is not None:
-            self._widths.forget(rid)
+        if self._drafting is not None:
+            self._drafting.forget(rid)
 
     def given(self, rid: RequestId, tokens: Sequence[int]) -> None:
         """The first output tokens of `rid`, which another engine has sampled."""
@@ -226,8 +227,8 @@ class Rank:
             self._steps[:-1], self._drafts = captured(
                 self._model, self._tables, self._attending, self._tokens.draws, buckets, seconds, width,
                 WIDE["cuda"], self._makes, rehearses)
-        if self._drafts is not None and self._widths is not None:
-            self._widths.leave()
+        if self._drafts is not None and self._drafting is not None:
+            self._drafting.leave()
 
     def settle(self) -> None:
         """No further plan comes: leave nothing on the links."""
@@ -294,12 +295,12 @@ class Rank:
             self._launch(self._queue.popleft())
 
     def _waits(self, plan: StepPlan) -> bool:
-        if self._widths is None or plan.waits:
+        if self._drafting is None or plan.waits:
             return bool(plan.waits)
         flying = [flight.answers for flight in self._flights if not flight.answers.learnt]
         if self._by_device(plan):       # of a row's tokens the device has the last, and those behind drafts
             return sum(bool(answers.states) and not answers.firsts for answers in flying) > 1
-        return self._widths.asks(plan) or any(answers.firsts for answers in flying)
+        return self._drafting.asks(plan) or any(answers.firsts for answers in flying)
 
     def _by_device(self, plan: StepPlan) -> bool:
         """Whether the device says where rows are, and drafts."""
@@ -360,8 +361,8 @@ class Rank:
             self._tables.bind(bind, self._tokens.bind(bind))
             budget, num_prompt = self._selects[bind.rid]
             self._attending.bind(bind, budget=budget, num_prompt=num_prompt)
-            if self._widths is not None:
-                self._widths.forget(bind.rid)
+            if self._drafting is not None:
+                self._drafting.forget(bind.rid)
             if self._drafts is not None:
                 self._drafts.ahead.bind(bind.row)
         for grow in plan.grows:
@@ -376,24 +377,25 @@ class Rank:
         flying = [flight.answers for flight in self._flights if not flight.answers.learnt]
         alone = Counter(rid for answers in flying if not answers.firsts for rid, _ in answers.states)
         drafts = self._drafts if self._by_device(plan) else None
-        if self._widths is not None and drafts is None:
+        if self._drafting is not None and drafts is None:
             if self._drafts is not None:
                 self._drafts.ahead.passed(plan)
-            plan = self._widths.of(plan, alone)
-        self._tokens.feed(plan)
+            plan = self._drafting.of(plan, alone)
+        batch = StepBatch.of(plan, self._tables.index)
+        self._tokens.feed(batch)
         arrivals = self._arrivals(plan) if plan.waits else []
         started = time.perf_counter()
-        told = self._prompts if self._prompts is not None and self._prompts.wants(plan) else None
+        told = self._prompts if self._prompts is not None and self._prompts.wants(batch) else None
         ways = self._steps[-1:] if told else self._steps            # only an eager step has what that needs
         if drafts is not None:
             out = {rid for answers in flying if answers.firsts for rid, _ in answers.states}
             ran = drafts.step(plan, arrivals, alone, out)
         else:
-            ran = next(found for way in ways if (found := way.step(plan, arrivals)) is not None)
+            ran = next(found for way in ways if (found := way.step(batch, arrivals)) is not None)
         stepped = time.perf_counter()
         self._forward_s += stepped - started
-        prompts = told.read(plan, ran.hidden_TD) if told and ran.hidden_TD is not None else []
-        answers = self._tokens.sample(plan, ran) if ran.rows else Answers()
+        prompts = told.read(batch, ran.hidden_TD) if told and ran.hidden_TD is not None else []
+        answers = self._tokens.sample(batch, ran) if ran.rows else Answers()
         self._settle(plan, answers)
         self._sampling_s += time.perf_counter() - stepped
         return answers, prompts
@@ -413,13 +415,13 @@ class Rank:
         plan, answers = flight.plan, flight.answers
         if answers.states and self._links.tell is not None:
             with torch.inference_mode():
-                drafts = () if self._widths is None else self._widths.next(
+                drafts = () if self._drafting is None else self._drafting.next(
                     plan, answers.tokens, self._draft_tokens, self._mtp, self._tables.end)
             self._links.tell.put(plan.step, Sampled(tuple(answers.tokens), drafts))
         self._executed = plan.step
         self._mover.add([m for m in plan.moves if m.id not in plan.waits])
-        if self._widths is not None and self._groups[0].owned:
-            self._widths.count(answers.drafts)
+        if self._drafting is not None and self._groups[0].owned:
+            self._drafting.count(answers.drafts)
         several = self._links != Links() or self._model.stage.tp_rank.size > 1
         compared = several and plan.step % DIGEST_STEPS == 0
         return Stepped(plan.step, tuple(answers.tokens), tuple(answers.logprobs), tuple(answers.faults),
@@ -435,7 +437,7 @@ class Rank:
             out |= {f'executor_steps_total{{launch="{way}"}}': float(n) for way, n in self._launches.items()}
         if self._tables.last_R.is_cuda and self._groups[0].owned:
             out |= compiles.stats()
-        owned = [self._attending.stats, *([self._widths.stats] if self._widths else [])]
+        owned = [self._attending.stats, *([self._drafting.stats] if self._drafting else [])]
         for stats in (*(way.stats for way in self._steps), *(owned if self._groups[0].owned else [])):
             out |= stats()
         for (src, dst, group), traffic in self._mover.traffic.items():

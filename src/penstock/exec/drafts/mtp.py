@@ -12,10 +12,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from penstock.core.plan import RequestId, StepId, StepPlan
+from penstock.core.plan import RequestId, StepId
 from penstock.exec.drafts.drafter import Drafter, DraftQuery
 from penstock.exec.step.attend import Grouped, Latent, LatentOps
 from penstock.exec.step.states import StatePools
+from penstock.exec.step.step_batch import StepBatch
 from penstock.exec.step.tables import Lowered, RowTables
 from penstock.kernels.attention.paged_attention import Prepare
 from penstock.memory.hbm import HbmPool
@@ -39,24 +40,24 @@ class MTP(Drafter):
         self._states = StatePools((self._hidden,), hbm[-1:])
         self.pool_PD = hbm[-1].pages[:, 0, 0, 0, 0]
 
-    def step(self, plan: StepPlan, lowered: Lowered, hidden_TD: Tensor) -> None:
+    def step(self, lowered: Lowered, hidden_TD: Tensor) -> None:
         """What a step leaves behind for drafts: its tokens' KV, and the hidden state of the last one of each
         row and page. hidden_TD: behind the model's last norm."""
         hidden_TD = self.model.made(hidden_TD)
-        states = self._states.step(plan.step, replace(lowered, ragged=lowered.ragged[-1:]))(
+        states = self._states.step(replace(lowered, ragged=lowered.ragged[-1:]))(
             LAYER, len(hidden_TD))
         before_TD = hidden_TD.roll(1, 0)
         kept_BD = self.pool_PD[states.from_B]
         before_TD[states.start_B[:-1]] = torch.where((states.from_B >= 0)[:, None], kept_BD, 0)
-        self._layer(plan, lowered, before_TD)
+        self._layer(lowered, before_TD)
         pages_P1D = self.pool_PD[:, None]
         put_rows(pages_P1D, states.to_T, hidden_TD)
         if states.again is not None:
             states.again.append(lambda at_t, more: put_rows(pages_P1D, more.to_T, hidden_TD[at_t]))
 
-    def _layer(self, plan: StepPlan, lowered: Lowered, before_TD: Tensor) -> Tensor:
+    def _layer(self, lowered: Lowered, before_TD: Tensor) -> Tensor:
         """hidden_TD of the layer."""
-        attend = self.attending.step(plan, replace(lowered, ragged=lowered.ragged[-2:-1]))
+        attend = self.attending.step(replace(lowered, ragged=lowered.ragged[-2:-1]))
         return self.model.draft(lowered.ids_T, before_TD, lowered.positions_T, attend)
 
     def settle(self, step: StepId, right: Mapping[int, int]) -> bool:
@@ -68,12 +69,11 @@ class MTP(Drafter):
         live, hidden_BD = [*range(len(asks))], self._last(asks)
         while going := [b for b, i in enumerate(live) if len(said[i]) <= asks[i].most and said[i][-1] >= 0]:
             live, hidden_BD = [live[b] for b in going], hidden_BD[going]
-            plan = StepPlan(
-                step=StepId(0), rows=tuple(asks[i].row for i in live), rids=tuple(asks[i].rid for i in live),
-                start=tuple(_position(asks[i]) + len(said[i]) - 1 for i in live), count=(1,) * len(live),
-                samples=(True,) * len(live), tokens=tuple(said[i][-1] for i in live), grows=(), moves=(),
-                binds=())
-            hidden_BD = self._layer(plan, self._tables.lower(plan), hidden_BD)
+            batch = StepBatch(
+                StepId(0), [asks[i].rid for i in live], [self._tables.index(asks[i].row) for i in live],
+                [_position(asks[i]) + len(said[i]) - 1 for i in live], (1,) * len(live), (True,) * len(live),
+                [said[i][-1] for i in live])
+            hidden_BD = self._layer(self._tables.lower(batch), hidden_BD)
             best_B, id_B = self.model.guess(hidden_BD)
             for i, token in zip(live, id_B.where(best_B.isfinite(), -1).tolist(), strict=True):
                 said[i].append(token)

@@ -23,19 +23,58 @@ from penstock.model.base import Boundary
 # A request's prompt and the output tokens that it has by now, behind all steps in front.
 History: TypeAlias = Callable[[RequestId], tuple[Sequence[int], Sequence[int]]]
 WIDE = {"cpu": 16, "cuda": 32}          # positions of a step up to which another one costs little
+WHOLE = Links()
 Inputs: TypeAlias = tuple[int, ...]     # of each row that decodes: its start, how many drafts, and these
 
 
+class Inner:
+    """What a stage behind the first takes: hidden states, and before them what they are of."""
+
+    def __init__(self, source: Takes[Boundary]) -> None:
+        self._source = source
+        self._next: tuple[StepId, Boundary] | None = None
+
+    def inputs(self, step: StepId) -> Inputs:
+        boundary = self._source.take(step)
+        self._next = step, boundary
+        assert boundary.inputs is not None, f"step {step}: the stage before does not say what it computes"
+        return boundary.inputs
+
+    def take(self, step: StepId) -> Boundary:
+        if self._next is None:
+            return self._source.take(step)
+        (found, boundary), self._next = self._next, None
+        assert found == step, f"step {step} was handed what step {found} made"
+        return boundary
+
+
+class Outer:
+    """What it hands on, with what it is of."""
+
+    def __init__(self, target: Puts[Boundary]) -> None:
+        self._target = target
+        self.inputs: Inputs = ()
+
+    def put(self, step: StepId, what: Boundary) -> None:
+        self._target.put(step, what._replace(inputs=self.inputs))
+
+
 class Narrowing:
-    """Of one rank."""
+    """Makes the plans of one rank into what it computes, alike on every stage.
+
+    links    for those that ran between stages before
+    """
 
     def __init__(self, drafter: Drafter, history: History, vocab_size: int, wide: int, *,
-                 beside: bool = True, at_once: Callable[[Row], int] = lambda row: ANY,
+                 links: Links = WHOLE, beside: bool = True, at_once: Callable[[Row], int] = lambda row: ANY,
                  forced: Callable[[RequestId, int], Sequence[int]] = lambda rid, most: ()) -> None:
         """wide: positions of a step up to which another one costs little: rows draft as far as they stay
         below. beside: whether rows draft in a step that has prompts. at_once: positions that one can have.
         forced: what comes next of a row, at most so much, whoever is asked."""
         self._forced = forced
+        self._inner = None if links.before is None else Inner(links.before)
+        self._outer = None if links.after is None else Outer(links.after)
+        self.links = replace(links, before=self._inner, after=self._outer)
         self._drafter, self._history, self._vocab, self._wide = drafter, history, vocab_size, wide
         self._beside, self._at_once = beside, at_once
         self.counts: Counter[str] = Counter()
@@ -46,6 +85,7 @@ class Narrowing:
         self._wide = 0
 
     def forget(self, rid: RequestId) -> None:
+        """It is bound anew, or has ended."""
         self._drafter.forget(rid)
 
     def count(self, drafts: Sequence[tuple[RequestId, int, int]]) -> None:
@@ -63,6 +103,14 @@ class Narrowing:
     def _room(self, plan: StepPlan, rows: Sequence[tuple[RequestId, Row, int]]) -> int:
         prompts = len(plan.tokens) - sum(count for _, _, count in rows)
         return max(0, self._wide - prompts - len(rows)) if self._beside or not prompts else 0
+
+    def of(self, plan: StepPlan, flying: Mapping[RequestId, int]) -> StepPlan:
+        """`plan` has rows. Waits for the stage before, or for tokens that were sampled on the last one.
+        flying: as `choose` takes it."""
+        inputs = self.choose(plan, flying) if self._inner is None else self._inner.inputs(plan.step)
+        if self._outer is not None:
+            self._outer.inputs = inputs
+        return narrowed(plan, inputs)
 
     def choose(self, plan: StepPlan, flying: Mapping[RequestId, int]) -> Inputs:
         """What the rows of this plan that decode compute. flying: steps in front whose tokens are not known,
@@ -169,83 +217,3 @@ def narrowed(plan: StepPlan, inputs: Inputs) -> StepPlan:
         tokens += known
     return replace(plan, rows=tuple(rows), rids=tuple(rids), start=tuple(starts), count=tuple(counts),
                    samples=tuple(samples), tokens=tuple(tokens))
-
-
-# ---------------------------------------------------------------- several stages
-class Inner:
-    """What a stage behind the first takes: hidden states, and before them what they are of."""
-
-    def __init__(self, source: Takes[Boundary]) -> None:
-        self._source = source
-        self._next: tuple[StepId, Boundary] | None = None
-
-    def inputs(self, step: StepId) -> Inputs:
-        boundary = self._source.take(step)
-        self._next = step, boundary
-        assert boundary.inputs is not None, f"step {step}: the stage before does not say what it computes"
-        return boundary.inputs
-
-    def take(self, step: StepId) -> Boundary:
-        if self._next is None:
-            return self._source.take(step)
-        (found, boundary), self._next = self._next, None
-        assert found == step, f"step {step} was handed what step {found} made"
-        return boundary
-
-
-class Outer:
-    """What it hands on, with what it is of."""
-
-    def __init__(self, target: Puts[Boundary]) -> None:
-        self._target = target
-        self.inputs: Inputs = ()
-
-    def put(self, step: StepId, what: Boundary) -> None:
-        self._target.put(step, what._replace(inputs=self.inputs))
-
-
-class Widths:
-    """Makes the plans of one rank into what it computes, alike on every stage.
-
-    links    for those that ran between stages before
-    """
-
-    def __init__(self, links: Links, narrowing: Narrowing) -> None:
-        self._narrowing = narrowing
-        self._inner = None if links.before is None else Inner(links.before)
-        self._outer = None if links.after is None else Outer(links.after)
-        self.links = replace(links, before=self._inner, after=self._outer)
-
-    def leave(self) -> None:
-        """As `Narrowing.leave`."""
-        self._narrowing.leave()
-
-    def asks(self, plan: StepPlan) -> bool:
-        """As `Narrowing.asks`, on a first stage."""
-        return self._narrowing.asks(plan)
-
-    def of(self, plan: StepPlan, flying: Mapping[RequestId, int]) -> StepPlan:
-        """`plan` has rows. Waits for the stage before, or for tokens that were sampled on the last one.
-        flying: as `Narrowing.choose` takes it."""
-        inputs = (self._narrowing.choose(plan, flying) if self._inner is None else
-                  self._inner.inputs(plan.step))
-        if self._outer is not None:
-            self._outer.inputs = inputs
-        return narrowed(plan, inputs)
-
-    def next(self, plan: StepPlan, said: Sequence[Sequence[int]], drafts: int, layer: Drafter | None,
-             end: Callable[[Row], int]) -> tuple[tuple[int, ...], ...]:
-        """As `Narrowing.next`."""
-        return self._narrowing.next(plan, said, drafts, layer, end)
-
-    def forget(self, rid: RequestId) -> None:
-        """It is bound anew, or has ended."""
-        self._narrowing.forget(rid)
-
-    def count(self, drafts: Sequence[tuple[RequestId, int, int]]) -> None:
-        """As `rank.Stepped.drafts`."""
-        self._narrowing.count(drafts)
-
-    def stats(self) -> dict[str, float]:
-        """By metric name."""
-        return self._narrowing.stats()

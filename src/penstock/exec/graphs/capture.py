@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.core.plan import StepPlan
 from penstock.exec.sampling.on_device import Draws
 from penstock.exec.step.attend import Grouped, Latent, NoIndexer
 from penstock.exec.step.eager import Ran, Steps, wait
 from penstock.exec.step.states import DecodeStates
+from penstock.exec.step.step_batch import StepBatch, pad
 from penstock.exec.step.tables import GroupTable, RowTables
 from penstock.kernels.attention.latent_attention import PagedContext
 from penstock.kernels.attention.paged_attention import AttentionSpec
@@ -145,18 +145,17 @@ class DecodeGraphs(Steps):
         self._buckets, self._replays = tuple(buckets), replays
         self._graphs: dict[tuple[str, int], Recorded] = {}
 
-    def takes(self, plan: StepPlan) -> bool:
+    def takes(self, batch: StepBatch) -> bool:
         """Whether every row decodes one token, from its own last one, and all fit into a bucket."""
-        rows = len(plan.rows)
-        return rows <= self._buckets[-1] and len(plan.tokens) == rows and max(plan.tokens) < 0 and all(
-            plan.samples)
+        rows = len(batch.rows)
+        return rows <= self._buckets[-1] and len(batch.tokens) == rows and max(batch.tokens) < 0 and all(
+            batch.samples)
 
-    def step(self, plan: StepPlan, arrivals: Arrivals) -> Ran | None:
-        if not self.takes(plan):
+    def step(self, batch: StepBatch, arrivals: Arrivals) -> Ran | None:
+        if not self.takes(batch):
             return None
         wait(arrivals)
-        rows = tuple(map(self._tables.index, plan.rows))
-        return Ran(rows, *self.run(rows, plan.start), counted=self._decodes.looks.count_LRKE is not None)
+        return Ran(batch.rows, *self.run(batch.rows, batch.start), counted=self._decodes.looks.count_LRKE is not None)
 
     def capture(self) -> None:
         """Capture every bucket, the largest first: the others fit into its memory. Writes no page."""
@@ -175,7 +174,8 @@ class DecodeGraphs(Steps):
         mean nothing.
         """
         bucket = next(b for b in self._buckets if b >= len(rows))
-        self._replays.write(2 * bucket, functools.partial(fill, lines=(rows, positions), bucket=bucket))
+        self._replays.write(2 * bucket, functools.partial(
+            pad, {"row_N": rows, "position_N": positions}, (0, bucket)))
         self._tables.check(rows, [position + 1 for position in positions])
         graph, logits_BV, answer_XB = self._graphs[self._decodes.kind(rows), bucket]
         graph.replay()
@@ -194,13 +194,6 @@ def decode_step(model: Model, tables: RowTables, decodes: DecodeAttention, kind:
     hidden_BD = model.forward(queries.token_B, queries.at_B, decodes.attend(kind, queries))
     return next_tokens(model, tables, hidden_BD, row_B, position_B, draws, logits_RV,
                        decodes.looks.count_LRKE)
-
-
-def fill(values: np.ndarray, lines: Sequence[Sequence[int]], bucket: int) -> None:
-    """Lay out lines of an input, each padded: with rows 0 at positions, the second line, of -1."""
-    host, rows = values.reshape(len(lines), bucket), len(lines[0])
-    host[:, :rows], host[:, rows:] = lines, 0
-    host[1, rows:] = -1
 
 
 def next_tokens(model: Model, tables: RowTables, hidden_SD: Tensor, row_S: Tensor, position_S: Tensor,

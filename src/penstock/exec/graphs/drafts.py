@@ -15,9 +15,10 @@ from torch import Tensor
 
 from penstock.core.plan import RequestId, StepPlan
 from penstock.exec.drafts.device import OUT, Ahead, OnDevice
-from penstock.exec.graphs.capture import DecodeAttention, Decoding, Recorded, Replays, fill
+from penstock.exec.graphs.capture import DecodeAttention, Decoding, Recorded, Replays
 from penstock.exec.sampling.on_device import Draws
 from penstock.exec.step.eager import Ran, wait
+from penstock.exec.step.step_batch import Line, pad
 from penstock.exec.step.tables import RowTables
 from penstock.kernels.fused.step import begin
 from penstock.memory.mover import Arrivals
@@ -73,15 +74,16 @@ class DraftGraphs:
         rows = tuple(map(self._tables.index, plan.rows))
         bucket = next(b for b in self._buckets if b >= len(rows))
         width = self._buckets[bucket]
-        positions, most = self.ahead.lines(plan, width, flying, out)
+        lines: dict[str, Line] = {"row_N": rows}
+        lines["position_N"], lines["most_N"] = self.ahead.lines(plan, width, flying, out)
         self._tables.check(rows, [start + count for start, count in zip(plan.start, plan.count, strict=True)])
-        logits_BV, answer_3B = self._run(self._decodes.kind(rows), bucket, (rows, positions, most))
+        logits_BV, answer_3B = self._run(self._decodes.kind(rows), bucket, lines)
         return Ran([row for row in rows for _ in range(width)], logits_BV[:len(rows) * width], answer_3B,
                    width=width)
 
-    def _run(self, kind: str, bucket: int, lines: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    def _run(self, kind: str, bucket: int, lines: Mapping[str, Line]) -> tuple[Tensor, Tensor]:
         """As `draft_step`, with padding behind the rows."""
-        self._replays.write(self.lines * bucket, functools.partial(fill, lines=lines, bucket=bucket))
+        self._replays.write(self.lines * bucket, functools.partial(pad, lines, (0, bucket)))
         graph, logits_BV, answer_3B = self._graphs[kind, bucket]
         graph.replay()
         return logits_BV, answer_3B

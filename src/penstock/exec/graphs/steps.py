@@ -5,16 +5,16 @@ from collections.abc import Sequence
 
 import torch
 
-from penstock.core.plan import StepPlan
 from penstock.exec.drafts.device import Ahead
 from penstock.exec.graphs.capture import DecodeGraphs, Replays, decodes_of
 from penstock.exec.graphs.drafts import DraftGraphs, every, widths
-from penstock.exec.graphs.mixed import TOKENS, MixedGraphs, lengths
+from penstock.exec.graphs.mixed import TOKENS, MixedGraphs
 from penstock.exec.sampling.on_device import Draws
 from penstock.exec.sparse.bounds import Selecting
 from penstock.exec.sparse.indexer import Indexed
 from penstock.exec.step.attend import Attending, Grouped, Latent
 from penstock.exec.step.eager import Ran, Steps
+from penstock.exec.step.step_batch import MIXED, StepBatch, sizes
 from penstock.exec.step.tables import RowTables
 from penstock.memory.mover import Arrivals
 from penstock.model.base import Model
@@ -36,7 +36,7 @@ def captured(model: Model, tables: RowTables, attending: Attending, draws: Draws
     most = max(rows, *(n * positions for n, positions in wider.items()), 1)
     decodes = (decodes_of(attending, tables.groups) if isinstance(attending, Grouped | Latent) else
                attending.decodes(most))
-    replays = Replays(sum(lengths((TOKENS[-1], rows))), most, model.vocab_size, device, rehearses)
+    replays = Replays(sum(sizes(MIXED, (TOKENS[-1], rows))), most, model.vocab_size, device, rehearses)
     plain = [] if always else [DecodeGraphs(model, tables, decodes, draws, buckets, replays)]
     for steps in plain:
         steps.capture()
@@ -63,7 +63,7 @@ class Uncaptured(Steps):
     def __init__(self, cause: str) -> None:
         self._cause, self._count = cause, 0
 
-    def step(self, plan: StepPlan, arrivals: Arrivals) -> Ran | None:
+    def step(self, batch: StepBatch, arrivals: Arrivals) -> Ran | None:
         self._count += 1
         return None
 

@@ -1,6 +1,6 @@
 """Logprobs of prompt tokens: what the model thought of each, from the hidden states of the step that read it.
 
-Owns who asked. Knows plans; knows no pages and no sampling.
+Owns who asked. Knows no pages and no sampling.
 
     T tokens of the step   N of them whose next token is told   V vocabulary   K best ones   D model dim
 """
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.scores import Scores
-from penstock.core.plan import RequestId, StepPlan
+from penstock.core.plan import RequestId
+from penstock.exec.step.step_batch import StepBatch
 
 SLICE_BYTES = 64 << 20              # of logits at a time
 
@@ -38,21 +39,21 @@ class PromptReader:
     def close(self, rid: RequestId) -> None:
         self._open.pop(rid, None)
 
-    def wants(self, plan: StepPlan) -> bool:
-        """Whether hidden states of this plan's step are read beside those that sample."""
+    def wants(self, batch: StepBatch) -> bool:
+        """Whether hidden states of this step are read beside those that sample."""
         return bool(self._open) and any(
             rid in self._open and self._range(rid, start, count)
-            for rid, start, count in zip(plan.rids, plan.start, plan.count, strict=True))
+            for rid, start, count in zip(batch.rids, batch.start, batch.count, strict=True))
 
     def _range(self, rid: RequestId, start: int, count: int) -> range:
         """Tokens of the prompt that follow on one of this chunk."""
         prompt, params = self._open[rid]
         return range(max(start + 1, params.prompt_from), min(start + count + 1, len(prompt)))
 
-    def read(self, plan: StepPlan, hidden_TD: Tensor) -> list[Read]:
+    def read(self, batch: StepBatch, hidden_TD: Tensor) -> list[Read]:
         """Of each part of a prompt in the step what belongs to its tokens. Does not wait for a device."""
         found, at = [], 0
-        for rid, start, count in zip(plan.rids, plan.start, plan.count, strict=True):
+        for rid, start, count in zip(batch.rids, batch.start, batch.count, strict=True):
             if rid in self._open and (told := self._range(rid, start, count)):
                 prompt, params = self._open[rid]
                 first = at + told.start - 1 - start

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, pairwise, takewhile
+from itertools import pairwise, takewhile
 from typing import TypeAlias
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.config.request.grammar import Grammar
 from penstock.config.request.params import SamplingParams
-from penstock.core.plan import Bind, RequestId, StepPlan
+from penstock.core.plan import Bind, RequestId
 from penstock.exec.sampling.grammar import Grammars
 from penstock.exec.sampling.on_device import Draws, turns_of
 from penstock.exec.sampling.sampler import (
@@ -33,6 +33,7 @@ from penstock.exec.sampling.sampler import (
 )
 from penstock.exec.step.eager import Ran
 from penstock.exec.step.links import Links, TokensFromLast
+from penstock.exec.step.step_batch import StepBatch
 from penstock.exec.step.tables import RowTables
 from penstock.kernels.types.ragged import on_device
 
@@ -166,10 +167,10 @@ class Tokens:
         `Matcher.forced`, of a first stage what the last has said."""
         return ()
 
-    def feed(self, plan: StepPlan) -> None:
+    def feed(self, batch: StepBatch) -> None:
         """Before the step: the tables get last tokens that were sampled elsewhere."""
 
-    def sample(self, plan: StepPlan, ran: Ran) -> Answers:
+    def sample(self, batch: StepBatch, ran: Ran) -> Answers:
         """Give each row of the step a token. Does not wait for a device."""
         return Answers()
 
@@ -226,10 +227,10 @@ class Chosen(Tokens):
         s = self._open[rid]
         return () if s.matcher is None else s.matcher.forced(s.outputs, most)
 
-    def sample(self, plan: StepPlan, ran: Ran) -> Answers:
-        pairs = tuple((rid, self._open[rid]) for rid in sampled(plan))
+    def sample(self, batch: StepBatch, ran: Ran) -> Answers:
+        pairs = tuple((rid, self._open[rid]) for rid in sampled(batch))
         if len(pairs) < len(ran.rows):
-            return self._checked(plan, ran, pairs)
+            return self._checked(batch, ran, pairs)
         states = [s for _, s in pairs]
         self.outside += sum(not s.simple for s in states)
         answer_2B, late = self._provisional(ran, states), [i for i, s in enumerate(states) if self._late(s)]
@@ -238,10 +239,10 @@ class Chosen(Tokens):
                            counted=ran.counted)
         return Answers(pairs, late=partial(self._choose, ran, answer_2B, states, late), counted=ran.counted)
 
-    def _checked(self, plan: StepPlan, ran: Ran, pairs: States) -> Answers:
+    def _checked(self, batch: StepBatch, ran: Ran, pairs: States) -> Answers:
         """Of a step in which rows have several positions (`exec.drafts`)."""
         assert ran.logits_BV is not None and not ran.logits_BV.is_cuda, "drafts are checked on a CPU"
-        answers, entries = Answers(pairs), _entries(plan)
+        answers, entries = Answers(pairs), _entries(batch)
         self._rounds(ran, self._sampler.best(ran.logits_BV), entries, answers)
         return answers
 
@@ -335,14 +336,14 @@ class Drawn(Chosen):
     def _late(self, s: Sampling) -> bool:
         return not s.simple
 
-    def _checked(self, plan: StepPlan, ran: Ran, pairs: States) -> Answers:
+    def _checked(self, batch: StepBatch, ran: Ran, pairs: States) -> Answers:
         """The device has found what counts, or does now. With rows that are not simple, whose tokens follow
         from those before, all is gone through again when they are chosen."""
         answer_3B = ran.answer_2B
         if answer_3B is None:
-            rids, answer_3B = self._eagerly(plan, ran)
+            rids, answer_3B = self._eagerly(batch, ran)
         else:
-            rids = [rid for rid in plan.rids for _ in range(ran.width)]
+            rids = [rid for rid in batch.rids for _ in range(ran.width)]
         firsts = [i for i, rid in enumerate(rids) if not i or rids[i - 1] != rid]
         entries = tuple((rid, self._open[rid]) for rid in rids)
         late = sum(self._late(entries[i][1]) for i in firsts)
@@ -356,9 +357,9 @@ class Drawn(Chosen):
         rids, inputs = [rid for rid, _ in answers.states], answer_3B[2].tolist()
         self._rounds(ran, answer_3B[:2].clone(), list(zip(rids, inputs, strict=False)), answers)
 
-    def _eagerly(self, plan: StepPlan, ran: Ran) -> tuple[list[RequestId], Tensor]:
+    def _eagerly(self, batch: StepBatch, ran: Ran) -> tuple[list[RequestId], Tensor]:
         """Whose the positions of a step are that the host has narrowed, and what `Draws.checked` says."""
-        rids, inputs = zip(*_entries(plan), strict=True)
+        rids, inputs = zip(*_entries(batch), strict=True)
         turns = turns_of(ran.rows)
         assert ran.logits_BV is not None
         row_B, id_B, turn_B = on_device([*ran.rows, *inputs, *turns], ran.logits_BV.device,
@@ -412,32 +413,28 @@ class FromLast(Tokens):
     def bind(self, bind: Bind) -> int:
         return self._heard.rewind(bind.rid, bind.emitted)
 
-    def feed(self, plan: StepPlan) -> None:
-        at, rows, tokens = -1, [], []
-        for row, rid, count in zip(plan.rows, plan.rids, plan.count, strict=True):
-            at += count
-            if plan.tokens[at] < 0:
-                rows.append(self._tables.index(row))
-                tokens.append(self._heard.last(rid))
-        if rows:
-            self._tables.sampled(rows, torch.tensor(tokens, device=self._tables.last_R.device))
+    def feed(self, batch: StepBatch) -> None:
+        owed = {row: self._heard.last(rid) for row, rid, end in zip(
+            batch.rows, batch.rids, batch.first[1:], strict=True) if batch.tokens[end - 1] < 0}
+        if owed:
+            self._tables.sampled([*owed], torch.tensor([*owed.values()], device=self._tables.last_R.device))
 
-    def sample(self, plan: StepPlan, ran: Ran) -> Answers:
-        self._heard.expect(plan.step, sampled(plan))
+    def sample(self, batch: StepBatch, ran: Ran) -> Answers:
+        self._heard.expect(batch.step, sampled(batch))
         return Answers()
 
     def settle(self) -> None:
         self._heard.settle()
 
 
-def sampled(plan: StepPlan) -> tuple[RequestId, ...]:
+def sampled(batch: StepBatch) -> tuple[RequestId, ...]:
     """Requests that sample in this step, in order."""
-    rids = [rid for rid, samples in zip(plan.rids, plan.samples, strict=True) if samples]
+    rids = [rid for rid, samples in zip(batch.rids, batch.samples, strict=True) if samples]
     return tuple(dict.fromkeys(rids))
 
 
-def _entries(plan: StepPlan) -> list[tuple[RequestId, int]]:
+def _entries(batch: StepBatch) -> list[tuple[RequestId, int]]:
     """Whose each position is that samples, and the draft that it takes, -1: none."""
-    last = [(rid, plan.tokens[end - 1]) for rid, samples, end in
-            zip(plan.rids, plan.samples, accumulate(plan.count), strict=True) if samples]
+    last = [(rid, batch.tokens[end - 1]) for rid, samples, end in
+            zip(batch.rids, batch.samples, batch.first[1:], strict=True) if samples]
     return [(rid, token if i and last[i - 1][0] == rid else -1) for i, (rid, token) in enumerate(last)]

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from penstock.core.plan import Bind, StepPlan
+from penstock.core.plan import Bind
 from penstock.exec.graphs.capture import DecodeAttention, Decoding, PagedDecode
 from penstock.exec.sparse.layers import (
     DEVICE,
@@ -29,6 +29,7 @@ from penstock.exec.sparse.prompts import GPU_WINDOW, HostedPrompts, PromptChunk
 from penstock.exec.sparse.rows import HotRows, Selects
 from penstock.exec.step.attend import NoIndexer, spec_of
 from penstock.exec.step.states import StatePools, StepStates
+from penstock.exec.step.step_batch import StepBatch
 from penstock.exec.step.tables import Lowered, RowTables
 from penstock.kernels.attention.paged_attention import Prepare, Prepared, write_kv
 from penstock.kernels.choose.select import SelectRule
@@ -111,14 +112,14 @@ class Selecting(Selects):
         return SelectingDecodes(self)
 
     # ------------------------------------------------------------ a step
-    def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
+    def step(self, lowered: Lowered) -> Attend:
         """The attention of a step whose binds, grows, remaps and resizes are applied."""
         others = {g: self._prepare(lowered.ragged[g], self._specs[g]) for g, *_ in self._dense.values()}
-        return _SelectingStep(self._local, self._selects(plan, lowered), self._dense, others, lowered,
-                              self.states.step(plan.step, lowered))
+        return _SelectingStep(self._local, self._selects(lowered), self._dense, others, lowered,
+                              self.states.step(lowered))
 
-    def _selects(self, plan: StepPlan, lowered: Lowered) -> _Attend:
-        dense, windows, queries = self._split(plan)
+    def _selects(self, lowered: Lowered) -> _Attend:
+        dense, windows, queries = self._split(lowered.batch)
         through = [(chunk, self._prompts.windows(chunk)) for chunk in windows]
         at = self.rows.write_at(lowered, self._bounds)
         ragged = lowered.ragged[0]
@@ -156,15 +157,14 @@ class Selecting(Selects):
             return out_TNH
         return attend
 
-    def _split(self, plan: StepPlan) -> tuple[list[PromptChunk], list[PromptChunk], list[tuple[int, int, int]]]:
+    def _split(self, batch: StepBatch) -> tuple[list[PromptChunk], list[PromptChunk], list[tuple[int, int, int]]]:
         """Chunks that read all from device pages, those whose pages are not all there, and queries that
         select: (token, row, position)."""
         dense: list[PromptChunk] = []
         windows: list[PromptChunk] = []
         queries: list[tuple[int, int, int]] = []
         at = 0
-        for row, start, count in zip(plan.rows, plan.start, plan.count, strict=True):
-            r = self._tables.index(row)
+        for r, start, count in zip(batch.rows, batch.start, batch.count, strict=True):
             who, end = self.rows[r], start + count
             split = min(max(who.first, start), end) if who.budget else end
             if split > start:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.core.plan import Bind, StepPlan
+from penstock.core.plan import Bind
 from penstock.exec.graphs.capture import DecodeAttention
 from penstock.exec.sparse.bounds import Selector
 from penstock.exec.sparse.layers import DEVICE, HOST, SparseLayers, SparseStep, row_attention
@@ -93,7 +93,7 @@ class Indexed(Selects):
         """Of steps of up to `most` tokens that rows decode."""
         return IndexedDecodes(self, self._tables, most)
 
-    def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
+    def step(self, lowered: Lowered) -> Attend:
         """The attention of a step whose binds, grows, remaps and resizes are applied."""
         rows: list[int] = []
         positions: list[int] = []
@@ -101,8 +101,7 @@ class Indexed(Selects):
         at_once: list[int] = []
         chunks: list[_Chunk] = []
         at = 0
-        for row, start, count in zip(plan.rows, plan.start, plan.count, strict=True):
-            r = self._tables.index(row)
+        for r, start, count in zip(lowered.batch.rows, lowered.batch.start, lowered.batch.count, strict=True):
             if count > 1 and self._together(r, start + count, count):
                 chunks.append(self._chunk(r, slice(at, at + count), start, start + count))
             else:

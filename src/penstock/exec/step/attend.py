@@ -16,7 +16,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from penstock.core.plan import Bind, HotResize, RequestId, StepId, StepPlan
+from penstock.core.plan import Bind, HotResize, RequestId
 from penstock.exec.step.states import StatePools, StepStates
 from penstock.exec.step.tables import Lowered, RowTables
 from penstock.kernels.attention.latent_attention import LatentAttention
@@ -60,7 +60,7 @@ class Attending(Protocol):
     selects: bool = False
     states: StatePools = StatePools((), ())
 
-    def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
+    def step(self, lowered: Lowered) -> Attend:
         """The attention of a step whose binds, grows, remaps and resizes are applied."""
 
     def bind(self, bind: Bind, *, budget: int, num_prompt: int) -> None:
@@ -172,10 +172,10 @@ class Grouped(Attending):
                                               table.size, len(table.device_RM))
                    for spec, table in zip(self.specs, tables.groups, strict=False))
 
-    def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
+    def step(self, lowered: Lowered) -> Attend:
         attended = lowered.ragged[:len(self.specs)]
         prepared = [self._prepare(ragged, spec) for ragged, spec in zip(attended, self.specs, strict=True)]
-        return _GroupedStep(self, plan.step, lowered, prepared)
+        return _GroupedStep(self, lowered, prepared)
 
 
 class Latent(Attending):
@@ -193,7 +193,7 @@ class Latent(Attending):
         # Of each layer its pool [P, G, H].
         self.rows = {layer: hbm[0].pages[:, i, 0, 0] for i, layer in enumerate(groups[0].layers)}
 
-    def step(self, plan: StepPlan, lowered: Lowered) -> Attend:
+    def step(self, lowered: Lowered) -> Attend:
         return _LatentStep(self, lowered)
 
 
@@ -223,11 +223,10 @@ class _LatentStep(NoIndexer):
 
 
 class _GroupedStep(NoIndexer):
-    def __init__(self, grouped: Grouped, step: StepId, lowered: Lowered,
-                 prepared: Sequence[Prepared]) -> None:
+    def __init__(self, grouped: Grouped, lowered: Lowered, prepared: Sequence[Prepared]) -> None:
         self._places, self._pools = grouped.places, grouped.pools
         self._ragged, self._prepared = lowered.ragged, prepared
-        self.state: StepStates = grouped.states.step(step, lowered)
+        self.state: StepStates = grouped.states.step(lowered)
 
     def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
                  chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:

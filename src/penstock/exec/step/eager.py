@@ -11,10 +11,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.core.plan import StepPlan
 from penstock.exec.drafts.mtp import MTP
 from penstock.exec.step.attend import Arriving, Attending
 from penstock.exec.step.links import Links
+from penstock.exec.step.step_batch import StepBatch
 from penstock.exec.step.tables import Lowered, RowTables
 from penstock.memory.mover import Arrivals
 from penstock.model.base import CacheShape, Model
@@ -39,8 +39,8 @@ class Ran:
 class Steps(Protocol):
     """A way to run steps."""
 
-    def step(self, plan: StepPlan, arrivals: Arrivals) -> Ran | None:
-        """Of a plan with rows, of which all else is applied. Does not wait for a device: that
+    def step(self, batch: StepBatch, arrivals: Arrivals) -> Ran | None:
+        """It has rows, and all else of its plan is applied. Does not wait for a device: that
         waits for the arrivals. None: not one of its steps, and nothing was done."""
 
     def stats(self) -> dict[str, float]:
@@ -62,28 +62,28 @@ class Eager(Steps):
         self._model, self._groups, self._tables = model, groups, tables
         self._attending, self._links, self._mtp = attending, links, mtp
 
-    def step(self, plan: StepPlan, arrivals: Arrivals) -> Ran:
-        lowered = self._tables.lower(plan)
+    def step(self, batch: StepBatch, arrivals: Arrivals) -> Ran:
+        lowered = self._tables.lower(batch)
         own = replace(lowered, ragged=lowered.ragged[:len(self._groups)])
-        hidden_TD = self._forward(plan, own, [of for of in arrivals if of[0] < len(self._groups)])
+        hidden_TD = self._forward(own, [of for of in arrivals if of[0] < len(self._groups)])
         if self._mtp is not None:
             wait([of for of in arrivals if of[0] >= len(self._groups)])
-            self._mtp.step(plan, lowered, hidden_TD)
+            self._mtp.step(lowered, hidden_TD)
         if self._links.after is not None:
-            return Ran(lowered.sample_rows)
-        logits_BV = self._model.logits(hidden_TD[lowered.sample_at_B]) if lowered.sample_rows else None
-        return Ran(lowered.sample_rows, logits_BV, hidden_TD=hidden_TD)
+            return Ran(batch.sample_rows)
+        logits_BV = self._model.logits(hidden_TD[lowered.sample_at_B]) if batch.sample_rows else None
+        return Ran(batch.sample_rows, logits_BV, hidden_TD=hidden_TD)
 
-    def _forward(self, plan: StepPlan, lowered: Lowered, arrivals: Arrivals) -> Tensor:
+    def _forward(self, lowered: Lowered, arrivals: Arrivals) -> Tensor:
         """hidden_TD behind the final norm, or, but for the last stage, nothing that is used here."""
-        model, links, attend = self._model, self._links, self._attending.step(plan, lowered)
+        model, links, attend = self._model, self._links, self._attending.step(lowered)
         if arrivals:
             attend = Arriving(attend, self._groups, arrivals)
         if links.before is None and links.after is None:
             return model.forward(lowered.ids_T, lowered.positions_T, attend)
-        x = model.embed(lowered.ids_T) if links.before is None else links.before.take(plan.step)
+        x = model.embed(lowered.ids_T) if links.before is None else links.before.take(lowered.batch.step)
         x = model.layers(x, lowered.positions_T, attend)
         if links.after is None:
             return model.norm(x)
-        links.after.put(plan.step, x)
+        links.after.put(lowered.batch.step, x)
         return x.h_TD

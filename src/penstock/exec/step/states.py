@@ -53,7 +53,7 @@ class StatePools:
         """Whether a layer keeps one."""
         return bool(self._layers)
 
-    def step(self, step: StepId, lowered: Lowered) -> StepStates:
+    def step(self, lowered: Lowered) -> StepStates:
         """Rows that go on say with their positions how many of their drafts were right."""
         runs = _runs(lowered.ragged[0]) if self._layers else []
         begins = {run.row: run.start for run in runs}
@@ -62,7 +62,7 @@ class StatePools:
                                  if row in begins})
         found = StepStates(self._layers, {g: lowered.ragged[g] for g in self._groups}, runs)
         if found.waiting:
-            self._open[step] = found
+            self._open[lowered.batch.step] = found
         return found
 
     def decode(self, tables: Sequence[GroupTable], row_B: Tensor, position_B: Tensor,

@@ -1,4 +1,4 @@
-"""StepPlan -> tensors: one ragged lowering for prefill, decode and any mix of them.
+"""What the device remembers of rows, and a step in tensors: one ragged layout for prefill, decode and any mix.
 
 Owns the device-resident row tables (pages, last sampled token), which change by a plan's binds,
 grows and remaps only. Knows rows, positions and pages; refuses to know requests and sampling.
@@ -15,8 +15,9 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from penstock.core.plan import Bind, DramPage, Grow, HbmPage, Page, Remap, Row, StepPlan
+from penstock.core.plan import Bind, DramPage, Grow, HbmPage, Page, Remap, Row
 from penstock.exec.step.edits import Edits
+from penstock.exec.step.step_batch import StepBatch
 from penstock.kernels.fused.step import BlockTableRef
 from penstock.kernels.types.ragged import Ragged, on_device
 from penstock.memory.pool import PagePool
@@ -26,20 +27,19 @@ NONE = -1       # entry of a table without a page in that tier
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """The tensors of one step.
+    """A step that is launched, on the device.
 
-    ids_T, positions_T    int64, device
-    row_T                 int64, device: table index of each token's row
+    ids_T, positions_T    int64
+    row_T                 int64: table index of each token's row
     ragged                of each cache group
-    sample_rows           table index of each row that samples, in plan order
-    sample_at_B           int64, device: index into T of the last token of each of these rows
+    sample_at_B           int64: index into T of the last token of each entry that samples
     """
 
+    batch: StepBatch
     ids_T: Tensor
     positions_T: Tensor
     row_T: Tensor
     ragged: tuple[Ragged, ...]
-    sample_rows: tuple[int, ...]
     sample_at_B: Tensor
 
 
@@ -195,52 +195,25 @@ class RowTables:
             for row, end in zip(rows, ends, strict=True):
                 table.check(row, end)
 
-    def lower(self, plan: StepPlan) -> Lowered:
-        """The step's tensors. `plan` has rows; the edits of its binds, grows and remaps are applied.
+    def lower(self, batch: StepBatch) -> Lowered:
+        """The step's tensors. It has rows; the edits of its binds, grows and remaps are applied.
 
         Asserts that every row is bound and has a page for each position it computes.
         """
-        query_start, context, rows = [0], [], []
-        sample_rows, sample_at, owed = [], [], []     # owed: (T, row) whose input is on the device
-        for row, start, count, samples in zip(plan.rows, plan.start, plan.count, plan.samples,
-                                              strict=True):
-            i, last = self.index(row), query_start[-1] + count - 1
-            assert count >= 1, f"row {row} computes {count} tokens"
-            rows.append(i)
-            context.append(start + count)
-            query_start.append(last + 1)
-            if plan.tokens[last] < 0:
-                owed.append((last, i))
-            if samples:
-                sample_rows.append(i)
-                sample_at.append(last)
-        self.check(rows, context)
-        assert len(plan.tokens) == query_start[-1], "tokens do not add up to the counts"
-        row_T = self._tensor(rows)
-        positions_T = self._tensor(plan.start)
-        if len(plan.tokens) > len(rows):
-            count_B = self._tensor(plan.count)
-            first_B = positions_T - self._tensor(query_start[:-1])
-            row_T = row_T.repeat_interleave(count_B, output_size=len(plan.tokens))
-            positions_T = (first_B.repeat_interleave(count_B, output_size=len(plan.tokens))
-                           + torch.arange(len(plan.tokens), device=self._device))
-        step = tuple(query_start), tuple(context), tuple(rows)
+        tokens, first = batch.tokens, batch.first
+        assert min(batch.count) >= 1 and len(tokens) == first[-1], "tokens do not add up to the counts"
+        self.check(batch.rows, batch.ends)
+        ids_T, row_T, positions_T, at_S = batch.on(self.last_R.device)
+        if owed := tokens.count(-1):            # whose input is on the device
+            assert owed == sum([tokens[end - 1] < 0 for end in first[1:]]), (
+                "-1 may only be the last token of a row: this executor takes no drafts")
+            ids_T = torch.where(ids_T < 0, self.last_R[row_T], ids_T)
+        step = first, batch.ends, tuple(batch.rows)
         return Lowered(
-            self._ids(plan.tokens, owed), positions_T, row_T,
+            batch, ids_T, positions_T, row_T,
             tuple(Ragged(*step, table.device_RM,
                          table.device_RM[row_T, positions_T // table.size].long(),
-                         positions_T % table.size, table.size) for table in self.groups),
-            tuple(sample_rows), self._tensor(sample_at))
+                         positions_T % table.size, table.size) for table in self.groups), at_S)
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
         return on_device(values, self.last_R.device, torch.int64)
-
-    def _ids(self, tokens: Sequence[int], owed: Sequence[tuple[int, int]]) -> Tensor:
-        ids_T = self._tensor(tokens)
-        if owed:
-            at, rows = zip(*owed, strict=True)
-            ids_T[self._tensor(at)] = (
-                self.last_R[self._tensor(rows)])
-        assert tokens.count(-1) == len(owed), (
-            "-1 may only be the last token of a row: this executor takes no drafts")
-        return ids_T

@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -36,7 +38,8 @@ class Ragged:
     page_size: int
 
 
-def on_device(values: Sequence[int] | Sequence[float], device: torch.device, dtype: torch.dtype) -> Tensor:
+def on_device(values: Sequence[int] | Sequence[float] | npt.NDArray[np.int64], device: torch.device,
+              dtype: torch.dtype) -> Tensor:
     """A copy on `device` that the host does not wait for: torch keeps the pinned source until then."""
     host = torch.tensor(values, dtype=dtype)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

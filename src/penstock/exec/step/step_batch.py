@@ -1,0 +1,127 @@
+"""What a step computes, as numbers on the host and as lines of one int32 tensor on the device.
+
+Whoever launches a step says which lines it reads, and a bucket how far they are padded. That is all in which
+steps that are launched, replayed, with prompts or with drafts differ here. Knows table indices and positions;
+refuses to know pages and how tokens are sampled.
+
+    B entries: a chunk of a row each, or one position of a row that decodes   T tokens   D entries of one token
+    S entries that sample
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, chain, compress
+from operator import add
+from types import MappingProxyType
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from penstock.core.plan import RequestId, Row, StepId, StepPlan
+from penstock.kernels.types.ragged import on_device
+
+Line: TypeAlias = npt.NDArray[np.int32] | Sequence[int]
+Bucket: TypeAlias = tuple[int, int]         # T, B
+# What lines have behind their own values where that is not 0; None: the last of them.
+PADDING: Mapping[str, int | None] = MappingProxyType({
+    "position_T": -1, "decode_T": -1, "context_B": 1, "start_B1": None, "position_S": -1, "position_N": -1})
+MIXED = ("id_T", "row_T", "position_T", "at_S", "decode_T", "row_B", "context_B", "start_B1", "at_D", "row_D",
+         "context_D", "row_S", "position_S")         # lines of `StepBatch.mixed`
+
+
+def sizes(names: Iterable[str], bucket: Bucket) -> list[int]:
+    """How long lines are in a bucket: as it has tokens, or entries."""
+    return [bucket[0] if name.endswith("_T") else bucket[1] + name.endswith("_B1") for name in names]
+
+
+def pad(lines: Mapping[str, Line], bucket: Bucket, out: npt.NDArray[np.int32]) -> None:
+    """Lay out these lines one after the other."""
+    at = 0
+    for size, (name, values) in zip(sizes(lines, bucket), lines.items(), strict=True):
+        end, padding = at + len(values), PADDING.get(name, 0)
+        out[at:end], out[end:at + size] = values, values[-1] if padding is None else padding
+        at += size
+
+
+def parts(values: Tensor, names: Sequence[str], bucket: Bucket) -> dict[str, Tensor]:
+    """What `pad` has laid out, as views."""
+    of_each = sizes(names, bucket)
+    return dict(zip(names, torch.split(values[:sum(of_each)], of_each), strict=True))
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The entries of a plan; rows are table indices. An id of -1 is the row's last sampled token.
+
+    waits    its layers wait for copies of their own
+
+    Lines, of tokens:
+    id_T, row_T, position_T, decode_T    decode: which of the D it is, or -1
+    at_D, row_D, context_D               token, row and context of entries of one token
+    row_B, context_B, start_B1           of all entries, for their prompts: one of one token has a context of 1
+    at_S, row_S, position_S              last token of those that sample, its row and position
+    """
+
+    step: StepId
+    rids: Sequence[RequestId]
+    rows: Sequence[int]
+    start: Sequence[int]
+    count: Sequence[int]
+    samples: Sequence[bool]
+    tokens: Sequence[int]
+    waits: bool = False
+
+    @staticmethod
+    def of(plan: StepPlan, index: Callable[[Row], int]) -> StepBatch:
+        return StepBatch(plan.step, plan.rids, tuple(map(index, plan.rows)), plan.start, plan.count,
+                         plan.samples, plan.tokens, bool(plan.waits))
+
+    @cached_property
+    def first(self) -> tuple[int, ...]:
+        """[B+1]: where the tokens of each entry begin."""
+        return (0, *accumulate(self.count))
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """The position behind each entry: what its last token sees."""
+        return tuple(map(add, self.start, self.count))
+
+    @cached_property
+    def sample_rows(self) -> tuple[int, ...]:
+        return tuple(compress(self.rows, self.samples))
+
+    @property
+    def launched(self) -> dict[str, Line]:
+        """The lines of a step that is launched."""
+        row_T: Line = self.rows
+        position_T: Line = self.start
+        if len(self.tokens) > len(self.rows):
+            row_T = np.repeat(self.rows, self.count)
+            position_T = np.repeat(np.subtract(self.start, self.first[:-1]), self.count)
+            position_T += np.arange(len(self.tokens))
+        return {"id_T": self.tokens, "row_T": row_T, "position_T": position_T,
+                "at_S": [end - 1 for end in compress(self.first[1:], self.samples)]}
+
+    @property
+    def mixed(self) -> dict[str, Line]:
+        """All of them, as one that is captured with prompts reads them."""
+        row, count, last, end = (np.asarray(x) for x in (self.rows, self.count, self.first[1:], self.ends))
+        decode, sample = np.flatnonzero(count == 1), np.flatnonzero(self.samples)
+        decode_T = np.full(len(self.tokens), -1)
+        decode_T[last[decode] - 1] = np.arange(len(decode))
+        return self.launched | {
+            "decode_T": decode_T, "row_B": row, "context_B": np.where(count == 1, 1, end), "start_B1": self.first,
+            "at_D": last[decode] - 1, "row_D": row[decode], "context_D": end[decode],
+            "row_S": row[sample], "position_S": end[sample] - 1}
+
+    def on(self, device: torch.device) -> list[Tensor]:
+        """`launched`, int64, by one copy that the host does not wait for."""
+        lines = self.launched.values()
+        short = len(self.tokens) == len(self.rows)
+        values = [*chain.from_iterable(lines)] if short else np.concatenate([*lines], dtype=np.int64, casting="unsafe")
+        return list(torch.split(on_device(values, device, torch.int64), [len(line) for line in lines]))
