@@ -8,7 +8,6 @@ import torch
 from cases import Case, cases_of
 from cases import step as of_steps
 
-from penstock.kernels.attention.chunk_attention import merge
 from penstock.kernels.attention.paged_attention import AttentionSpec, write_kv
 from penstock.kernels.fused import step
 from penstock.kernels.fused.step import reference as plain
@@ -127,18 +126,20 @@ def test_ends_of_a_captured_step():
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_parts_of_a_context_merge_to_attention_over_all_of_it(dtype, tolerance):
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    attend = OPS["chunk_attention"].use("reference")
+    attend, merge = (OPS[name].use("reference") for name in ("chunk_attention", "merge"))
     q, k, v = torch.randn(3, 13, 4, 20, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     want, lse = attend(q[:3], k, v, causal=False, scale=3.0)        # far apart: weights differ much
     parts = [attend(q[:3], k[part], v[part], causal=False, scale=3.0)
              for part in (slice(0, 5), slice(5, 6), slice(6, 13))]
     nothing = torch.full_like(want, torch.nan), torch.full_like(lse, -torch.inf)
     for order in ((*parts, nothing), (nothing, *parts[::-1])):
-        out, total = merge(*map(torch.stack, zip(*order, strict=True)))
-        assert out.dtype == dtype and out.is_contiguous()
+        (out, total), *more = ([x.clone() for x in part] for part in order)
+        for part in more:
+            merge(out, total, *part)
         torch.testing.assert_close(out, want, rtol=0, atol=tolerance * float(want.abs().max()))
         torch.testing.assert_close(total, lse, rtol=1e-5, atol=1e-5)
-    out, total = merge(*(torch.stack((x, x)) for x in nothing))
+    out, total = (x.clone() for x in nothing)
+    merge(out, total, *nothing)
     assert not out.any() and (total == -torch.inf).all()
 
 

@@ -11,7 +11,7 @@ from penstock.exec.sparse.prompts import HostedPrompts, PromptChunk
 from penstock.kernels.attention import chunk_attention
 
 SIZE, HEADS, QUERIES, DIM, HOT = 4, 2, 4, 8, 3
-BACKENDS = {"chunk_attention": "reference", "gather": "reference"}
+BACKENDS = {"chunk_attention": "reference", "gather": "reference", "merge": "reference"}
 NONE = -1
 
 

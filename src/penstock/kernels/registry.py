@@ -11,6 +11,7 @@ from typing import Any
 from penstock.kernels.attention import (
     chunk_attention,
     latent_attention,
+    merge,
     paged_attention,
     sparse_attention,
 )
@@ -26,11 +27,11 @@ from penstock.kernels.state import scan
 
 OPS: dict[str, Op[Any]] = {op.name: op for op in (
     linear.OP, paged_attention.OP, layer.OP, write_kv.OP, unit_select.OP, resolve.OP, gather.OP,
-    sparse_attention.OP, chunk_attention.OP, index_pair.OP, index_select.OP, latent_attention.OP,
+    sparse_attention.OP, chunk_attention.OP, merge.OP, index_pair.OP, index_select.OP, latent_attention.OP,
     scaled_linear.OP, experts.OP, draw.OP, mask.OP, scan.OP)}
 # Beside what every model needs: one that chooses its tokens itself, and one for which bounds of keys do.
 HOSTING = ("write_kv", "resolve", "gather", "index_pair")
-SELECTING = ("write_kv", "select", "resolve", "gather", "sparse_attention", "chunk_attention")
+SELECTING = ("write_kv", "select", "resolve", "gather", "sparse_attention", "chunk_attention", "merge")
 
 
 @dataclass(frozen=True, slots=True)

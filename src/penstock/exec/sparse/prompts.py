@@ -16,8 +16,7 @@ from torch import Tensor
 
 from penstock.exec.sparse.rows import HotRows
 from penstock.exec.step.tables import GroupTable
-from penstock.kernels.attention import chunk_attention
-from penstock.kernels.attention.chunk_attention import merge
+from penstock.kernels.attention import chunk_attention, merge
 from penstock.kernels.attention.paged_attention.spec import beside_sinks
 from penstock.kernels.kv import gather
 from penstock.kernels.types.ragged import on_device
@@ -63,7 +62,7 @@ class HostedPrompts:
 
     kv             the group's tables
     device, host   one view [P, K, planes, G, H] a layer of the pools; `host` is empty without that tier
-    backends       op -> name of its implementation: of chunk_attention and gather
+    backends       op -> name of its implementation: of chunk_attention, merge and gather
     window         tokens of device pages that are read at once, at least those of the row's hot buffer
     """
 
@@ -73,6 +72,7 @@ class HostedPrompts:
         self._kv, self._rows, self._device, self._host = kv, rows, device, host
         self._num_kv_heads, self._scale = num_kv_heads, scale
         self._chunk_attention = chunk_attention.OP.use(backends["chunk_attention"])
+        self._merge = merge.OP.use(backends["merge"])
         self._gather = gather.OP.use(backends["gather"])
 
     def windows(self, chunk: PromptChunk) -> list[Window]:
@@ -114,8 +114,8 @@ class HostedPrompts:
         out_TNH, lse_TN = self._chunk_attention(q_TNH, k_TKH, v_TKH, causal=True, scale=self._scale)
         for window in windows:
             k_SKH, v_SKH = self._bring(layer, chunk.row, window)
-            out, lse = self._chunk_attention(q_TNH, k_SKH, v_SKH, causal=False, scale=self._scale)
-            out_TNH, lse_TN = merge(torch.stack((out_TNH, out)), torch.stack((lse_TN, lse)))
+            self._merge(out_TNH, lse_TN, *self._chunk_attention(q_TNH, k_SKH, v_SKH, causal=False,
+                                                                scale=self._scale))
         return out_TNH if sinks_N is None else beside_sinks(out_TNH, lse_TN, sinks_N)
 
     def _bring(self, layer: int, row: int, window: Window) -> tuple[Tensor, Tensor]:

@@ -9,12 +9,11 @@ from typing import Protocol
 from torch import Tensor
 
 from penstock.kernels.attention.chunk_attention import cuda, fused, matmul, reference
-from penstock.kernels.attention.chunk_attention.merge import merge
 from penstock.kernels.attention.chunk_attention.sound import sound
 from penstock.kernels.attention.paged_attention import flash
 from penstock.kernels.op import DEVICES, Implementation, Op
 
-__all__ = ["OP", "ChunkAttention", "merge"]
+__all__ = ["OP", "ChunkAttention"]
 
 
 class ChunkAttention(Protocol):
