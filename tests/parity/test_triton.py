@@ -54,6 +54,8 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
               table_row="i32"),
          dict(HEADS=8, HEADS_PAD=8, **PAGED, **({} if whose else {"row_T": None})), 4, 3)
         for of, whose in ((I32, True), (I64, False))],
+    ("attention.merge.triton_merge", "merge_parts"): [
+        (dict(out=BF16, lse=F32, more=BF16, more_lse=F32, NUM="i32"), dict(DIM=80, DIM_PAD=128, LINES=64), 8, 3)],
     ("kv.gather.triton_copy", "copy_units"): [
         (dict(host=BF16, pool=BF16, miss=I32, num=I32, entries="i32", h_page="i32", h_head="i32",
               h_plane="i32", p_page="i32", p_head="i32", p_plane="i32", WORDS="i32"),
@@ -373,7 +375,7 @@ def test_kernel_in_cpp_that_does_not_compile_says_why(tmp_path: Path) -> None:
 
 
 INTERPRETED = ["latent draw attention ranks ends", "hosted experts mask states",
-               "scaled layer linear gather chunks"]
+               "scaled layer linear gather chunks merge"]
 
 
 def test_every_interpreted_part_is_run() -> None:

@@ -101,6 +101,21 @@ def chunks() -> None:
             assert torch.equal(part[at_T[0], :, at_T[1]].nan_to_num(7.0), want.nan_to_num(7.0))
 
 
+def merge() -> None:
+    """Its own cases, but those in bfloat16."""
+    global count
+    from cases import merge as cases
+
+    from penstock.kernels.attention.merge import reference, triton_merge
+
+    for case in cases.cases():
+        if case.name.startswith("float32"):
+            if why := case.wrong(case.run(triton_merge.merge), case.run(reference.merge)):
+                raise AssertionError(why)
+            count += 1
+    assert count
+
+
 def gather() -> None:
     """Scattered units of several planes and heads, odd widths, any alignment; a grid that goes round."""
     from penstock.kernels.kv.gather import reference, triton_copy
@@ -405,7 +420,7 @@ def ends() -> None:
         count += 1
 
 
-PARTS = {part.__name__: part for part in (attention, chunks, gather, hosted, layer, linear, scaled, experts,
+PARTS = {part.__name__: part for part in (attention, chunks, merge, gather, hosted, layer, linear, scaled, experts,
                                           draw, mask, latent, ranks, states, ends)}
 
 if __name__ == "__main__":

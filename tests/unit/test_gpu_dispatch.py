@@ -67,8 +67,8 @@ def test_names_chosen_on_a_hopper_gpu(installed: None) -> None:
     assert chosen == {
         "linear": "triton", "paged_attention": "fa4", "layer": "triton", "write_kv": "triton", "select": "cuda",
         "resolve": "cuda", "gather": "triton", "sparse_attention": "triton", "chunk_attention": "fa4",
-        "merge": "triton", "index_pair": "triton", "index_select": "cuda", "latent_attention": "gluon", "scaled_linear": "cuda",
-        "experts": "triton", "draw": "triton", "mask": "triton", "scan": "triton"}
+        "merge": "triton", "index_pair": "triton", "index_select": "cuda", "latent_attention": "gluon",
+        "scaled_linear": "cuda", "experts": "triton", "draw": "triton", "mask": "triton", "scan": "triton"}
 
 
 # Of operations with kernels for Hopper alone, what another GPU runs.
