@@ -27,7 +27,7 @@ def merge_parts(out, lse, more, more_lse, NUM, DIM: tl.constexpr, DIM_PAD: tl.co
 
 
 def merge(out_TNH: Tensor, lse_TN: Tensor, more_TNH: Tensor, more_TN: Tensor) -> None:
-    """As `penstock.kernels.attention.merge`. Capturable."""
+    """The contract is that of `penstock.kernels.attention.merge`. Capturable."""
     dim, num = out_TNH.shape[-1], lse_TN.numel()
     padded = triton.next_power_of_2(dim)
     lines = max(1, _BYTES // (padded * out_TNH.element_size()))
