@@ -1,6 +1,9 @@
 """What a CUDA graph of hosted decode computes, step by step on a CPU: as steps that are not captured."""
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import hosted
 import on_a_device
 import prompts_engine
@@ -13,20 +16,31 @@ from hosted import NEW, Engine, hosted_work, kind, play, resident
 
 from penstock.core.plan import Paused, RequestId, Spilled
 from penstock.exec.graphs.capture import DecodeGraphs, decode_step, decodes_of
+from penstock.exec.graphs.halves import halved
+from penstock.exec.sparse.layers import HOST
 from penstock.exec.step.attend import Latent
 from penstock.kernels.attention.latent_attention import PagedContext
 
 BUCKET = 5
 
 
+class InTurn:
+    """`Halves` without streams: one half after the other."""
+
+    def run(self, queries, forward):
+        return torch.cat([forward(part, SimpleNamespace(of=nullcontext)) for part in halved(queries)])
+
+
 class Eager(DecodeGraphs):
     """`DecodeGraphs` that computes each step when it runs, with rows of padding."""
+
+    halves = None
 
     def __init__(self, rank):
         self._model, self._tables = rank._model, rank._tables
         self._decodes = (decodes_of(rank._attending, rank._tables.groups) if isinstance(rank._attending, Latent) else
                          rank._attending.decodes(BUCKET))
-        self._buckets, self.kinds = (BUCKET,), []
+        self._buckets, self.kinds, self._halved = (BUCKET,), [], 0
 
     def run(self, rows, positions):
         kind = self._decodes.kind(rows)
@@ -36,7 +50,7 @@ class Eager(DecodeGraphs):
         input_2B[:, :len(rows)] = torch.tensor([rows, positions], device=where.DEVICE)
         logits_BV = torch.empty(BUCKET, self._model.vocab_size, device=where.DEVICE)
         logits_BV, answer_XB = decode_step(self._model, self._tables, self._decodes, kind, input_2B, None,
-                                           logits_BV)
+                                           logits_BV, self.halves if kind == HOST else None)
         return logits_BV[:len(rows)], answer_XB
 
 
@@ -56,6 +70,18 @@ def test_rows_that_select_decode_as_without(captured):
     play(engine, lambda turn: [(Paused, Spilled)[turn % 2](RequestId(1 + turn % 4))] if turn % 5 == 4 else ())
     hosted_work(engine)
     assert graphs.kinds.count("host") > NEW
+
+
+def test_halves_of_a_step_decode_as_all_of_it(captured, monkeypatch):
+    """Where a step misses much it is worth it, and no longer where all is found."""
+    monkeypatch.setattr(hosted, "KIND", ["latent"])
+    engine, graphs = captured(Engine(hbm_pages=70, step_tokens=100))
+    graphs.halves, decodes, wanted = InTurn(), graphs._decodes, []
+    play(engine, lambda turn: wanted.append(decodes.halves()) or ())
+    assert graphs.kinds.count(HOST) > NEW and True in wanted
+    assert decodes.may_halve(HOST, 16) and not (decodes.may_halve(HOST, 8) or decodes.may_halve("device", 16))
+    engine.rank._attending.rows.missed_bytes = decodes._indexed.weight_bytes // 64
+    assert not decodes.halves()
 
 
 @pytest.mark.parametrize("name", ["bounds", "latent"])

@@ -29,6 +29,7 @@ from penstock.core.plan import (
     Spilled,
     StepId,
 )
+from penstock.exec.sparse import indexer
 from penstock.exec.sparse.rows import HotRows
 
 pytestmark = pytest.mark.usefixtures("stages_swept", "kinds")
@@ -46,6 +47,17 @@ def test_prompts_longer_than_the_device_in_any_chunks(chunk, overlap):
     play(engine)
     hosted_work(engine)
     assert engine.total("hot_window_pages") > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kinds", ["latent"], indirect=True)
+def test_captured_halves_of_a_step_decode_as_all_of_it(monkeypatch):
+    monkeypatch.setattr(indexer, "LEAST", 2)
+    monkeypatch.setattr(indexer, "LINK_SHARE", 1 << 40)
+    engine = Engine(hbm_pages=70, step_tokens=100)
+    play(engine, lambda turn: [(Paused, Spilled)[turn % 2](RequestId(1 + turn % 4))] if turn % 5 == 4 else ())
+    hosted_work(engine)
+    assert engine.ex.stats()["executor_halved_steps_total"] > NEW
 
 
 @pytest.mark.covers(kind=KINDS, place="resident hosted", feature="tier")

@@ -59,8 +59,8 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
     ("kv.gather.triton_copy", "copy_units"): [
         (dict(host=BF16, pool=BF16, miss=I32, num=I32, entries="i32", h_page="i32", h_head="i32",
               h_plane="i32", p_page="i32", p_head="i32", p_plane="i32", WORDS="i32"),
-         dict(WORD="int64", HOST_UNITS=2, POOL_UNITS=2, PLANES=2, WORDS_PAD=256, LINES=8, ANYWHERE=anywhere),
-         4, 3) for anywhere in (False, True)],
+         dict(WORD="int64", HOST_UNITS=2, POOL_UNITS=2, PLANES=2, WORDS_PAD=256, LINES=8, ANYWHERE=anywhere,
+              BESIDE=beside), 4, 3) for anywhere in (False, True) for beside in (False, True)],
     ("kv.write_kv.triton_places", "write_tokens"): [
         (dict(x0=BF16, x1=BF16, device=BF16, host=BF16, bounds=bounds, scales=scales, device_T="*i64",
               host_T="*i64",

@@ -77,6 +77,7 @@ HELP = {
     "executor_queued_plans": "Plans queued in the executor.",
     "executor_pending_moves": "Copies queued in the executor.",
     "executor_steps": "Steps that the executor finished.",
+    "executor_halved_steps": "Decode steps whose rows ran in two halves, to copy KV from host memory meanwhile.",
     "executor_empty_steps": "Executor steps without a token to compute.",
     "executor_prefill_tokens": "Prompt tokens that were computed.",
     "executor_decode_tokens": "Output tokens that were computed, each request's first excluded.",

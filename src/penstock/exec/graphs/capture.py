@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.exec.graphs.halves import Copies, Halves
 from penstock.exec.sampling.on_device import Draws
 from penstock.exec.step.attend import Grouped, Latent, NoIndexer
 from penstock.exec.step.eager import Ran, Steps, wait
@@ -130,6 +131,18 @@ class DecodeAttention(Protocol):
         """Of queries, begun with `looks`, one of a row, or with `turn_NW` W of each of N rows, as
         `kernels.choose.resolve` takes them; of padding there is no context, and nothing is written for it."""
 
+    def half(self, kind: str, queries: Queries, copies: Copies) -> Attend:
+        """Of half of the queries of a step that `may_halve`, one of a row."""
+        raise AssertionError(f"steps of {kind} are not halved")
+
+    def may_halve(self, kind: str, bucket: int) -> bool:
+        """Whether steps of so many rows are captured in halves, too: what they lack comes from the host."""
+        return False
+
+    def halves(self) -> bool:
+        """Whether the next such step is run so: by what those before it have missed."""
+        return False
+
 
 class DecodeGraphs(Steps):
     """One query for each of up to `buckets[-1]` rows, through all layers, to the next token.
@@ -143,7 +156,8 @@ class DecodeGraphs(Steps):
         assert list(buckets) == sorted(set(buckets)), f"buckets {buckets}"
         self._model, self._tables, self._decodes, self._draws = model, tables, decodes, draws
         self._buckets, self._replays = tuple(buckets), replays
-        self._graphs: dict[tuple[str, int], Recorded] = {}
+        self._graphs: dict[tuple[str, int, bool], Recorded] = {}
+        self._halved = 0
 
     def takes(self, batch: StepBatch) -> bool:
         """Whether every row decodes one token, from its own last one, and all fit into a bucket."""
@@ -159,12 +173,16 @@ class DecodeGraphs(Steps):
 
     def capture(self) -> None:
         """Capture every bucket, the largest first: the others fit into its memory. Writes no page."""
+        halves = None
         for bucket, kind in product(reversed(self._buckets), self._decodes.kinds):
             given = self._replays.input[:2 * bucket].view(2, bucket)
             given.zero_()
             given[1] = -1
-            self._graphs[kind, bucket] = self._replays.record(functools.partial(
-                decode_step, self._model, self._tables, self._decodes, kind, given, self._draws))
+            if may := self._decodes.may_halve(kind, bucket):
+                halves = halves or Halves()
+            for of in (None, halves) if may else (None,):
+                self._graphs[kind, bucket, of is not None] = self._replays.record(functools.partial(
+                    decode_step, self._model, self._tables, self._decodes, kind, given, self._draws, halves=of))
 
     def run(self, rows: Sequence[int], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Decode these rows of the tables, whose last tokens are at `positions`. Does not wait.
@@ -177,21 +195,32 @@ class DecodeGraphs(Steps):
         self._replays.write(2 * bucket, functools.partial(
             pad, {"row_N": rows, "position_N": positions}, (0, bucket)))
         self._tables.check(rows, [position + 1 for position in positions])
-        graph, logits_BV, answer_XB = self._graphs[self._decodes.kind(rows), bucket]
+        kind = self._decodes.kind(rows)
+        halves = (kind, bucket, True) in self._graphs and self._decodes.halves()
+        self._halved += halves
+        graph, logits_BV, answer_XB = self._graphs[kind, bucket, halves]
         graph.replay()
         return logits_BV[:len(rows)], answer_XB
 
+    def stats(self) -> dict[str, float]:
+        return {"executor_halved_steps_total": float(self._halved)}
+
 
 def decode_step(model: Model, tables: RowTables, decodes: DecodeAttention, kind: str, input_2B: Tensor,
-                draws: Draws | None, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+                draws: Draws | None, logits_RV: Tensor, halves: Halves | None = None) -> tuple[Tensor, Tensor]:
     """What is captured, as a function of rows and positions: as `DecodeGraphs.run`, with padding.
 
     input_2B    int32, device: row of the tables and position of each query; -1: padding
     logits_RV   float32, dense: logits_BV are its beginning
+    halves      runs the layers of half of the rows beside the others'; None: all at once
     """
     row_B, position_B = input_2B
     queries = begin(row_B, position_B, tables.last_R, decodes.looks)
-    hidden_BD = model.forward(queries.token_B, queries.at_B, decodes.attend(kind, queries))
+
+    def layers(queries: Queries, copies: Copies | None = None) -> Tensor:
+        attend = decodes.attend(kind, queries) if copies is None else decodes.half(kind, queries, copies)
+        return model.forward(queries.token_B, queries.at_B, attend)
+    hidden_BD = layers(queries) if halves is None else halves.run(queries, layers)
     return next_tokens(model, tables, hidden_BD, row_B, position_B, draws, logits_RV,
                        decodes.looks.count_LRKE)
 

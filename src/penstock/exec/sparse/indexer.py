@@ -20,6 +20,7 @@ from torch import Tensor
 
 from penstock.core.plan import Bind
 from penstock.exec.graphs.capture import DecodeAttention
+from penstock.exec.graphs.halves import LEAST, LINK_SHARE, Copies
 from penstock.exec.sparse.bounds import Selector
 from penstock.exec.sparse.layers import DEVICE, HOST, SparseLayers, SparseStep, row_attention
 from penstock.exec.sparse.rows import HotRows, Selects
@@ -65,6 +66,7 @@ class Indexed(Selects):
     def __init__(self, selector: Selector, model: Model, groups: Sequence[CacheShape], tables: RowTables,
                  device: Sequence[BlockPool], host: Sequence[BlockPool], ops: LatentOps) -> None:
         self._tables, self._ops, self._shape = tables, ops, model.attention
+        self.weight_bytes, self.tp_size = model.num_bytes, model.stage.tp_rank.size
         assert self._shape.latent_dim and self._shape.topk, "ops for MLA KV entries and another model"
         assert ops.select is not None, "a model with an indexer, and no op for it"
         self._select = ops.select
@@ -227,19 +229,33 @@ class IndexedDecodes(DecodeAttention):
         self._indexed, self._tables = indexed, tables.groups
         self._nowhere_T = torch.full_like(tables.last_R[:1], -1).repeat(most)
         self.kinds = (DEVICE,) if tables.groups[0].host_RM is None else (DEVICE, HOST)
+        # What the ranks of a layer add up goes one way at a time.
+        self._may_halve = indexed.tp_size == 1
         rows, keys = tables.groups[:2]
         self.looks = indexed.rows.looks(keys.place, rows.place, rows.host_place)
 
     def kind(self, rows: Sequence[int]) -> str:
         return DEVICE if all(map(self._tables[0].is_resident, rows)) else HOST
 
+    def may_halve(self, kind: str, bucket: int) -> bool:
+        return kind == HOST and bucket >= LEAST and self._may_halve
+
+    def halves(self) -> bool:
+        return self._indexed.rows.missed_bytes * LINK_SHARE > self._indexed.weight_bytes
+
     def attend(self, kind: str, queries: Queries, turn_NW: Tensor | None = None) -> Attend:
+        return self._attend(kind, queries, turn_NW, None)
+
+    def half(self, kind: str, queries: Queries, copies: Copies) -> Attend:
+        return self._attend(kind, queries, None, copies)
+
+    def _attend(self, kind: str, queries: Queries, turn_NW: Tensor | None, copies: Copies | None) -> Attend:
         row_B, position_B = queries.row_B, queries.position_B
         nowhere_B, (key_B, device_B, host_B) = self._nowhere_T[:len(row_B)], queries.slot_LB
         assert len(nowhere_B) == len(row_B), f"a step of {len(row_B)} tokens"
         at = WriteAt(device_B, host_B, nowhere_B, queries.own_B, position_B, 1)
         keys_at = WriteAt(key_B, nowhere_B, nowhere_B, queries.own_B, position_B, 1)
         step = SparseStep(row_B, position_B, (slice(None),), self._indexed.rows.hot.now_11,
-                          None if turn_NW is None else turn_NW.flatten(), kind == HOST)
+                          None if turn_NW is None else turn_NW.flatten(), kind == HOST, copies)
         return _IndexedStep(self._indexed, step, slice(None), (), at, keys_at, row_B, position_B,
                             self._tables[1].device_RM)

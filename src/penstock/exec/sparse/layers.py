@@ -10,12 +10,14 @@ keys chose, and MLA KV entries that a model's own indexer did.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from penstock.exec.graphs.halves import Copies
 from penstock.exec.step.attend import ANY
 from penstock.kernels.attention import sparse_attention
 from penstock.kernels.attention.latent_attention import LatentAttention
@@ -43,6 +45,7 @@ class SparseStep:
     now_R1          int32, device: stamp of each round
     turn_B          as `resolve` takes it, of each round by itself
     brings          whether a row may lack something
+    copies          of a half of a step: other kernels run beside its copies
     """
 
     row_B: Tensor
@@ -51,6 +54,7 @@ class SparseStep:
     now_R1: Tensor
     turn_B: Tensor | None = None
     brings: bool = True
+    copies: Copies | None = None
 
 
 DEVICE, HOST = "device", "host"         # kinds of captured steps: whether all pages of all rows are there
@@ -114,7 +118,9 @@ class SparseLayers:
                 chosen, row, self._device_RP, self._host_RP, hot, now_1, page_units=self._page_units,
                 turn_B=None if step.turn_B is None else step.turn_B[at])
             if self._host and step.brings:
-                self._gather(self._host[layer], device, miss, num, unit=self._unit)
+                with nullcontext() if step.copies is None else step.copies.of(layer):
+                    self._gather(self._host[layer], device, miss, num, unit=self._unit,
+                                 beside=step.copies is not None)
             outs.append(self._attend(q_BNH[at], device, chosen, slot, position, sinks_N))
         if len(outs) == 1:
             return outs[0]

@@ -25,6 +25,7 @@ from penstock.memory.pool import BlockPool
 from penstock.model.base import LocalLayer, Stage
 
 COUNTS = ("device", "hot_hits", "hot_misses", "hot_evictions")      # columns of HotLayer.count_RKE
+_MISSES = COUNTS.index("hot_misses")
 READS = (*COUNTS, "host_bytes")             # what the units that a request selected were read from
 
 
@@ -60,6 +61,7 @@ class HotRows:
         self.host_RM = torch.full_like(kv.device_RM, -1) if kv.host_RM is None else kv.host_RM
         self._rows = [HotRow() for _ in range(rows)]
         self._counted = [(0,) * len(COUNTS)] * rows         # of each row by all requests, as last told
+        self.missed_bytes = 0                               # by the step that was told last
         self._reads: dict[RequestId, Counter[str]] = {}
         self._unit_bytes = layout.planes * layout.head_dim * unit * layout.dtype.itemsize
         self._page_rows = layout.num_kv_heads * layout.page_size
@@ -123,14 +125,16 @@ class HotRows:
 
         def told(answered: Counts) -> tuple[tuple[RequestId, tuple[int, ...]], ...]:
             counts = None if count_LRKE is None else count_LRKE.sum((0, 2)).tolist()
-            found = []
+            found, missed = [], 0
             for i, r, rid, window_bytes in before:
                 count = tuple(answered[i] if counts is None else counts[r])
-                now = self._reads[rid]
-                now.update(dict(zip(COUNTS, map(sub, count, self._counted[r]), strict=True)))
+                now, had = self._reads[rid], self._counted[r]
+                now.update(dict(zip(COUNTS, map(sub, count, had), strict=True)))
+                missed += count[_MISSES] - had[_MISSES]
                 self._counted[r] = count
                 host_bytes = now["hot_misses"] * self._unit_bytes + window_bytes
                 found.append((rid, (*(now[name] for name in COUNTS), host_bytes)))
+            self.missed_bytes = missed * self._unit_bytes
             return tuple(found)
         return told
 

@@ -19,7 +19,7 @@ __all__ = ["OP", "Gather"]
 
 class Gather(Protocol):
     def __call__(self, host_PKCGH: Tensor, pool_PKCGH: Tensor, miss_E3: Tensor, num_1: Tensor, *,
-                 unit: int) -> None:
+                 unit: int, beside: bool = False) -> None:
         """Copy the units that the list names, in every plane, byte for byte.
 
         host, pool   one layer of both tiers; one dtype of any size, dense in G and H (rows of 1 to
@@ -28,6 +28,7 @@ class Gather(Protocol):
                      [n % (G / unit) * unit, + unit) of page n // (G / unit) of that tier
         num_1        int32: entries that count; read where the list is, the host need not know
         unit         tokens, divides G
+        beside       other kernels are to run meanwhile: it leaves them room
         Writes       the destinations and nothing else; no two entries have the same. All of every
                      row arrives: a copy that moves 8 bytes at a time owes the last 1 to 7.
         """

@@ -26,7 +26,7 @@ def probe(platform: Platform) -> str:
 
 
 def gather(host_PKCGH: Tensor, pool_PKCGH: Tensor, miss_E3: Tensor, num_1: Tensor, *,
-           unit: int) -> None:
+           unit: int, beside: bool = False) -> None:
     size, width = host_PKCGH.element_size(), host_PKCGH.shape[4]
     args = packed((host_PKCGH, pool_PKCGH, miss_E3, num_1), (
         *(stride * size for pages in (host_PKCGH, pool_PKCGH) for stride in pages.stride()[:3]),

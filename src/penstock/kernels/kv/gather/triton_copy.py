@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.triton.depend import early, follow
+from penstock.kernels.triton.depend import early, follow, wait
 
 
 @triton.jit
@@ -40,9 +40,12 @@ def _copy(host, pool, miss, entry, ok, h_page, h_head, h_plane, p_page, p_head, 
 @triton.jit(do_not_specialize=["entries"])
 def copy_units(host, pool, miss, num, entries, h_page, h_head, h_plane, p_page, p_head, p_plane, WORDS,
                WORD: tl.constexpr, HOST_UNITS: tl.constexpr, POOL_UNITS: tl.constexpr, PLANES: tl.constexpr,
-               WORDS_PAD: tl.constexpr, LINES: tl.constexpr, ANYWHERE: tl.constexpr):
+               WORDS_PAD: tl.constexpr, LINES: tl.constexpr, ANYWHERE: tl.constexpr, BESIDE: tl.constexpr):
     """Lines of the list in turns of LINES a program. Strides are in words of WORD."""
-    follow()
+    if BESIDE:
+        wait()              # what follows would stand where others could run
+    else:
+        follow()
     host = host.to(tl.pointer_type(WORD), bitcast=True)
     pool = pool.to(tl.pointer_type(WORD), bitcast=True)
     first = tl.program_id(0) * LINES
@@ -59,12 +62,13 @@ def copy_units(host, pool, miss, num, entries, h_page, h_head, h_plane, p_page, 
 
 
 _WORDS = ((8, tl.int64), (4, tl.int32), (2, tl.int16), (1, tl.int8))
-GRID = 132
+GRID, BESIDE = 132, 32           # programs; so few fill the link, too, where nothing takes their memory
 _LINE_BYTES = 16 << 10          # in flight a program: four to sixteen lines, measured on an H200
 
 
-def gather(host_PKCGH: Tensor, pool_PKCGH: Tensor, miss_E3: Tensor, num_1: Tensor, *, unit: int) -> None:
-    """Implement `penstock.kernels.kv.gather`. The host's pages are pinned. Capturable."""
+def gather(host_PKCGH: Tensor, pool_PKCGH: Tensor, miss_E3: Tensor, num_1: Tensor, *, unit: int,
+           beside: bool = False) -> None:
+    """As `penstock.kernels.kv.gather`. The host's pages are pinned. Capturable."""
     itemsize, planes = host_PKCGH.element_size(), host_PKCGH.shape[2]
     run = unit * host_PKCGH.shape[4] * itemsize
     strides = [tensor.stride(d) * itemsize for tensor in (host_PKCGH, pool_PKCGH) for d in (0, 1, 2)]
@@ -72,8 +76,8 @@ def gather(host_PKCGH: Tensor, pool_PKCGH: Tensor, miss_E3: Tensor, num_1: Tenso
     wide, word = next((n, kind) for n, kind in _WORDS if all(x % n == 0 for x in (run, *strides, *addresses)))
     lines = max(4, min(16, _LINE_BYTES // triton.next_power_of_2(run)))
     anywhere = wide == 8 and any(x % 128 for x in (run, *strides[:3], addresses[0]))
-    copy_units[(GRID,)](
+    copy_units[(BESIDE if beside else GRID,)](
         host_PKCGH, pool_PKCGH, miss_E3, num_1, miss_E3.shape[0], *[x // wide for x in strides], run // wide,
         WORD=word, HOST_UNITS=host_PKCGH.shape[3] // unit, POOL_UNITS=pool_PKCGH.shape[3] // unit,
         PLANES=planes, WORDS_PAD=triton.next_power_of_2(run // wide + 15 * anywhere), LINES=lines,
-        ANYWHERE=anywhere, num_warps=4, **early())
+        ANYWHERE=anywhere, BESIDE=beside, num_warps=4, **early())
