@@ -67,6 +67,7 @@ def halved(queries: Queries) -> Sequence[Queries]:
     half = (size + 1) // 2
 
     def part(at: slice) -> Queries:
-        given: dict[str, Any] = {of.name: getattr(queries, of.name) for of in fields(queries)}
-        return replace(queries, **{name: x if x is None else x[..., at].contiguous() for name, x in given.items()})
+        given = {of.name: getattr(queries, of.name) for of in fields(queries)}
+        own: dict[str, Any] = {name: x if x is None else x[..., at].contiguous() for name, x in given.items()}
+        return replace(queries, **own)
     return part(slice(0, half)), part(slice(half, size))
