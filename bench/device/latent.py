@@ -143,7 +143,7 @@ def measure(model: Any, work: str, name: str, batches: tuple[int, ...], args: ar
     # The host has room for keys too: a prompt is not computed twice.
     engine = Direct(model, rows=rows, max_len=max_len, hbm_tokens=hbm, buckets=batches,
                     dram_tokens=int(1.1 * held) + 4096 if cell.hot else 0, hot_tokens=cell.hot,
-                    hosted=bool(cell.hot), page_size=64, step_tokens=args.step_tokens, prefix_cache=True,
+                    hosted=bool(cell.hot), page_size=64, step_tokens=args.max_num_batched_tokens, prefix_cache=True,
                     kv=KVConfig(kv_cache_dtype=cell.rows, sparse_metadata_dtype=cell.keys))
     rng = random.Random(0)
     prompts = [[rng.randrange(10, 31000) for _ in range(args.tokens)] for _ in range(rows)]

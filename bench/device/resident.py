@@ -51,7 +51,7 @@ def main() -> None:
     model = build_model(config)
     work = [w for w in WORK if w[0] <= args.most]
     longest = max(n for _, n in work) + args.new + 16
-    engine = Direct(model, rows=max(b for b, _ in work), max_len=longest, step_tokens=args.step_tokens,
+    engine = Direct(model, rows=max(b for b, _ in work), max_len=longest, step_tokens=args.max_num_batched_tokens,
                     hbm_tokens=max(b * (n + args.new + 32) for b, n in work), buckets=(1, 8, 32)[:len(work)])
     rng = random.Random(0)
     rows = []
