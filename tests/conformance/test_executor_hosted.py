@@ -50,6 +50,7 @@ def test_prompts_longer_than_the_device_in_any_chunks(chunk, overlap):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("stages_swept", [1], indirect=True)
 @pytest.mark.parametrize("kinds", ["latent"], indirect=True)
 def test_captured_halves_of_a_step_decode_as_all_of_it(monkeypatch):
     monkeypatch.setattr(indexer, "LEAST", 2)
