@@ -132,7 +132,7 @@ class DecodeAttention(Protocol):
         `kernels.choose.resolve` takes them; of padding there is no context, and nothing is written for it."""
 
     def half(self, kind: str, queries: Queries, copies: Copies) -> Attend:
-        """Of half of the queries of a step that `may_halve`, one of a row."""
+        """Half of the queries of a step that `may_halve`, one of a row."""
         raise AssertionError(f"steps of {kind} are not halved")
 
     def may_halve(self, kind: str, bucket: int) -> bool:
