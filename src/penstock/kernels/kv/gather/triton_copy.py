@@ -68,7 +68,7 @@ _LINE_BYTES = 16 << 10          # in flight a program: four to sixteen lines, me
 
 def gather(host_PKCGH: Tensor, pool_PKCGH: Tensor, miss_E3: Tensor, num_1: Tensor, *, unit: int,
            beside: bool = False) -> None:
-    """As `penstock.kernels.kv.gather`. The host's pages are pinned. Capturable."""
+    """Implement `penstock.kernels.kv.gather`. The host's pages are pinned. Capturable."""
     itemsize, planes = host_PKCGH.element_size(), host_PKCGH.shape[2]
     run = unit * host_PKCGH.shape[4] * itemsize
     strides = [tensor.stride(d) * itemsize for tensor in (host_PKCGH, pool_PKCGH) for d in (0, 1, 2)]
