@@ -132,6 +132,10 @@ A plain number of `--kv-offloading-size` is GiB, as in vLLM; one of `--dram-byte
 |---|---|
 | body field `top_k_tokens`, `SamplingParams(top_k_tokens=...)` | `sparse_top_k` |
 | `sparse_unit` of `GET /server_info` | `sparse_block_size` |
+| `step_tokens`, `overlap` of `GET /server_info` | `max_num_batched_tokens`, `async_scheduling` |
+| `hbm_...`, `dram_...` of `GET /server_info` | `device_...`, `host_...` |
+| `cached_tokens_by_tier` of a usage (`hbm`, `dram`, `disk`) | `cached_tokens_details` (`device`, `host`, `storage`) |
+| `peer_tokens` of a usage | `remote_tokens` |
 | the command `combos` | `python tools/combos.py WORD ...`, in a clone |
 | environment `PENSTOCK_PAIR_KEY`, `PENSTOCK_NODE_KEY` | `PENSTOCK_CLUSTER_KEY` |
 | `--backends OP=native` | `OP=c` |

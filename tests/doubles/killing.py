@@ -18,8 +18,8 @@ PROMPTS = [[(7 * i + 13 * n) % 96 + 1 for i in range(40 + 20 * n)] for n in rang
 def disk(answer: dict) -> int:
     """Tokens of it that storage had."""
     details = answer["usage"]["prompt_tokens_details"]
-    assert sum(details["cached_tokens_by_tier"].values()) == details["cached_tokens"]
-    return details["cached_tokens_by_tier"].get("disk", 0)
+    assert sum(details["cached_tokens_details"].values()) == details["cached_tokens"]
+    return details["cached_tokens_details"].get("storage", 0)
 
 
 def answers(model: str, tmp_path: Path) -> list[list[int]]:

@@ -46,7 +46,8 @@ def test_an_answer_echoes_and_counts(shared):
     assert got["choices"][0]["finish_reason"] == "length"
     assert got["usage"]["completion_tokens"] == 9
     assert got["usage"]["prompt_tokens_details"] == {
-        "cached_tokens": 3, "cached_tokens_by_tier": {"hbm": 2, "dram": 1}}
+        "cached_tokens": 3, "cached_tokens_details": {"device": 2, "host": 1},
+        "cached_tokens_by_tier": {"hbm": 2, "dram": 1}}
 
 
 def test_a_stream_says_what_the_whole_answer_says(shared):

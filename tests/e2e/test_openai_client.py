@@ -64,7 +64,7 @@ def test_chat_whole_and_streamed(client):
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 8
     # The second time all whole pages of the 37 prompt tokens come from the cache.
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens == 32
-    assert chunks[-1].usage.prompt_tokens_details.cached_tokens_by_tier["hbm"] == 32
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens_details["device"] == 32
 
 
 def test_the_clients_own_stream_helper_puts_the_answer_together(client):

@@ -117,7 +117,7 @@ def test_fifty_cut_streams_and_five_hundred_aborts(model: str, tmp_path: Path) -
             decode.until(lambda: not decode.info()["prefill"]["missing"])
             answer = decode.ask(prompts()[0], cache_salt="after")
             assert said(answer)[0] == want[0]
-            assert answer["usage"]["prompt_tokens_details"]["peer_tokens"] == len(prompts()[0])
+            assert answer["usage"]["prompt_tokens_details"]["remote_tokens"] == len(prompts()[0])
             for end in (decode, prefill):
                 end.until(lambda end=end: is_quiet(end))
         proxy.close()
@@ -180,7 +180,7 @@ def check_computed_there(decode: Server, salt: str, want: tuple) -> None:
     decode.until(lambda: not decode.info()["prefill"]["missing"])
     answer = decode.ask(LONG, cache_salt=salt)
     assert said(answer) == want
-    assert answer["usage"]["prompt_tokens_details"]["peer_tokens"] == len(LONG)
+    assert answer["usage"]["prompt_tokens_details"]["remote_tokens"] == len(LONG)
 
 
 def check_prefill_killed(model: str, folder: Path, flags: tuple[str, ...], share: float,
@@ -193,7 +193,7 @@ def check_prefill_killed(model: str, folder: Path, flags: tuple[str, ...], share
                 os.kill(victim, signal.SIGKILL)
                 answer = waiting.result()
             assert said(answer) == want
-            assert "peer_tokens" not in answer["usage"]["prompt_tokens_details"]
+            assert "remote_tokens" not in answer["usage"]["prompt_tokens_details"]
             assert pair.stats()["pair_lost_total"] == lost + 1
             pair.until(lambda n=n: pair.info()["prefill"]["restarts"] == n + 1)
             check_computed_there(pair, f"{n} after", want)

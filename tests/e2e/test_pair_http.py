@@ -27,7 +27,7 @@ def test_one_address_and_two_engines_say_what_one_engine_says(model, tmp_path, p
         answers = [pair.ask(prompt) for prompt in prompts()]
         assert list(map(said, answers)) == list(map(alike, want))
         usage = [a["usage"]["prompt_tokens_details"] for a in answers]
-        assert [u["peer_tokens"] + u["cached_tokens"] for u in usage] == [150, 150, 177, 128]
+        assert [u["remote_tokens"] + u["cached_tokens"] for u in usage] == [150, 150, 177, 128]
         assert usage[0]["cached_tokens"] == 0 and usage[1]["cached_tokens"] >= 128
         info = pair.info()
         assert info["prefill"]["model"] == info["model"] and info["prefill"]["missing"] == ""
@@ -90,7 +90,7 @@ def test_two_ends_of_their_own_over_tcp_and_tls(model, tmp_path):
             decode.until(lambda: not decode.info()["prefill"]["missing"])
             answer = decode.ask(prompts()[0])
             assert said(answer) == want
-            assert answer["usage"]["prompt_tokens_details"]["peer_tokens"] == 150
+            assert answer["usage"]["prompt_tokens_details"]["remote_tokens"] == 150
             assert prefill.http.get("/health").json() == {"status": "ok"}
             assert "pair_pushed_bytes_total" in prefill.http.get("/metrics").text
             prefill.process.kill()

@@ -86,7 +86,7 @@ def test_either_decode_end_says_what_one_engine_says_and_the_prefill_end_has_com
     # Two choices of one request are two of the room's.
     _, two = ends.ask(ends.decode[0], prompts()[0], n=2, temperature=1, seed=3)
     assert len(two["choices"]) == 2 and two["choices"][0] != two["choices"][1]
-    assert two["usage"]["prompt_tokens_details"]["peer_tokens"] + two["usage"]["prompt_tokens_details"][
+    assert two["usage"]["prompt_tokens_details"]["remote_tokens"] + two["usage"]["prompt_tokens_details"][
         "cached_tokens"] == 150
     ends.left()
 
@@ -149,7 +149,7 @@ def test_what_a_router_may_not_say(ends):
     if ends.dialect == "vllm":
         nobody = {"kv_transfer_params": {"host": HOST, "port": 9, "room": 1}}
     answer = ends.decode[0].ask(prompts()[0], **nobody)
-    assert answer["status"] == 200 and "peer_tokens" not in answer["usage"]["prompt_tokens_details"]
+    assert answer["status"] == 200 and "remote_tokens" not in answer["usage"]["prompt_tokens_details"]
     if ends.dialect == "sglang":
         assert ends.prefill.ask(prompts()[0])["error"]["param"] == "bootstrap_room"
     ends.left()

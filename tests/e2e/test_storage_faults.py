@@ -132,7 +132,7 @@ def test_a_fault_of_storage_fails_no_request_and_changes_no_token(model, tmp_pat
                 answer = server.ask(asked[order[i]])
                 took[i] = time.monotonic() - began
                 assert answer["status"] == 200 and said(answer)[0] == want[order[i]], (fault, i)
-                hits += answer["usage"]["prompt_tokens_details"]["cached_tokens_by_tier"].get("disk", 0)
+                hits += answer["usage"]["prompt_tokens_details"]["cached_tokens_details"].get("storage", 0)
 
         with serving(model, tmp_path, *flags, under=under) as server:
             with watched(server) as seen, ThreadPoolExecutor(CLIENTS) as pool:

@@ -293,3 +293,19 @@ def test_an_engine_that_answers_slowly_is_asked_seldom_and_by_few(monkeypatch):
         health.draining = True
         return status, (await live(app))[0]
     assert asyncio.run(crowd()) == (503, 200)
+
+
+def test_server_info_has_new_names_and_for_one_release_the_old_ones() -> None:
+    api = OpenAI(Engine(), ModelText(None, None, ()), Metrics(), model="m", choices_max=1)
+    app = build_app(api, Health(), Keys([]), ServerConfig(), {
+        "model": "m", "max_model_len": 64, "max_num_seqs": 1, "rank_0_hbm_bytes": 4, "dram_pages": 2,
+        "overlap": True}, [{}])
+
+    async def go() -> dict[str, object]:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            return (await http.get("/server_info")).json()
+    info = asyncio.run(go())
+    assert info["rank_0_device_bytes"] == info["rank_0_hbm_bytes"] == 4
+    assert info["host_pages"] == info["dram_pages"] == 2
+    assert info["async_scheduling"] is info["overlap"] is True and "model" in info

@@ -321,7 +321,7 @@ def test_a_whole_chat_answer_is_the_official_clients_type():
     assert [e.bytes for e in entries] == [[65], [0xE2, 0x98], [0x83]]
     assert entries[1].top_logprobs[0].token == "A" and entries[1].logprob == -0.5
     assert (got.usage.total_tokens, got.usage.prompt_tokens_details.cached_tokens) == (6, 2)
-    assert answer["usage"]["prompt_tokens_details"]["cached_tokens_by_tier"] == {"hbm": 2}
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens_details"] == {"device": 2}
 
 
 def test_chat_chunks_are_the_official_clients_type_and_keep_every_logprob():

@@ -410,7 +410,7 @@ class _Views:
         engines = [] if len(each) == 1 else [
             {"pid": m.ready.pid, "restarts": m.num_restarts, "missing": m.missing, "stats": stats}
             for m, stats in zip(self._api.engine.members, each, strict=True)]
-        return _json({**self._info, "version": version(), "stats": _total(each),
+        return _json({**_renewed(self._info), "version": version(), "stats": _total(each),
                       "max_running_requests": len(each) * self._info["max_num_seqs"],      # smg asks for it
                       "dp_size": len(each), **({"engines": engines} if engines else {}), **other})
 
@@ -462,6 +462,13 @@ async def _makes_a_token(engine: Member) -> bool:
             finally:
                 await stream.aclose()
     return False
+
+
+def _renewed(info: dict[str, Any]) -> dict[str, Any]:
+    """`info` with the names that its private ones have now; those stay for one release."""
+    names = {"step_tokens": "max_num_batched_tokens", "overlap": "async_scheduling"}
+    return info | {new: value for name, value in info.items() if (
+        new := names.get(name) or name.replace("hbm", "device").replace("dram", "host")) != name}
 
 
 def _json(value: Any, status: int = 200) -> Response:

@@ -14,6 +14,7 @@ import msgspec
 
 from penstock.config.request.scores import Scores
 from penstock.engine.client.generation import ChoicePiece, Usage
+from penstock.engine.client.metrics import TIERS
 from penstock.engine.wire import TokenLogprob
 from penstock.text.tools.asked import AnswerForm
 from penstock.text.tools.source import AnswerReader, Arguments, CallBegun, Item, Reasoning, TextItem
@@ -49,13 +50,16 @@ def usage_json(usage: Usage) -> dict[str, Any]:
     details: dict[str, Any] = {"kv_reads": usage.kv_reads} if usage.kv_reads else {}
     if usage.draft_tokens:
         details |= {"draft_tokens": usage.draft_tokens, "accepted_draft_tokens": usage.accepted_draft_tokens}
-    peer = {"peer_tokens": usage.peer_tokens} if usage.peer_tokens else {}
+    # `peer_tokens` and `cached_tokens_by_tier` are old names, for one release.
+    remote = dict.fromkeys(("remote_tokens", "peer_tokens"), usage.peer_tokens) if usage.peer_tokens else {}
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens,
-                                  "cached_tokens_by_tier": usage.cached_by_tier, **peer},
+        "prompt_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            "cached_tokens_details": {TIERS[tier]: count for tier, count in usage.cached_by_tier.items()},
+            "cached_tokens_by_tier": usage.cached_by_tier, **remote},
         **({"completion_tokens_details": details} if details else {}), **clipped_json(usage),
     }
 

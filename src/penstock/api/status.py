@@ -12,10 +12,9 @@ from typing import Any
 
 from penstock.api.logs import FIELDS
 from penstock.engine.client.client import EngineDied
-from penstock.engine.client.metrics import USED
+from penstock.engine.client.metrics import TIERS, USED
 
 log = logging.getLogger("penstock.status")
-TIERS = {"hbm": "device", "dram": "host", "disk": "storage"}
 PROMPT, OUTPUT, QUERIES = "executor_prefill_tokens_total", "generation_tokens_total", "prefix_queries"
 HITS = tuple(f"prefix_{tier}_hits" for tier in TIERS)
 

@@ -1,7 +1,7 @@
 """A process of ours that answers one question at a time: what must hold neither this one nor its memory.
 
 Owns its start, the frames to it, its time, and its end. Knows nothing of what it computes: `chat` and
-`encoder` do.
+`grammar.check` do.
 """
 from __future__ import annotations
 
