@@ -197,9 +197,14 @@ TABLE: dict[tuple[str, str], tuple[str, str, str]] = {
 }
 # Long on a CPU, and run by `make gpu`.
 ALSO_GPU = {f"{kind}-{place}-{layout}" for kind, place, layouts in (
-    ("ordinary", "resident", "tp2"), ("selecting", "hosted", "tp2 pp2.n2 pp2>tp2 tp2.pp2+ngram"),
-    ("experts", "resident", "tp2 tp3+ngram"), ("experts", "hosted", "tp2 tp2.ep0 tp3.ep3.pp2 tp4.ep2"),
-    ("latent", "resident", "tp2"), ("latent", "hosted", "pp2>tp2 tp2.n2 tp2+ngram tp2.ep0 tp3.ep3.pp2 tp4.ep2"),
+    ("ordinary", "resident", "one pp2 tp2 pp2>tp2"), ("selecting", "resident", "one pp2 tp2 pp2.n2 one>one pp2>tp2"),
+    ("selecting", "hosted", "one tp2 pp2.n2 one>one pp2>tp2 tp2.pp2+ngram"),
+    ("experts", "resident", "one pp2 tp2 pp2.n2 one>one pp2>tp2 tp3+ngram"),
+    ("experts", "hosted", "pp2 tp2 pp2.n2 one>one pp2>tp2 tp2.ep0 tp3.ep3.pp2 tp4.ep2"),
+    ("latent", "resident", "one pp2 tp2 pp2.n2 one>one pp2>tp2"),
+    ("latent", "hosted", "pp2 pp2.n2 one>one pp2>tp2 tp2.n2 tp2+ngram tp2.ep0 tp3.ep3.pp2 tp4.ep2"),
+    ("states", "resident", "one pp2 one>one"), ("states", "hosted", "pp2 one>one"),
+    ("recall", "hosted", "tp2 one>one one>pp2"),
     ("blocks", "resident", "tp2"), ("blocks-experts", "resident", "tp2 tp3"), ("demo-shape", "resident hosted", "tp2"),
     ("billion", "resident hosted", "tp2")) for place in place.split() for layout in layouts.split()}
 STORED = {"one", "pp2", "tp2", "pp2.n2", "one>one", "pp2>tp2", "pp2>pp2"}       # that ask storage too
