@@ -178,7 +178,7 @@ class Direct:
 
 def kernels_of(profiler: Any, steps: int) -> dict[str, dict[str, float]]:
     """By name, the longest first: launches a step, us a step from the end of the kernel in front, as kernels
-    begin early, and its own."""
+    begin early, and its own. Copies to the host run beside kernels: they count with their own time alone."""
     seen = sorted((e for e in profiler.events() if e.device_type.name == "CUDA" and e.time_range.end > 0),
                   key=lambda e: e.time_range.end)
     found: dict[str, dict[str, float]] = {}
@@ -186,9 +186,10 @@ def kernels_of(profiler: Any, steps: int) -> dict[str, dict[str, float]]:
     for event in seen:
         of = found.setdefault(event.name[:60], {"a_step": 0.0, "us_a_step": 0.0, "its_own_us": 0.0})
         of["a_step"] += 1 / steps
-        of["us_a_step"] += (event.time_range.end - last) / steps
         of["its_own_us"] += (event.time_range.end - event.time_range.start) / steps
-        last = max(last, event.time_range.end)
+        if "DtoH" not in event.name:
+            of["us_a_step"] += (event.time_range.end - last) / steps
+            last = max(last, event.time_range.end)
     return dict(sorted(found.items(), key=lambda item: -item[1]["us_a_step"]))
 
 

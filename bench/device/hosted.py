@@ -176,6 +176,9 @@ def main() -> None:
     link = chosen * (1 - hit) / LINK_BYTES_S
     alone = bytes_of(config, 1, context) / hbm_bytes_s()
     took = {name: spread([1e3 * s for s in values]) for name, values in steps.items()}
+    third = len(steps["hosted"]) // 3           # in the first of them pages of the last prompts are on their way down
+    took |= {f"hosted_{name}": spread([1e3 * s for s in steps["hosted"][at]])
+             for name, at in (("first_third", slice(third)), ("last_third", slice(-third, None)))}
     bound = max(memory, link)
     write("hosted", args.out, [{
         "layers": args.layers, "requests": args.requests, "context": args.tokens, "budget": args.budget,
