@@ -165,8 +165,12 @@ Written by `make docs`; a test compares it. **yes**: a test of it ran and passed
 with its reason, before a weight is read. **not tested**: it is accepted, and no test shows that it works. Rows with
 equal cells are one row.
 
-`python tools/combos.py WORD ...` prints any of the {total} combinations ({counts}) with its test and run, or reasons:
-{dimensions}."""
+There are {total} combinations: {counts}. `python tools/combos.py WORD ...` prints those of some words, each with its
+test and run, or its reasons:
+
+| | words |
+|---|---|
+{dimensions}"""
 
 
 @dataclass(slots=True)
@@ -186,7 +190,10 @@ def document() -> str:
     """docs/reference/compatibility.md, ending in a newline."""
     counts = Counter(answer(cell).status for cell in cells())
     reasons = _Notes("r")
-    dimensions = " x ".join(f"{{{', '.join(words)}}}" for words in DIMENSIONS.values())
+    titles = {"kind": "model", "place": "decode reads", "feature": "with", "across": "processes"}
+    dimensions = "\n".join(f"| {titles.get(name, name)} | " + ", ".join(
+        f"`{word}` {text}" if text not in ("-", word) else f"`{word}`" for word, text in words.items()) + " |"
+        for name, words in DIMENSIONS.items())
     lines = [_INTRO.format(total=counts.total(), dimensions=dimensions,
                            counts=", ".join(f"{n} {status}" for status, n in sorted(counts.items())))]
     lines += ["", "## Models, tiers and engines, with float32", ""]
