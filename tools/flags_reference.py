@@ -155,6 +155,8 @@ Both are exported for one release. The tiers `hbm`, `dram` and `disk` of the old
 | `pool_bytes`, `cache_group_pages`, `cache_group_bytes` | `kv_pool_bytes`, `kv_group_pages`, `kv_group_bytes` |
 | `moved_bytes_total`, `moves_total`, `moves_failed_total`, `move_seconds_total` | the same with `kv_` in front |
 | `requests_hosted` | `requests_offloaded` |
+| `rows_free`, `rows_looked_at_total` | `batch_slots_free`, `batch_slots_considered_total` |
+| `selected_device_units_total` | `selected_device_blocks_total` |
 | `pair_...`, `peer_ignored` | `pd_...`, `pd_ignored` |"""
 
 

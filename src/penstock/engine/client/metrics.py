@@ -67,7 +67,9 @@ RENEWED = {
     "pool_bytes": "kv_pool_bytes", "cache_group_pages": "kv_group_pages", "cache_group_bytes": "kv_group_bytes",
     "moves_total": "kv_moves_total", "moves_failed_total": "kv_moves_failed_total",
     "moved_bytes_total": "kv_moved_bytes_total", "move_seconds_total": "kv_move_seconds_total",
-    "requests_hosted": "requests_offloaded", "peer_ignored": "pd_ignored",
+    "requests_hosted": "requests_offloaded", "peer_ignored": "pd_ignored", "rows_free": "batch_slots_free",
+    "rows_looked_at_total": "batch_slots_considered_total",
+    "selected_device_units_total": "selected_device_blocks_total",
 }
 # What an engine has only with a feature: how its numbers show that this is on, and the names that go with it.
 FEATURES = {
