@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 LINES_MAX = 120
 # Numbers of names and versions, not of measurements.
-NAMES = ("Python 3.11", "Apache-2.0")
+NAMES = ("Python 3.11", "Apache-2.0", "SGLang 0.5.17")
 
 
 @cache
@@ -33,6 +33,7 @@ def ratio(name: str, work: str) -> float:
 
 
 (HOSTED, CODED), LOADED = results("h100-hosted")[:2], results("h200-loadback")[0]
+[HISPARSE] = [row for row in results("h200-latent") if (row["work"], row["batch"]) == ("W1", 16)]
 ONE = "decode, 1 stream"
 # In the order in which README has them.
 FIGURES = {
@@ -41,9 +42,12 @@ FIGURES = {
     "GPU memory for KV": f"{HOSTED['device_kv_bytes'] / 1e9:.0f}",
     "sparse decode, tokens/s": f"{1e3 * HOSTED['requests'] / HOSTED['step_ms']['hosted']['median']:.0f}",
     "full attention of the one that fits": f"{1e3 / HOSTED['step_ms']['dense']['median']:.0f}",
-    "prompt": f"{LOADED['tokens']:,}",
-    "loaded": f"{LOADED['loaded_s']['median']:.2f}",
-    "computed": f"{LOADED['computed_s']['median']:.2f}",
+    "requests of a DSA model": f"{HISPARSE['batch']}",
+    "their context": f"{HISPARSE['context']:,}",
+    "their hot buffers": f"{HISPARSE['hot_tokens']:,}",
+    "their tokens/s": f"{HISPARSE['tokens_s']:,.0f}",
+    **{f"SGLang's, {of}": f"{n:,}" for peer in HISPARSE["peers"].values()
+       for of, n in zip(("least", "most"), peer, strict=True)},
     "a CPU": f"{median(results('cpu-float32-native')[ONE]['penstock']):.0f}",
     "transformers there": f"{median(results('cpu-float32-native')[ONE]['transformers']):.0f}",
 }
