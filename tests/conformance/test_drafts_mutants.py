@@ -22,6 +22,7 @@ from penstock.exec.sampling.grammar import Grammars
 from penstock.exec.sampling.masks import Masks
 from penstock.exec.sampling.tokens import Chosen
 from penstock.exec.step.states import StatePools
+from penstock.exec.step.step_batch import StepBatch
 
 Put = Callable[[pytest.MonkeyPatch], object]
 KINDS = {"seeded": SamplingParams(seed=3),
@@ -31,17 +32,17 @@ KINDS = {"seeded": SamplingParams(seed=3),
 # ---------------------------------------------------------------- faults
 def length_from_the_plan(mp):
     """Where a row would be, had all drafts been right."""
-    right = narrow.narrowed
+    right = StepBatch.of
 
-    def narrowed(plan, inputs):
-        at, left, out = 0, iter(inputs), []
+    def of(plan, index, inputs=None):
+        at, left, out = 0, iter(inputs or ()), []
         for start, count in zip(plan.start, plan.count, strict=True):
-            if plan.tokens[at] < 0:
+            if inputs and plan.tokens[at] < 0:
                 _, drafts = next(left), next(left)
                 out += (start, drafts, *(next(left) for _ in range(drafts)))
             at += count
-        return right(plan, tuple(out))
-    mp.setattr(narrow, "narrowed", narrowed)
+        return right(plan, index, inputs and tuple(out))
+    mp.setattr(StepBatch, "of", staticmethod(of))
 
 
 def length_kept_over_a_bind(mp):
@@ -116,7 +117,7 @@ def mask_one_early(mp):
 
 def positions_of_a_later_stage(mp):
     """It takes them from the plan."""
-    right, was = narrow.Inner.inputs, narrow.Narrowing.of
+    right, was = narrow.Inner.inputs, narrow.Narrowing.inputs
 
     def of(self, plan, *more):
         if self._inner is not None:
@@ -131,7 +132,7 @@ def positions_of_a_later_stage(mp):
                 return tuple(out)
             mp.setattr(narrow.Inner, "inputs", inputs)
         return was(self, plan, *more)
-    mp.setattr(narrow.Narrowing, "of", of)
+    mp.setattr(narrow.Narrowing, "inputs", of)
 
 
 def drafts_of_an_ended_request(mp):

@@ -376,12 +376,12 @@ class Rank:
             return Answers(), []
         flying = [flight.answers for flight in self._flights if not flight.answers.learnt]
         alone = Counter(rid for answers in flying if not answers.firsts for rid, _ in answers.states)
-        drafts = self._drafts if self._by_device(plan) else None
+        drafts, inputs = self._drafts if self._by_device(plan) else None, None
         if self._drafting is not None and drafts is None:
             if self._drafts is not None:
                 self._drafts.ahead.passed(plan)
-            plan = self._drafting.of(plan, alone)
-        batch = StepBatch.of(plan, self._tables.index)
+            inputs = self._drafting.inputs(plan, alone)
+        batch = StepBatch.of(plan, self._tables.index, inputs)
         self._tokens.feed(batch)
         arrivals = self._arrivals(plan) if plan.waits else []
         started = time.perf_counter()

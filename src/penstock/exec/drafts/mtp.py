@@ -19,6 +19,7 @@ from penstock.exec.step.states import StatePools
 from penstock.exec.step.step_batch import StepBatch
 from penstock.exec.step.tables import Lowered, RowTables
 from penstock.kernels.attention.paged_attention import Prepare
+from penstock.kernels.types.ragged import on_device
 from penstock.memory.hbm import HbmPool
 from penstock.model.base import AttentionShape, CacheShape, LocalLayer, Model
 
@@ -72,7 +73,7 @@ class MTP(Drafter):
             batch = StepBatch(
                 StepId(0), [asks[i].rid for i in live], [self._tables.index(asks[i].row) for i in live],
                 [_position(asks[i]) + len(said[i]) - 1 for i in live], (1,) * len(live), (True,) * len(live),
-                [said[i][-1] for i in live])
+                [said[i][-1] for i in live], (0,) * len(live))
             hidden_BD = self._layer(self._tables.lower(batch), hidden_BD)
             best_B, id_B = self.model.guess(hidden_BD)
             for i, token in zip(live, id_B.where(best_B.isfinite(), -1).tolist(), strict=True):
@@ -81,10 +82,9 @@ class MTP(Drafter):
 
     def _last(self, asks: Sequence[DraftQuery]) -> Tensor:
         """hidden_BD of the token before each row's last."""
-        table = self._tables.groups[-1]
-        pages = [table.device_RM[self._tables.index(ask.row), (_position(ask) - 1) // table.size]
-                 for ask in asks]
-        return self.pool_PD[torch.stack(pages).long()]
+        rows, before = [self._tables.index(ask.row) for ask in asks], [_position(ask) - 1 for ask in asks]
+        at = on_device([*rows, *before], self.pool_PD.device, torch.int64).view(2, -1)
+        return self.pool_PD[self._tables.groups[-1].place.pages(*at)]
 
     def forget(self, rid: RequestId) -> None:
         return

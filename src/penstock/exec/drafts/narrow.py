@@ -1,9 +1,8 @@
-"""The plan that a step computes: where its decoding rows are by now, and as many positions as have drafts.
+"""What a step computes of a plan: where its decoding rows are by now, and as many positions as have drafts.
 
 A plan's starts and counts are upper bounds while results were out when it was made. Here they are known, or
-follow from steps in flight that had no drafts: a row that decodes becomes one entry a position, each with one
-token, so that whatever computes steps sees rows that decode and nothing else. The first stage decides, and
-tells the others beside its hidden states.
+follow from steps in flight that had no drafts. The first stage decides, and tells the others beside its hidden
+states.
 
 Owns who proposes, and the counts of it. Knows no page and no logits.
 """
@@ -18,13 +17,13 @@ from penstock.core.plan import RequestId, Row, StepId, StepPlan
 from penstock.exec.drafts.drafter import Drafter, DraftQuery
 from penstock.exec.step.attend import ANY
 from penstock.exec.step.links import Links, Puts, Takes
+from penstock.exec.step.step_batch import Inputs
 from penstock.model.base import Boundary
 
 # A request's prompt and the output tokens that it has by now, behind all steps in front.
 History: TypeAlias = Callable[[RequestId], tuple[Sequence[int], Sequence[int]]]
 WIDE = {"cpu": 16, "cuda": 32}          # positions of a step up to which another one costs little
 WHOLE = Links()
-Inputs: TypeAlias = tuple[int, ...]     # of each row that decodes: its start, how many drafts, and these
 
 
 class Inner:
@@ -104,13 +103,13 @@ class Narrowing:
         prompts = len(plan.tokens) - sum(count for _, _, count in rows)
         return max(0, self._wide - prompts - len(rows)) if self._beside or not prompts else 0
 
-    def of(self, plan: StepPlan, flying: Mapping[RequestId, int]) -> StepPlan:
+    def inputs(self, plan: StepPlan, flying: Mapping[RequestId, int]) -> Inputs:
         """`plan` has rows. Waits for the stage before, or for tokens that were sampled on the last one.
         flying: as `choose` takes it."""
         inputs = self.choose(plan, flying) if self._inner is None else self._inner.inputs(plan.step)
         if self._outer is not None:
             self._outer.inputs = inputs
-        return narrowed(plan, inputs)
+        return inputs
 
     def choose(self, plan: StepPlan, flying: Mapping[RequestId, int]) -> Inputs:
         """What the rows of this plan that decode compute. flying: steps in front whose tokens are not known,
@@ -189,31 +188,3 @@ def decoding(plan: StepPlan) -> Iterator[tuple[RequestId, Row, int]]:
         if plan.tokens[at] < 0:
             yield rid, row, count
         at += count
-
-
-def narrowed(plan: StepPlan, inputs: Inputs) -> StepPlan:
-    """`plan` with an entry a position of each row that decodes: its first token is the row's last sampled
-    one, further ones are the drafts. Asserts that no row is ahead of its plan."""
-    rows, rids, samples = list[Row](), list[RequestId](), list[bool]()
-    starts, counts, tokens = list[int](), list[int](), list[int]()
-    at, left = 0, iter(inputs)
-    for row, rid, start, count, sampled in zip(plan.rows, plan.rids, plan.start, plan.count, plan.samples,
-                                               strict=True):
-        known = plan.tokens[at:at + count]
-        at += count
-        if known[0] >= 0:
-            ran, of_each, first = 1, count, start
-        else:
-            first, drafts = next(left), next(left)
-            assert 0 < first <= start and drafts < count, (
-                f"row {row} is at {first} with {drafts} drafts, its plan at {start} with {count} positions")
-            known = (-1, *(next(left) for _ in range(drafts)))
-            ran, of_each = 1 + drafts, 1
-        rows += [row] * ran
-        rids += [rid] * ran
-        starts += range(first, first + ran)
-        counts += [of_each] * ran
-        samples += [sampled] * ran
-        tokens += known
-    return replace(plan, rows=tuple(rows), rids=tuple(rids), start=tuple(starts), count=tuple(counts),
-                   samples=tuple(samples), tokens=tuple(tokens))

@@ -49,14 +49,13 @@ class LayerDrafts(OnDevice):
         """Behind the last position of each row and page that counts."""
         table = self._hidden
         keeps_B = lasts(counts_B, position_B, turn_B, table.size)
-        page_B = table.device_RM[row_B.long(), position_B.clamp(min=0) // table.size]
-        put_rows(self._mtp.pool_PD[:, None], page_B.long().where(keeps_B, -1), hidden_BD)
+        page_B = table.place.pages(row_B.long(), position_B.clamp(min=0))
+        put_rows(self._mtp.pool_PD[:, None], page_B.where(keeps_B, -1), hidden_BD)
 
     def _before(self, row_B: Tensor, position_B: Tensor) -> Tensor:
         """hidden_BD of the tokens in front of these, as pages have it; 0 for a first token."""
-        at_B = (position_B - 1).clamp(min=0)
-        page_B = self._hidden.device_RM[row_B.long(), at_B // self._hidden.size].clamp(min=0)
-        return torch.where((position_B > 0)[:, None], self._mtp.pool_PD[page_B.long()], 0)
+        page_B = self._hidden.place.pages(row_B.long(), (position_B - 1).clamp(min=0)).clamp(min=0)
+        return torch.where((position_B > 0)[:, None], self._mtp.pool_PD[page_B], 0)
 
     def _layer(self, token_B: Tensor, before_BD: Tensor, row_B: Tensor, position_B: Tensor) -> Tensor:
         queries = begin(row_B, position_B, self._last_R, self._decodes.looks)

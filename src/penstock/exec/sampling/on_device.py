@@ -19,14 +19,6 @@ from penstock.kernels.sample import draw
 from penstock.kernels.types.ragged import on_device
 
 
-def turns_of(rows: Sequence[int]) -> list[int]:
-    """Of each position of a step the number of those of its row before it."""
-    turns: list[int] = []
-    for i, row in enumerate(rows):
-        turns.append(turns[-1] + 1 if i and rows[i - 1] == row else 0)
-    return turns
-
-
 class Draws:
     """Changed by binds and by the draws themselves only. Has one row more than the tables.
 

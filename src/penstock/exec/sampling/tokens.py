@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise, takewhile
+from itertools import compress, pairwise, takewhile
 from typing import TypeAlias
 
 import torch
@@ -19,7 +19,7 @@ from penstock.config.request.grammar import Grammar
 from penstock.config.request.params import SamplingParams
 from penstock.core.plan import Bind, RequestId
 from penstock.exec.sampling.grammar import Grammars
-from penstock.exec.sampling.on_device import Draws, turns_of
+from penstock.exec.sampling.on_device import Draws
 from penstock.exec.sampling.sampler import (
     FINE,
     NOT_FINITE,
@@ -228,7 +228,7 @@ class Chosen(Tokens):
         return () if s.matcher is None else s.matcher.forced(s.outputs, most)
 
     def sample(self, batch: StepBatch, ran: Ran) -> Answers:
-        pairs = tuple((rid, self._open[rid]) for rid in sampled(batch))
+        pairs = tuple((rid, self._open[rid]) for rid in batch.sampled)
         if len(pairs) < len(ran.rows):
             return self._checked(batch, ran, pairs)
         states = [s for _, s in pairs]
@@ -242,8 +242,8 @@ class Chosen(Tokens):
     def _checked(self, batch: StepBatch, ran: Ran, pairs: States) -> Answers:
         """Of a step in which rows have several positions (`exec.drafts`)."""
         assert ran.logits_BV is not None and not ran.logits_BV.is_cuda, "drafts are checked on a CPU"
-        answers, entries = Answers(pairs), _entries(batch)
-        self._rounds(ran, self._sampler.best(ran.logits_BV), entries, answers)
+        answers = Answers(pairs)
+        self._rounds(ran, self._sampler.best(ran.logits_BV), batch.takes, answers)
         return answers
 
     def _rounds(self, ran: Ran, answer_2B: Tensor, entries: Sequence[tuple[RequestId, int]],
@@ -359,8 +359,8 @@ class Drawn(Chosen):
 
     def _eagerly(self, batch: StepBatch, ran: Ran) -> tuple[list[RequestId], Tensor]:
         """Whose the positions of a step are that the host has narrowed, and what `Draws.checked` says."""
-        rids, inputs = zip(*_entries(batch), strict=True)
-        turns = turns_of(ran.rows)
+        rids, inputs = zip(*batch.takes, strict=True)
+        turns = [*compress(batch.turns, batch.samples)]
         assert ran.logits_BV is not None
         row_B, id_B, turn_B = on_device([*ran.rows, *inputs, *turns], ran.logits_BV.device,
                                         torch.int32).view(3, -1)
@@ -420,21 +420,8 @@ class FromLast(Tokens):
             self._tables.sampled([*owed], torch.tensor([*owed.values()], device=self._tables.last_R.device))
 
     def sample(self, batch: StepBatch, ran: Ran) -> Answers:
-        self._heard.expect(batch.step, sampled(batch))
+        self._heard.expect(batch.step, batch.sampled)
         return Answers()
 
     def settle(self) -> None:
         self._heard.settle()
-
-
-def sampled(batch: StepBatch) -> tuple[RequestId, ...]:
-    """Requests that sample in this step, in order."""
-    rids = [rid for rid, samples in zip(batch.rids, batch.samples, strict=True) if samples]
-    return tuple(dict.fromkeys(rids))
-
-
-def _entries(batch: StepBatch) -> list[tuple[RequestId, int]]:
-    """Whose each position is that samples, and the draft that it takes, -1: none."""
-    last = [(rid, batch.tokens[end - 1]) for rid, samples, end in
-            zip(batch.rids, batch.samples, batch.first[1:], strict=True) if samples]
-    return [(rid, token if i and last[i - 1][0] == rid else -1) for i, (rid, token) in enumerate(last)]

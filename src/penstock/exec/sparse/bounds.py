@@ -33,7 +33,7 @@ from penstock.exec.step.step_batch import StepBatch
 from penstock.exec.step.tables import Lowered, RowTables
 from penstock.kernels.attention.paged_attention import Prepare, Prepared, write_kv
 from penstock.kernels.choose.select import SelectRule
-from penstock.kernels.fused.step import BlockTableRef, Queries
+from penstock.kernels.fused.step import Queries
 from penstock.kernels.kv.write_kv import WriteAt
 from penstock.kernels.types.ragged import Ragged, on_device
 from penstock.memory.pool import BlockPool
@@ -204,9 +204,8 @@ class SelectingDecodes(DecodeAttention):
     def __init__(self, selecting: Selecting) -> None:
         self._of = selecting
         self.kinds = (DEVICE, MIXED) if selecting._kv.host_RM is None else (DEVICE, HOST, MIXED)
-        kv, unit = selecting._kv, selecting._unit
-        bounds = BlockTableRef(selecting._bounds.device_RM, kv.size // unit, unit)
-        self.looks = selecting.rows.looks(kv.place, kv.host_place, bounds, budget_R=selecting._budget_R)
+        kv, rows = selecting._kv, selecting.rows
+        self.looks = rows.looks(kv.place, kv.host_place, rows.units(selecting._bounds), budget_R=selecting._budget_R)
 
     def kind(self, rows: Sequence[int]) -> str:
         if not all(self._of.rows[r].budget for r in rows):

@@ -163,20 +163,14 @@ class HotRows:
 
     def write_at(self, lowered: Lowered, bounds: GroupTable | None = None) -> WriteAt:
         """Where the tokens of a step go, and the bounds of their units if there is a group of them."""
-        ragged, row_T, unit = lowered.ragged[0], lowered.row_T, self._unit
-        size = ragged.page_size
-        page_T, offset_T = lowered.positions_T // size, ragged.offset_T
-        nowhere_T = torch.full_like(offset_T, -1)
+        at, kv = (lowered.row_T, lowered.positions_T), self._tables.groups[0]
+        places = kv.place, kv.host_place, BlockTableRef(None, 1) if bounds is None else self.units(bounds)
+        device_T, host_T, bounds_T = (place.slots(*at) for place in places)
+        return WriteAt(device_T, host_T, bounds_T, lowered.row_T.int(), lowered.positions_T.int(), self._unit)
 
-        def slots(page_T: Tensor, size: int, offset_T: Tensor) -> Tensor:
-            return torch.where(page_T < 0, -1, page_T.long() * size + offset_T)
-        host_RM = self._tables.groups[0].host_RM
-        return WriteAt(
-            device_T=slots(ragged.page_T, size, offset_T),
-            host_T=nowhere_T if host_RM is None else slots(host_RM[row_T, page_T], size, offset_T),
-            bounds_T=nowhere_T if bounds is None else
-            slots(bounds.device_RM[row_T, page_T], size // unit, offset_T // unit),
-            row_T=row_T.int(), position_T=lowered.positions_T.int(), unit=unit)
+    def units(self, bounds: GroupTable) -> BlockTableRef:
+        """Where the bounds of units are."""
+        return BlockTableRef(bounds.device_RM, self._tables.groups[0].size // self._unit, self._unit)
 
 
 class Selects(Attending):

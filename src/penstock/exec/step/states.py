@@ -12,7 +12,7 @@ step has both scans in it, since the device knows: nothing of it waits for anyon
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from penstock.core.plan import StepId
+from penstock.exec.step.step_batch import StepBatch
 from penstock.exec.step.tables import GroupTable, Lowered
+from penstock.kernels.fused.step import BlockTableRef
 from penstock.kernels.types.ragged import Ragged, on_device
 from penstock.kernels.types.states import Again, States, starts_of
 from penstock.memory.pool import BlockPool
@@ -55,7 +57,7 @@ class StatePools:
 
     def step(self, lowered: Lowered) -> StepStates:
         """Rows that go on say with their positions how many of their drafts were right."""
-        runs = _runs(lowered.ragged[0]) if self._layers else []
+        runs = _runs(lowered.batch) if self._layers else []
         begins = {run.row: run.start for run in runs}
         for before, states in [*self._open.items()]:
             self.settle(before, {row: begins[row] - start - 1 for row, start in states.waiting.items()
@@ -162,7 +164,7 @@ class DecodeStates:
         row_NW, at_NW = (x.long().view(-1, self._width) for x in (self._row_B, self._position_B))
         found = {}
         for g, table in self._tables.items():
-            from_N, page_NW = (table.device_RM[row, at.clamp(min=0) // table.size].long() for row, at in (
+            from_N, page_NW = (table.place.pages(row, at.clamp(min=0)) for row, at in (
                 (row_NW[:, 0], at_NW[:, 0] - 1), (row_NW, at_NW)))
             page_NW = page_NW.where(at_NW >= 0, -1)
             to_NW = page_NW if self._turn_NW is None else page_NW.where(self._turn_NW == 0, -1)
@@ -203,27 +205,23 @@ def lasts(counts_B: Tensor, position_B: Tensor, turn_B: Tensor, size: int) -> Te
     return counts_B & (position_B >= 0) & (~goes_on_B | ((position_B + 1) % size == 0))
 
 
-def _runs(ragged: Ragged) -> list[_Run]:
-    """Entries of one row follow one another: those behind the first are drafts."""
+def _runs(batch: StepBatch) -> list[_Run]:
     runs: list[_Run] = []
-    for row, context, (first, end) in zip(ragged.rows, ragged.context, pairwise(ragged.query_start),
-                                          strict=True):
-        if runs and runs[-1].row == row:
-            first, start = runs[-1].first, runs.pop().start
-            assert context - start == end - first, f"row {row}: positions do not follow one another"
-            runs.append(_Run(row, first, end, start, True))
+    for row, start, turn, (first, end) in zip(batch.rows, batch.start, batch.turns, pairwise(batch.first),
+                                              strict=True):
+        if turn:
+            runs[-1] = replace(runs[-1], end=end, drafts=True)
         else:
-            runs.append(_Run(row, first, end, context - (end - first), False))
+            runs.append(_Run(row, first, end, start, False))
     return runs
 
 
 def _places(ragged: Ragged, runs: Sequence[_Run]) -> tuple[Tensor, Tensor]:
     """`States.from_B` and `States.to_T` of a group."""
-    size, device = ragged.page_size, ragged.page_T.device
-    entry_B = on_device([max(0, run.start - 1) // size for run in runs], device, torch.int64)
-    begins_B = on_device([run.start == 0 for run in runs], device, torch.bool)
-    page_B = ragged.pages_RM[on_device([run.row for run in runs], device, torch.int64), entry_B].long()
-    return page_B.where(~begins_B, -1), _left(ragged.page_T, size, runs)
+    size, at = ragged.page_size, [*(run.row for run in runs), *(run.start - 1 for run in runs)]
+    row_B, before_B = on_device(at, ragged.page_T.device, torch.int64).view(2, -1)
+    page_B = BlockTableRef(ragged.pages_RM, size).pages(row_B, before_B.clamp(min=0))
+    return page_B.where(before_B >= 0, -1), _left(ragged.page_T, size, runs)
 
 
 def _left(page_T: Tensor, size: int, runs: Sequence[_Run]) -> Tensor:

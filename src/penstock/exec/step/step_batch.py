@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain, compress
+from itertools import accumulate, chain, compress, islice
 from operator import add
 from types import MappingProxyType
 from typing import TypeAlias
@@ -27,6 +27,7 @@ from penstock.kernels.types.ragged import on_device
 
 Line: TypeAlias = npt.NDArray[np.int32] | Sequence[int]
 Bucket: TypeAlias = tuple[int, int]         # T, B
+Inputs: TypeAlias = tuple[int, ...]     # of each row that decodes: its start, how many drafts, and these
 # What lines have behind their own values where that is not 0; None: the last of them.
 PADDING: Mapping[str, int | None] = MappingProxyType({
     "position_T": -1, "decode_T": -1, "context_B": 1, "start_B1": None, "position_S": -1, "position_N": -1})
@@ -58,6 +59,7 @@ def parts(values: Tensor, names: Sequence[str], bucket: Bucket) -> dict[str, Ten
 class StepBatch:
     """The entries of a plan; rows are table indices. An id of -1 is the row's last sampled token.
 
+    turns    which of its row's positions an entry is: 0 the first, others are drafts
     waits    its layers wait for copies of their own
 
     Lines, of tokens:
@@ -74,12 +76,33 @@ class StepBatch:
     count: Sequence[int]
     samples: Sequence[bool]
     tokens: Sequence[int]
+    turns: Sequence[int]
     waits: bool = False
 
     @staticmethod
-    def of(plan: StepPlan, index: Callable[[Row], int]) -> StepBatch:
-        return StepBatch(plan.step, plan.rids, tuple(map(index, plan.rows)), plan.start, plan.count,
-                         plan.samples, plan.tokens, bool(plan.waits))
+    def of(plan: StepPlan, index: Callable[[Row], int], inputs: Inputs | None = None) -> StepBatch:
+        """Each row an entry; or, with what the host has found of rows that decode, each of their positions: the
+        first takes the row's last sampled token, further ones the drafts. Asserts that no row is ahead of its plan."""
+        rows = tuple(map(index, plan.rows))
+        if inputs is None:
+            return StepBatch(plan.step, plan.rids, rows, plan.start, plan.count, plan.samples, plan.tokens,
+                             (0,) * len(rows), bool(plan.waits))
+        entries, tokens = list[tuple[RequestId, int, int, int, bool, int]](), list[int]()
+        at, left = 0, iter(inputs)
+        for rid, row, start, count, samples in zip(plan.rids, rows, plan.start, plan.count, plan.samples, strict=True):
+            known = plan.tokens[at:at + count]
+            at += count
+            if known[0] >= 0:
+                entries.append((rid, row, start, count, samples, 0))
+            else:
+                first, drafts = next(left), next(left)
+                assert 0 < first <= start and drafts < count, (
+                    f"row {row} is at {first} with {drafts} drafts, its plan at {start} with {count} positions")
+                known = (-1, *islice(left, drafts))
+                entries += [(rid, row, first + turn, 1, samples, turn) for turn in range(1 + drafts)]
+            tokens += known
+        rids, rows, starts, counts, sampled, turns = zip(*entries, strict=True)
+        return StepBatch(plan.step, rids, rows, starts, counts, sampled, tokens, turns, bool(plan.waits))
 
     @cached_property
     def first(self) -> tuple[int, ...]:
@@ -94,6 +117,18 @@ class StepBatch:
     @cached_property
     def sample_rows(self) -> tuple[int, ...]:
         return tuple(compress(self.rows, self.samples))
+
+    @property
+    def sampled(self) -> tuple[RequestId, ...]:
+        """Requests that sample, in order."""
+        return tuple([rid for rid, samples, turn in zip(self.rids, self.samples, self.turns, strict=True)
+                      if samples and not turn])
+
+    @property
+    def takes(self) -> list[tuple[RequestId, int]]:
+        """Whose each entry is that samples, and the draft that it takes, -1: none."""
+        return [(rid, self.tokens[end - 1] if turn else -1) for rid, samples, turn, end in
+                zip(self.rids, self.samples, self.turns, self.first[1:], strict=True) if samples]
 
     @property
     def launched(self) -> dict[str, Line]:

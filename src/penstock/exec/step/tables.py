@@ -211,8 +211,7 @@ class RowTables:
         step = first, batch.ends, tuple(batch.rows)
         return Lowered(
             batch, ids_T, positions_T, row_T,
-            tuple(Ragged(*step, table.device_RM,
-                         table.device_RM[row_T, positions_T // table.size].long(),
+            tuple(Ragged(*step, table.device_RM, table.place.pages(row_T, positions_T),
                          positions_T % table.size, table.size) for table in self.groups), at_S)
 
     def _tensor(self, values: Sequence[int]) -> Tensor:

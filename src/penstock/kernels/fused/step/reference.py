@@ -4,13 +4,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.kernels.fused.step.spec import Best, BlockTableRef, Looks, Queries
+from penstock.kernels.fused.step.spec import Best, Looks, Queries
 
 
 def begin(row_B: Tensor, position_B: Tensor, last_R: Tensor, looks: Looks) -> Queries:
     real_B, at_B = position_B >= 0, position_B.clamp(min=0).long()
     index_B = torch.where(real_B, row_B, len(last_R) - 1).long()
-    slots = [_slots(place, row_B.long(), at_B).where(real_B, -1) for place in looks.places]
+    slots = [place.slots(row_B.long(), at_B).where(real_B, -1) for place in looks.places]
     budget_B = select_B = None
     if looks.budget_R is not None:
         budget_B = looks.budget_R[row_B.long()]
@@ -19,14 +19,6 @@ def begin(row_B: Tensor, position_B: Tensor, last_R: Tensor, looks: Looks) -> Qu
         looks.now_1.add_(1)
     return Queries(row_B, position_B, position_B + 1, row_B.where(real_B, -1), index_B, last_R[index_B], at_B,
                    torch.stack(slots) if slots else at_B.new_empty(0, len(at_B)), budget_B, select_B)
-
-
-def _slots(place: BlockTableRef, row_B: Tensor, at_B: Tensor) -> Tensor:
-    if place.table_RM is None:
-        return torch.full_like(at_B, -1)
-    entry_B = at_B // place.unit
-    page_B = place.table_RM[row_B, entry_B // place.size].long()
-    return torch.where(page_B < 0, -1, page_B * place.size + entry_B % place.size)
 
 
 def angles(positions_T: Tensor, freq_F: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

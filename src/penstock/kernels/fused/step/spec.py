@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -17,6 +18,18 @@ class BlockTableRef(NamedTuple):
     table_RM: Tensor | None
     size: int
     unit: int = 1
+
+    def pages(self, row_B: Tensor, position_B: Tensor) -> Tensor:
+        """int64: index in the pool of the page that has this position of each row of the table; -1: none."""
+        assert self.table_RM is not None
+        return self.table_RM[row_B, position_B // (self.unit * self.size)].long()
+
+    def slots(self, row_B: Tensor, position_B: Tensor) -> Tensor:
+        """int64: where in the pool it is: entry n % `size` of page n // `size`; -1: nowhere."""
+        if self.table_RM is None:
+            return torch.full_like(position_B, -1, dtype=torch.int64)
+        page_B = self.pages(row_B, position_B)
+        return torch.where(page_B < 0, -1, page_B * self.size + position_B // self.unit % self.size)
 
 
 @dataclass(frozen=True, slots=True)
