@@ -21,6 +21,7 @@ from penstock.kernels.op import Unusable, WrongResult
 from penstock.kernels.platform import probe
 from penstock.model.weights.codes import PACKED, codes_of
 
+pytestmark = pytest.mark.when_changed("src/penstock/kernels", "tests/kernels")
 ISAS = ("native", "avx512", "avx2", "plain")          # plain runs on any machine that has a compiler
 
 
