@@ -13,9 +13,9 @@ OFFLINE = {"against": (None, "measure transformers' generate in turns with penst
            "runs": (5, "repetitions of each workload"),
            "plot_hot": (None, "PNG file for the share of hits by size of the hot buffer; runs only this"),
            "hot_context": (4000, "prompt tokens of --plot-hot"),
-           "speculative": (False, "with drafts and without, in turns, and what of them was right; only this")}
+           "speculative": (False, "with and without drafts, in turns, and the share of accepted drafts; runs only this")}
 SERVER = {"bearer": (None, "API key that is sent to the server"),
-          "num_prompts": (64, "requests in all"),
+          "num_prompts": (64, "number of requests"),
           "request_rate": (0.0, "requests a second, Poisson; 0 sends all at once"),
           "concurrency": (0, "requests open at once; 0 is no limit"),
           "input_len": (256, "prompt tokens"),
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                                choices=("transformers",) if name == "against" else None)
     group.add_argument("--output-len", type=int, default=128, help="new tokens of a request")
     group.add_argument("--bench-seed", dest="bench_seed", type=int, default=0,
-                       help="of prompts and arrivals")
+                       help="seed of prompts and arrivals")
     group.add_argument("--output-json", help="file for every single measurement")
     group.add_argument("--plot", help="PNG file for a plot")
     group.add_argument("--quiet", action="store_true", help="no progress bar; a file never gets one")

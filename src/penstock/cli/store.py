@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", metavar="URL", help="the URL that --kv-storage has")
     parser.add_argument("--bytes", metavar="SIZE", help="sweep: size to keep (default: removes left-over files only)")
     parser.add_argument("--delete", action="store_true", help="verify: remove damaged objects")
-    parser.add_argument("--yes", action="store_true", help="purge: delete without asking")
+    parser.add_argument("--yes", action="store_true", help="purge: needed; without it the size is printed")
 
 
 def run(config: Config | None, args: argparse.Namespace) -> int:

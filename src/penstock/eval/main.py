@@ -28,7 +28,7 @@ UNUSED = {"text": ("samples", "eval_seed"), "gsm8k": ("contexts", "prefix")}    
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("eval")
-    group.add_argument("--task", choices=TASKS, help="what to ask; text and gsm8k need --file")
+    group.add_argument("--task", choices=TASKS, help="kind of questions; text and gsm8k need --file")
     group.add_argument("--text", metavar="FILE", help="the same as --task text --file FILE")
     group.add_argument("--needles", action="store_true", help="the same as --task needles")
     group.add_argument("--file", help="a text (text, or the haystack of needles) or GSM8K's JSON lines")
@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--bearer", help="API key that is sent to the server")
     group.add_argument("--contexts", help="tokens of a context, several with commas (1024)")
     group.add_argument("--samples", type=int, help="contexts of each length (4)")
-    group.add_argument("--questions", type=int, help="questions about each context (8); of a text "
-                       "the windows that are read; of gsm8k, times --samples, problems")
+    group.add_argument("--questions", type=int, help="questions about each context (8); text: number of "
+                       "windows; gsm8k: number of problems, times --samples")
     group.add_argument("--forced", action="store_true",
                        help="recall, tracking, sum: ask while decoding, all of a context in one request")
     group.add_argument("--prefix", type=float,
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--budgets", help="ask with each of these sparse_top_k, e.g. 0,512: 0 reads all KV; "
                        "others need --sparse-top-k (default: what the server gives)")
     group.add_argument("--concurrency", type=int, default=4, help="requests open at once")
-    group.add_argument("--eval-seed", dest="eval_seed", type=int, help="of the questions (0)")
+    group.add_argument("--eval-seed", dest="eval_seed", type=int, help="seed of the questions (0)")
     group.add_argument("--output-json", help="file for every single answer")
     group.add_argument("--quiet", action="store_true", help="no progress bar; a file never gets one")
 
