@@ -13,7 +13,7 @@ OFFLINE = {"against": (None, "measure transformers' generate in turns with penst
            "runs": (5, "repetitions of each workload"),
            "plot_hot": (None, "PNG file for the share of hits by size of the hot buffer; runs only this"),
            "hot_context": (4000, "prompt tokens of --plot-hot"),
-           "speculative": (False, "with and without drafts, in turns, and the share of accepted drafts; runs only this")}
+           "speculative": (False, "with and without drafts, in turns; share of accepted drafts; runs only this")}
 SERVER = {"bearer": (None, "API key that is sent to the server"),
           "num_prompts": (64, "number of requests"),
           "request_rate": (0.0, "requests a second, Poisson; 0 sends all at once"),
