@@ -6,8 +6,9 @@ when they are there. Halves read the weights twice, which costs less than it giv
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -20,25 +21,49 @@ LEAST = 16              # rows of a step: of fewer, weights read twice cost what
 LINK_SHARE = 64
 
 
+class _Turns:
+    """Two halves are recorded in turn, each up to its next copy, and their copies go over the link in that order,
+    one at a time: two at once would end together, and then both halves would compute and none copy."""
+
+    def __init__(self, alone: bool) -> None:
+        """alone: one half is recorded behind the other, and hands over to nobody."""
+        self._may, self._alone, self.last = [threading.Semaphore(not i) for i in range(2)], alone, None
+
+    def begin(self, half: int) -> None:
+        if not self._alone:
+            self._may[half].acquire()
+
+    def hand_over(self, half: int) -> None:
+        if not self._alone:
+            self._may[1 - half].release()
+            self._may[half].acquire()
+
+    def end(self, half: int) -> None:
+        """What is left of the other half hands over to nobody."""
+        self._alone = True
+        self._may[1 - half].release()
+
+
 @dataclass(slots=True)
 class Copies:
     """Where a half copies its misses: on a stream of their own, which goes before others where the device has
-    room for one, layer by layer behind those of the half before it."""
+    room for one."""
 
+    half: int
     stream: Any
-    before: Copies | None = None
-    done: dict[int, Any] = field(default_factory=dict)
+    turns: _Turns
 
     @contextlib.contextmanager
     def of(self, layer: int) -> Iterator[None]:
         here = torch.cuda.current_stream()
         self.stream.wait_stream(here)
-        if self.before is not None:
-            self.stream.wait_event(self.before.done[layer])
+        if self.turns.last is not None:
+            self.stream.wait_event(self.turns.last)
         with torch.cuda.stream(self.stream):
             yield
-            self.done[layer] = self.stream.record_event()
+            self.turns.last = self.stream.record_event()
         here.wait_stream(self.stream)
+        self.turns.hand_over(self.half)
 
 
 class Halves:
@@ -49,14 +74,31 @@ class Halves:
         self._copies = [torch.cuda.Stream(priority=-1) for _ in range(2)]  # type: ignore[no-untyped-call]
 
     def run(self, queries: Queries, forward: Callable[[Queries, Copies], Tensor]) -> Tensor:
-        """hidden_BD of all queries. forward: the layers of some of them. Capturable."""
-        here = torch.cuda.current_stream()
-        first, second = halved(queries)
+        """hidden_BD of all queries. forward: the layers of some of them. Capturable: then a thread of its own
+        records the second half."""
+        here, parts = torch.cuda.current_stream(), halved(queries)
+        together = torch.cuda.is_current_stream_capturing()
+        turns, hidden, faults = _Turns(not together), list[Any]((None, None)), list[BaseException]()
         self._side.wait_stream(here)
-        copies = Copies(self._copies[0])
-        hidden = [forward(first, copies)]
-        with torch.cuda.stream(self._side):
-            hidden.append(forward(second, Copies(self._copies[1], copies)))
+
+        def half(i: int, stream: Any) -> None:
+            turns.begin(i)
+            try:
+                with torch.inference_mode(), torch.cuda.stream(stream):
+                    hidden[i] = forward(parts[i], Copies(i, self._copies[i], turns))
+            except BaseException as fault:
+                faults.append(fault)
+            turns.end(i)
+        if together:
+            second = threading.Thread(target=half, args=(1, self._side), name="penstock-half")
+            second.start()
+            half(0, here)
+            second.join()
+        else:
+            half(0, here)
+            half(1, self._side)
+        if faults:
+            raise faults[0]
         here.wait_stream(self._side)
         return torch.cat(hidden)
 
