@@ -1,6 +1,7 @@
 """What a CUDA graph of hosted decode computes, step by step on a CPU: as steps that are not captured."""
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -15,8 +16,8 @@ from driven import PAGE
 from hosted import NEW, Engine, hosted_work, kind, play, resident
 
 from penstock.core.plan import Paused, RequestId, Spilled
+from penstock.exec.graphs import halves
 from penstock.exec.graphs.capture import DecodeGraphs, decode_step, decodes_of
-from penstock.exec.graphs.halves import halved
 from penstock.exec.sparse.layers import HOST
 from penstock.exec.step.attend import Latent
 from penstock.kernels.attention.latent_attention import PagedContext
@@ -28,7 +29,7 @@ class InTurn:
     """`Halves` without streams: one half after the other."""
 
     def run(self, queries, forward):
-        return torch.cat([forward(part, SimpleNamespace(of=nullcontext)) for part in halved(queries)])
+        return torch.cat([forward(part, SimpleNamespace(of=nullcontext)) for part in halves.halved(queries)])
 
 
 class Eager(DecodeGraphs):
@@ -82,6 +83,25 @@ def test_halves_of_a_step_decode_as_all_of_it(captured, monkeypatch):
     assert decodes.may_halve(HOST, 16) and not (decodes.may_halve(HOST, 8) or decodes.may_halve("device", 16))
     engine.rank._attending.rows.missed_bytes = decodes._indexed.weight_bytes // 64
     assert not decodes.halves()
+
+
+@pytest.mark.parametrize("ends", [0, 1, 2])
+def test_halves_are_recorded_in_turn(ends):
+    """Up to their next copies, and one goes on alone when the other has ended, or failed."""
+    turns, seen = halves.Turns(alone=False), []
+
+    def half(i, copies):
+        turns.begin(i)
+        for n in range(copies):
+            seen.append((i, n))
+            turns.hand_over(i)
+        turns.end(i)
+    second = threading.Thread(target=half, args=(1, 2))
+    second.start()
+    half(0, ends)
+    second.join(10)
+    assert not second.is_alive()
+    assert seen == [[(1, 0), (1, 1)], [(0, 0), (1, 0), (1, 1)], [(0, 0), (1, 0), (0, 1), (1, 1)]][ends]
 
 
 @pytest.mark.parametrize("name", ["bounds", "latent"])

@@ -21,7 +21,7 @@ LEAST = 16              # rows of a step: of fewer, weights read twice cost what
 LINK_SHARE = 64
 
 
-class _Turns:
+class Turns:
     """Two halves are recorded in turn, each up to its next copy, and their copies go over the link in that order,
     one at a time: two at once would end together, and then both halves would compute and none copy."""
 
@@ -51,7 +51,7 @@ class Copies:
 
     half: int
     stream: Any
-    turns: _Turns
+    turns: Turns
 
     @contextlib.contextmanager
     def of(self, layer: int) -> Iterator[None]:
@@ -78,7 +78,7 @@ class Halves:
         records the second half."""
         here, parts = torch.cuda.current_stream(), halved(queries)
         together = torch.cuda.is_current_stream_capturing()
-        turns, hidden, faults = _Turns(not together), list[Any]((None, None)), list[BaseException]()
+        turns, hidden, faults = Turns(not together), list[Any]((None, None)), list[BaseException]()
         self._side.wait_stream(here)
 
         def half(i: int, stream: Any) -> None:
