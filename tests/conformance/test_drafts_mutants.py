@@ -32,16 +32,20 @@ KINDS = {"seeded": SamplingParams(seed=3),
 # ---------------------------------------------------------------- faults
 def length_from_the_plan(mp):
     """Where a row would be, had all drafts been right."""
+    positions_of_the_plan(mp, lambda before: True)
+
+
+def positions_of_the_plan(mp, wrong):
     right = StepBatch.of
 
-    def of(plan, index, inputs=None):
+    def of(plan, index, inputs=None, before=None):
         at, left, out = 0, iter(inputs or ()), []
         for start, count in zip(plan.start, plan.count, strict=True):
             if inputs and plan.tokens[at] < 0:
                 _, drafts = next(left), next(left)
                 out += (start, drafts, *(next(left) for _ in range(drafts)))
             at += count
-        return right(plan, index, inputs and tuple(out))
+        return right(plan, index, tuple(out) if inputs and wrong(before) else inputs, before)
     mp.setattr(StepBatch, "of", staticmethod(of))
 
 
@@ -117,22 +121,7 @@ def mask_one_early(mp):
 
 def positions_of_a_later_stage(mp):
     """It takes them from the plan."""
-    right, was = narrow.Inner.inputs, narrow.Narrowing.inputs
-
-    def of(self, plan, *more):
-        if self._inner is not None:
-            starts = dict(zip(plan.rids, plan.start, strict=True))
-            rows = [(rid, starts[rid]) for rid, _, _ in narrow.decoding(plan)]
-
-            def inputs(inner, step):
-                left, out = iter(right(inner, step)), []
-                for _, start in rows:
-                    _, drafts = next(left), next(left)
-                    out += (start, drafts, *(next(left) for _ in range(drafts)))
-                return tuple(out)
-            mp.setattr(narrow.Inner, "inputs", inputs)
-        return was(self, plan, *more)
-    mp.setattr(narrow.Narrowing, "inputs", of)
+    positions_of_the_plan(mp, lambda before: before is not None)
 
 
 def drafts_of_an_ended_request(mp):

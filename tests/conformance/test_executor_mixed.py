@@ -4,6 +4,9 @@ Stand-ins for flash-attn-4, which takes no float32, and on a CPU for Triton.
 """
 from __future__ import annotations
 
+import inspect
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -12,8 +15,9 @@ from prompts_engine import PROMPTS, Engine, dense, play
 
 from penstock.core import schedule
 from penstock.core.plan import Aborted, Paused, RequestId, Row, StepId, StepPlan
-from penstock.exec.graphs import mixed
+from penstock.exec.graphs import mixed, steps
 from penstock.exec.graphs.mixed import MixedGraphs, step
+from penstock.exec.graphs.steps import WHY, Uncaptured
 from penstock.exec.step.step_batch import MIXED, StepBatch, pad, parts, sizes
 from penstock.kernels.attention.paged_attention import flash, triton_decode
 
@@ -141,6 +145,16 @@ def test_what_waits_for_copies_or_is_too_large_is_launched_and_counted(captured,
     if engine.waited:
         assert graphs.launched["waits"] > 0
     assert any("executor_launched_total" in name for name in engine.ex.stats())
+
+
+def test_each_cause_says_which_steps_are_not_captured_and_why():
+    for cause, why in WHY.items():
+        engine = Engine()
+        assert engine.rank.uncaptured == ""
+        engine.rank._steps.insert(0, Uncaptured(cause))
+        assert engine.rank.uncaptured == why and why.partition(", as ")[0] in ("all", "prompts")
+    causes = set(re.findall(r'Uncaptured\((.*)\)\]', inspect.getsource(steps.captured)))
+    assert {cause for of in causes for cause in re.findall('"([a-z]+)"', of)} == set(WHY)
 
 
 def short_of(lacking, graphs, monkeypatch):

@@ -30,7 +30,7 @@ from penstock.exec.drafts.narrow import WIDE, Narrowing
 from penstock.exec.graphs.drafts import DraftGraphs
 from penstock.exec.graphs.layer import LayerDrafts
 from penstock.exec.graphs.mixed import START_S
-from penstock.exec.graphs.steps import captured
+from penstock.exec.graphs.steps import Uncaptured, captured
 from penstock.exec.sampling.grammar import Grammars
 from penstock.exec.sampling.prompt import PromptReader, Read, landed
 from penstock.exec.sampling.sampler import Logprobs
@@ -40,7 +40,7 @@ from penstock.exec.sparse.indexer import Indexed
 from penstock.exec.step.attend import ANY, Attending, Grouped, Latent, LatentOps, Reads
 from penstock.exec.step.eager import Eager, Steps
 from penstock.exec.step.links import Links, Sampled
-from penstock.exec.step.step_batch import StepBatch
+from penstock.exec.step.step_batch import Inputs, StepBatch
 from penstock.exec.step.tables import RowTables
 from penstock.kernels.attention.paged_attention import Prepare
 from penstock.kernels.triton import compiles
@@ -49,7 +49,7 @@ from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
 from penstock.memory.lateness import Lateness
 from penstock.memory.mover import Arrivals, Mover
-from penstock.model.base import CacheShape, Model
+from penstock.model.base import Boundary, CacheShape, Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +160,8 @@ class Rank:
         if drafter is not None:
             cpu = device.type == "cpu"
             self._drafting = Narrowing(
-                drafter, self._tokens.history, model.vocab_size, WIDE[device.type], links=self._links,
-                beside=cpu, at_once=lambda row: ANY if cpu else self._at_once(row),
-                forced=self._tokens.forced)
-            self._links = self._drafting.links
+                drafter, self._tokens.history, model.vocab_size, WIDE[device.type], beside=cpu,
+                at_once=lambda row: ANY if cpu else self._at_once(row), forced=self._tokens.forced)
             whole = self._links.before is None and self._links.after is None
             there: OnDevice | None = None
             if not cpu and whole:
@@ -229,6 +227,11 @@ class Rank:
                 WIDE["cuda"], self._makes, rehearses)
         if self._drafts is not None and self._drafting is not None:
             self._drafting.leave()
+
+    @property
+    def uncaptured(self) -> str:
+        """Which steps `capture` has left, and why; "": none but those that are too large for it."""
+        return next((way.why for way in self._steps if isinstance(way, Uncaptured)), "")
 
     def settle(self) -> None:
         """No further plan comes: leave nothing on the links."""
@@ -376,12 +379,19 @@ class Rank:
             return Answers(), []
         flying = [flight.answers for flight in self._flights if not flight.answers.learnt]
         alone = Counter(rid for answers in flying if not answers.firsts for rid, _ in answers.states)
-        drafts, inputs = self._drafts if self._by_device(plan) else None, None
+        drafts = self._drafts if self._by_device(plan) else None
+        inputs: Inputs | None = None
+        before: Boundary | None = None
         if self._drafting is not None and drafts is None:
             if self._drafts is not None:
                 self._drafts.ahead.passed(plan)
-            inputs = self._drafting.inputs(plan, alone)
-        batch = StepBatch.of(plan, self._tables.index, inputs)
+            if self._links.before is None:
+                inputs = self._drafting.choose(plan, alone)
+            else:
+                before = self._links.before.take(plan.step)
+                inputs = before.inputs
+                assert inputs is not None, f"step {plan.step}: the stage before does not say what it computes"
+        batch = StepBatch.of(plan, self._tables.index, inputs, before)
         self._tokens.feed(batch)
         arrivals = self._arrivals(plan) if plan.waits else []
         started = time.perf_counter()

@@ -10,70 +10,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TypeAlias
 
-from penstock.core.plan import RequestId, Row, StepId, StepPlan
+from penstock.core.plan import RequestId, Row, StepPlan
 from penstock.exec.drafts.drafter import Drafter, DraftQuery
 from penstock.exec.step.attend import ANY
-from penstock.exec.step.links import Links, Puts, Takes
 from penstock.exec.step.step_batch import Inputs
-from penstock.model.base import Boundary
 
 # A request's prompt and the output tokens that it has by now, behind all steps in front.
 History: TypeAlias = Callable[[RequestId], tuple[Sequence[int], Sequence[int]]]
 WIDE = {"cpu": 16, "cuda": 32}          # positions of a step up to which another one costs little
-WHOLE = Links()
-
-
-class Inner:
-    """What a stage behind the first takes: hidden states, and before them what they are of."""
-
-    def __init__(self, source: Takes[Boundary]) -> None:
-        self._source = source
-        self._next: tuple[StepId, Boundary] | None = None
-
-    def inputs(self, step: StepId) -> Inputs:
-        boundary = self._source.take(step)
-        self._next = step, boundary
-        assert boundary.inputs is not None, f"step {step}: the stage before does not say what it computes"
-        return boundary.inputs
-
-    def take(self, step: StepId) -> Boundary:
-        if self._next is None:
-            return self._source.take(step)
-        (found, boundary), self._next = self._next, None
-        assert found == step, f"step {step} was handed what step {found} made"
-        return boundary
-
-
-class Outer:
-    """What it hands on, with what it is of."""
-
-    def __init__(self, target: Puts[Boundary]) -> None:
-        self._target = target
-        self.inputs: Inputs = ()
-
-    def put(self, step: StepId, what: Boundary) -> None:
-        self._target.put(step, what._replace(inputs=self.inputs))
 
 
 class Narrowing:
-    """Makes the plans of one rank into what it computes, alike on every stage.
-
-    links    for those that ran between stages before
-    """
+    """What rows that decode compute, as the first stage finds it. On the last it says what may come next."""
 
     def __init__(self, drafter: Drafter, history: History, vocab_size: int, wide: int, *,
-                 links: Links = WHOLE, beside: bool = True, at_once: Callable[[Row], int] = lambda row: ANY,
+                 beside: bool = True, at_once: Callable[[Row], int] = lambda row: ANY,
                  forced: Callable[[RequestId, int], Sequence[int]] = lambda rid, most: ()) -> None:
         """wide: positions of a step up to which another one costs little: rows draft as far as they stay
         below. beside: whether rows draft in a step that has prompts. at_once: positions that one can have.
         forced: what comes next of a row, at most so much, whoever is asked."""
         self._forced = forced
-        self._inner = None if links.before is None else Inner(links.before)
-        self._outer = None if links.after is None else Outer(links.after)
-        self.links = replace(links, before=self._inner, after=self._outer)
         self._drafter, self._history, self._vocab, self._wide = drafter, history, vocab_size, wide
         self._beside, self._at_once = beside, at_once
         self.counts: Counter[str] = Counter()
@@ -103,17 +61,9 @@ class Narrowing:
         prompts = len(plan.tokens) - sum(count for _, _, count in rows)
         return max(0, self._wide - prompts - len(rows)) if self._beside or not prompts else 0
 
-    def inputs(self, plan: StepPlan, flying: Mapping[RequestId, int]) -> Inputs:
-        """`plan` has rows. Waits for the stage before, or for tokens that were sampled on the last one.
-        flying: as `choose` takes it."""
-        inputs = self.choose(plan, flying) if self._inner is None else self._inner.inputs(plan.step)
-        if self._outer is not None:
-            self._outer.inputs = inputs
-        return inputs
-
     def choose(self, plan: StepPlan, flying: Mapping[RequestId, int]) -> Inputs:
-        """What the rows of this plan that decode compute. flying: steps in front whose tokens are not known,
-        of each request: they have no drafts."""
+        """What the rows of this plan that decode compute. Waits for tokens that the last stage samples. flying:
+        steps in front whose tokens are not known, of each request: they have no drafts."""
         rows = list(decoding(plan))
         histories = [self._history(rid) for rid, _, _ in rows]
         room, drafting = self._room(plan, rows), sum(count > 1 for _, _, count in rows)

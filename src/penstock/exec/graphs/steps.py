@@ -19,6 +19,15 @@ from penstock.exec.step.tables import RowTables
 from penstock.memory.mover import Arrivals
 from penstock.model.base import Model
 
+WHY = {         # by cause: which steps are launched kernel by kernel
+    "codes": "all, as KV of MLA layers is fp8",
+    "drafts": "prompts, as a layer drafts behind each step",
+    "latent": "prompts, as layers are MLA",
+    "selects": "prompts, as requests select what they read",
+    "states": "prompts, as layers keep a state",
+    "backend": "prompts, as one call cannot read pages of this model",
+}
+
 
 @torch.inference_mode()
 def captured(model: Model, tables: RowTables, attending: Attending, draws: Draws, buckets: Sequence[int],
@@ -61,7 +70,7 @@ class Uncaptured(Steps):
     """Takes no step, and counts those that come: all for one cause."""
 
     def __init__(self, cause: str) -> None:
-        self._cause, self._count = cause, 0
+        self._cause, self._count, self.why = cause, 0, WHY[cause]
 
     def step(self, batch: StepBatch, arrivals: Arrivals) -> Ran | None:
         self._count += 1

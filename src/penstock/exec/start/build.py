@@ -243,7 +243,9 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
             started = time.perf_counter()
             rank.capture(buckets_of(core.rows), width=1 + core.draft_tokens)
             info["capture_seconds"] = round(time.perf_counter() - started, 3)
-            log(f"decode steps of up to {counted(core.rows, 'row')} captured in {info['capture_seconds']} s")
+            info["uncaptured_steps"] = rank.uncaptured
+            log(f"steps of up to {counted(core.rows, 'row')} captured in {info['capture_seconds']} s"
+                + (f"; launched kernel by kernel: {rank.uncaptured}" if rank.uncaptured else ""))
         use.took("graphs")
     except torch.OutOfMemoryError:
         raise ConfigError(

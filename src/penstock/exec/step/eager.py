@@ -76,14 +76,15 @@ class Eager(Steps):
 
     def _forward(self, lowered: Lowered, arrivals: Arrivals) -> Tensor:
         """hidden_TD behind the final norm, or, but for the last stage, nothing that is used here."""
-        model, links, attend = self._model, self._links, self._attending.step(lowered)
+        model, links, attend, batch = self._model, self._links, self._attending.step(lowered), lowered.batch
         if arrivals:
             attend = Arriving(attend, self._groups, arrivals)
         if links.before is None and links.after is None:
             return model.forward(lowered.ids_T, lowered.positions_T, attend)
-        x = model.embed(lowered.ids_T) if links.before is None else links.before.take(lowered.batch.step)
+        x = model.embed(lowered.ids_T) if links.before is None else (
+            batch.before or links.before.take(batch.step))
         x = model.layers(x, lowered.positions_T, attend)
         if links.after is None:
             return model.norm(x)
-        links.after.put(lowered.batch.step, x)
+        links.after.put(batch.step, x._replace(inputs=batch.inputs))
         return x.h_TD

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from penstock.core.plan import RequestId, Row, StepId, StepPlan
 from penstock.kernels.types.ragged import on_device
+from penstock.model.base import Boundary
 
 Line: TypeAlias = npt.NDArray[np.int32] | Sequence[int]
 Bucket: TypeAlias = tuple[int, int]         # T, B
@@ -61,6 +62,8 @@ class StepBatch:
 
     turns    which of its row's positions an entry is: 0 the first, others are drafts
     waits    its layers wait for copies of their own
+    inputs   where the host drafts, for the stages behind
+    before   what the stage in front has made, if that was asked what it computes
 
     Lines, of tokens:
     id_T, row_T, position_T, decode_T    decode: which of the D it is, or -1
@@ -78,9 +81,12 @@ class StepBatch:
     tokens: Sequence[int]
     turns: Sequence[int]
     waits: bool = False
+    inputs: Inputs | None = None
+    before: Boundary | None = None
 
     @staticmethod
-    def of(plan: StepPlan, index: Callable[[Row], int], inputs: Inputs | None = None) -> StepBatch:
+    def of(plan: StepPlan, index: Callable[[Row], int], inputs: Inputs | None = None,
+           before: Boundary | None = None) -> StepBatch:
         """Each row an entry; or, with what the host has found of rows that decode, each of their positions: the
         first takes the row's last sampled token, further ones the drafts. Asserts that no row is ahead of its plan."""
         rows = tuple(map(index, plan.rows))
@@ -102,7 +108,8 @@ class StepBatch:
                 entries += [(rid, row, first + turn, 1, samples, turn) for turn in range(1 + drafts)]
             tokens += known
         rids, rows, starts, counts, sampled, turns = zip(*entries, strict=True)
-        return StepBatch(plan.step, rids, rows, starts, counts, sampled, tokens, turns, bool(plan.waits))
+        return StepBatch(plan.step, rids, rows, starts, counts, sampled, tokens, turns, bool(plan.waits), inputs,
+                         before)
 
     @cached_property
     def first(self) -> tuple[int, ...]:
