@@ -265,6 +265,7 @@ def report_worst(args: argparse.Namespace) -> None:
     for rows in args.rows or (64,):
         scene = worst.Scene(rows=rows, page=args.page_size, groups=settings(one).groups, limit_s=args.limit,
                             repeats=args.repeats,
+                            between=None if args.gc or args.count else collector.BetweenTurns(),
                             meter=worst.instructions if args.count else worst.cpu_ms)
         for name in args.worst or worst.CASES:
             case = worst.CASES[name]
@@ -275,6 +276,7 @@ def report_worst(args: argparse.Namespace) -> None:
                 fails = r.fails and not (args.count and r.bar_ms)
                 print(f"{name} {size:,} {case.of}, {rows} rows: longest turn {r.longest:,.2f} {unit}, median "
                       f"{r.median:,.3f}, {r.multiple:,.1f} times ({bar}), {r.turns} turns"
+                      f"{'' if args.gc or args.count else f', collections between them {r.pause:,.1f} ms'}"
                       f"{', stopped by --limit' if r.stopped else ''}{', FAILS' if fails else ''}",
                       flush=True)
                 failed += [f"{name} {size:,}"] if fails else []
@@ -295,8 +297,8 @@ def main() -> None:
     parser.add_argument("--waiting", type=int, default=0, help="requests that wait for a row")
     parser.add_argument("--drafts", type=int, default=0, help="rows of these that draft")
     parser.add_argument("--gc", choices=("default", "engine", "off"),
-                        help="Python's cycle collector as it is, as the engine process sets it (so by "
-                        "--worst), or off")
+                        help="Python's cycle collector as it is, with the engine's thresholds, or off. "
+                        "By --worst it runs between turns, as the engine's does")
     parser.add_argument("--record", action="store_true", help="through the flight recorder, as the engine "
                         "does; its ring is full after 512 turns: --context 1400 --turns 1200")
     parser.add_argument("--cpu", action="store_true", help="processor time, not wall time: for a machine "

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
+from penstock.config.base import collector
 from penstock.core import plan
 from penstock.core.core import Core
 from penstock.core.lifecycle import Phase
@@ -52,16 +53,14 @@ def instructions(call: Callable[[], Any]) -> tuple[Any, float]:
 
     sys.settrace(trace)
     try:
-        result = call()
+        return call(), float(count)
     finally:
         sys.settrace(before)
-    return result, float(count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
     """What all cases of a run share."""
-
     rows: int = 64                             # that decode next to the case
     page: int = 16                             # tokens
     groups: tuple[CacheGroup, ...] = (CacheGroup(name="full", page_bytes=0),)
@@ -69,6 +68,7 @@ class Scene:
     after: int = 32                            # turns measured after a case's event has had its effect
     choices: int = 75                          # of one prompt
     meter: Meter = cpu_ms
+    between: collector.BetweenTurns | None = None    # as the engine collects; None: Python does, during a turn
     limit_s: float = 60.0                      # processor time of measured turns, then a case stops
     repeats: int = 1                           # of each case: a turn takes the least that it took in any
 
@@ -76,12 +76,12 @@ class Scene:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     """What one case took, in the unit of its meter."""
-
     case: str
     size: int
     longest: float
     median: float
     turns: int
+    pause: float                               # the longest collection between turns
     stopped: bool = False                      # its limit came first: the longest turn may still be to come
     bar_ms: float = 0.0                        # the bar, where that is not BAR times the median
 
@@ -101,12 +101,12 @@ class Stopped(Exception):
 @dataclass
 class Engine:
     """A core and an executor that takes no time."""
-
     scene: Scene
     cfg: CoreConfig
     core: Core = field(init=False)
     events: list[plan.Event] = field(default_factory=list)
     taken: list[float] = field(default_factory=list)
+    pause: float = 0.0                         # the longest collection after a measured turn
     calm: list[float] = field(default_factory=list)
     is_measured: bool = False
     ends: float = 0.0                          # processor time of this thread at which a case stops
@@ -124,6 +124,9 @@ class Engine:
             step = advance.plan
             if time.thread_time() > self.ends:
                 raise Stopped
+        if (between := self.scene.between) is not None:
+            cost = self.scene.meter(lambda: between.collect(idle=False))[1]
+            self.pause = max(self.pause, cost if self.is_measured else 0.0)
         self.events = answer(step) if step is not None else []
 
     def until(self, done: Callable[[], bool], most: int = 1_000_000) -> None:
@@ -173,7 +176,7 @@ class Engine:
     @property
     def held(self) -> int:
         """Device pages that are not free: of requests, and cached."""
-        return sum([len(pool.held) for pool in self.core.kv.arenas[plan.Tier.HBM].pools])
+        return sum([pool.num_held for pool in self.core.kv.arenas[plan.Tier.HBM].pools])
 
 
 def answer(step: plan.StepPlan, token: int = 7) -> list[plan.Event]:
@@ -331,8 +334,7 @@ def drop(s: Scene, n: int) -> Iterator[Engine]:
 
 def decoding(s: Scene, n: int) -> Iterator[Engine]:
     """`n` rows that decode, and nothing else."""
-    e = Engine(s, config(s, rows=n, hbm_pages=n * ((ROW_TOKENS + 3_000) // s.page)))
-    yield e
+    yield (e := Engine(s, config(s, rows=n, hbm_pages=n * ((ROW_TOKENS + 3_000) // s.page))))
     e.start_rows(n)
     e.measure(calm=0)
     e.turns(s.calm)
@@ -340,8 +342,7 @@ def decoding(s: Scene, n: int) -> Iterator[Engine]:
 
 def burst(s: Scene, n: int) -> Iterator[Engine]:
     """`n` requests arrive in one turn, and there are rows for all."""
-    e = Engine(s, config(s, rows=n, hbm_pages=16 * n))
-    yield e
+    yield (e := Engine(s, config(s, rows=n, hbm_pages=16 * n)))
     e.measure(calm=0)
     e.turn(*(plan.Arrived(plan.RequestId(1 + i), numbers(i, 60), 64) for i in range(n)))
     e.until(lambda: len(e.core.running) == n and all([r.num_output for r in e.core.running]))
@@ -349,8 +350,7 @@ def burst(s: Scene, n: int) -> Iterator[Engine]:
 
 def ends(s: Scene, n: int) -> Iterator[Engine]:
     """`n` rows end in one turn."""
-    e = Engine(s, config(s, rows=n, hbm_pages=40 * n, step_tokens=512 * n))
-    yield e
+    yield (e := Engine(s, config(s, rows=n, hbm_pages=40 * n, step_tokens=512 * n)))
     e.start_rows(n, out=96)
     e.measure(calm=32)
     e.until(lambda: not e.core.live)
@@ -382,8 +382,7 @@ def queue(s: Scene, n: int) -> Iterator[Engine]:
 
 def stats(s: Scene, n: int) -> Iterator[Engine]:
     """`Core.stats()`, for each GET /metrics, next to `n` requests that wait."""
-    e = Engine(s, config(s, rows=s.rows))
-    yield e
+    yield (e := Engine(s, config(s, rows=s.rows)))
     e.start_rows()
     e.measure()
     _queued(e, n)
@@ -472,7 +471,7 @@ class Case:
     def measure(self, s: Scene, size: int) -> Result:
         """The case at one size. Raises AssertionError if what it is about does not happen. All repeats have
         the same turns, so what one of them takes longer is the machine's."""
-        runs, stopped = list[tuple[list[float], list[float]]](), False
+        runs, stopped, pauses = list[tuple[list[float], list[float]]](), False, list[float]()
         for _ in range(s.repeats):
             e = next(steps := self.run(s, size))
             try:
@@ -480,10 +479,11 @@ class Case:
             except Stopped:
                 stopped = True
             runs.append((e.calm, e.taken))
+            pauses.append(e.pause)
         calm, taken = ([min(turn) for turn in zip(*each, strict=not stopped)] for each in zip(*runs, strict=True))
         calm = sorted(calm or taken)
         return Result(case=self.name, size=size, longest=max(taken), median=calm[len(calm) // 2],
-                      turns=len(taken), stopped=stopped, bar_ms=self.bar_ms)
+                      turns=len(taken), pause=min(pauses), stopped=stopped, bar_ms=self.bar_ms)
 
     @property
     def name(self) -> str:

@@ -60,9 +60,11 @@ settings.load_profile("same")
 
 @pytest.fixture(autouse=True)
 def _collector_as_it_was() -> Iterator[None]:
-    before = gc.get_threshold()
+    before, collects = gc.get_threshold(), gc.isenabled()
     yield
     gc.set_threshold(*before)
+    if collects:
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)

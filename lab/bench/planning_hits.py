@@ -56,7 +56,7 @@ class Turns:
         """Compute and cache a prompt, then start the rows that decode beside."""
         prompt = tuple(range(1 << 20, (1 << 20) + tokens))
         self.turn(Arrived(FIRST, prompt, 2))
-        self.until(lambda: not self.core.live and not self.core.kv.leaving and not self.core.kv.moves.flying)
+        self.until(lambda: not self.core.live and not self.core.kv.freeing and not self.core.kv.moves.flying)
         for i in range(DECODING):
             self.turn(Arrived(RequestId(2 + i), (i, *range(600)), 8000))
         self.until(lambda: len(self.core.running) == DECODING and not self.core.transient)
@@ -81,7 +81,7 @@ def hit(tokens: int, page_size: int, *, host: bool) -> list[float]:
     if host:
         core.kv.tree.evict_all(core.kv.device)
     turns.turn(Arrived(rid, prompt, 20))
-    turns.until(lambda: rid not in core.live and not core.kv.leaving)
+    turns.until(lambda: rid not in core.live and not core.kv.freeing)
     assert core.counters["prefix_queries"] - 600 * 8 > 0
     found = core.counters["prefix_dram_hits" if host else "prefix_hbm_hits"]
     assert found >= tokens - page_size, found
@@ -96,7 +96,7 @@ def fork(tokens: int, page_size: int, choices: int) -> list[float]:
     prompt, core = turns.fill(tokens), turns.core
     rids = [RequestId(1000 + i) for i in range(choices)]
     turns.turn(*(Arrived(rid, prompt, 40, leader=rids[0] if rid != rids[0] else None) for rid in rids))
-    turns.until(lambda: not any(rid in core.live for rid in rids) and not core.kv.leaving)
+    turns.until(lambda: not any(rid in core.live for rid in rids) and not core.kv.freeing)
     for _ in range(100):
         turns.turn()
     return turns.taken
@@ -112,7 +112,7 @@ def memory(page_size: int, pages: int = 20_000) -> float:
     prompt = tuple([7 * i + (1 << 20) for i in range(page_size * pages)])
     events: list[Event] = [Arrived(FIRST, prompt, 2)]
     del prompt
-    while events or core.live or core.kv.leaving:
+    while events or core.live or core.kv.freeing:
         events = answer(core.advance(events).plan, 9)
     gc.collect()
     used = tracemalloc.get_traced_memory()[0] - before

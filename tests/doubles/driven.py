@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.selection import Selection, attention_identity
 from penstock.core.core import Core
+from penstock.core.kv.pool import FREE
 from penstock.core.plan import (
     Arrived,
     Event,
@@ -213,7 +214,7 @@ class InProcess(Driven):
                 arena, n = ledger.arena, ledger.per_slab
                 free = [ledger.base + slab * n + i
                         for slab in (arena.free if arena else ()) for i in range(n)]
-                for page in (*free, *ledger._free):
+                for page in (*free, *ledger.units(FREE)):
                     pool.page(page).fill_(255 if pool.layout.dtype == torch.uint8 else float("nan"))
                     spoilt.setdefault((pools is self.device, pool.group), page)
         return spoilt

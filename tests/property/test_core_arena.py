@@ -136,7 +136,7 @@ class ArenaMachine(RuleBasedStateMachine):
         for more in {max(0, short - 1), short}:
             arena = deepcopy(self.arena)
             if len(arena.pools) == 1:
-                arena.pools[0]._free.update(range(500, 500 + more))
+                arena.pools[0].free += more
                 assert (arena.pools[0].free >= want[0]) == (more >= short)
             else:
                 arena.free += range(100, 100 + more)

@@ -393,5 +393,5 @@ def test_the_planner_takes_as_much_memory_as_a_start_says(page_size: int) -> Non
     gc.collect()
     used = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    cached = len(core.kv.arenas[Tier.HBM].pools[0].held)
+    cached = core.kv.arenas[Tier.HBM].pools[0].num_held
     assert cached > 0.99 * pages and 0.9 < used / cfg.planner_bytes < 1.1

@@ -71,7 +71,7 @@ def test_the_program_prints_a_line_for_each_case_that_it_was_asked_for():
 
 def test_a_result_fails_at_its_bar_and_not_below_it():
     def result(longest, **bar):
-        return worst.Result(case="x", size=1, longest=longest, median=2.0, turns=9, **bar)
+        return worst.Result(case="x", size=1, longest=longest, median=2.0, turns=9, pause=0.0, **bar)
 
     assert not result(40.0).fails and result(40.5).fails
     assert not result(99.0, bar_ms=100.0).fails and result(101.0, bar_ms=100.0).fails

@@ -93,7 +93,7 @@ class Core(CoreState):
                 if self.is_saving:
                     self.kv.saves_left, self.kv.may_start = 1 << 60, True
                     continue
-                if self.admission.is_underway and not (self.kv.moves.flying and self.kv.rows.held):
+                if self.admission.is_underway and not (self.kv.moves.flying and self.kv.rows.num_held):
                     self.kv.hits_left = 1 << 60
                     continue
                 if self.admission.is_full:
@@ -127,14 +127,14 @@ class Core(CoreState):
                 f"{tier.value}_pages": sum(p.capacity for p in arena.pools)
                 + len(arena.free) * arena.pools[0].per_slab,
                 f"{tier.value}_pages_free": free,
-                f"{tier.value}_pages_held": sum(len(p.held) for p in arena.pools),
-                f"{tier.value}_pages_in_use": sum(len(p.held) - p.num_evictable for p in arena.pools),
+                f"{tier.value}_pages_held": sum(p.num_held for p in arena.pools),
+                f"{tier.value}_pages_in_use": sum(p.num_held - p.num_evictable for p in arena.pools),
                 f"{tier.value}_pages_fenced": sum(p.in_limbo for p in arena.pools),
                 f"{tier.value}_evictions": sum(space.evicted for space in spaces),
             }
         for space in kv.tree.spaces if len(self.cfg.groups) > 1 else ():
             of = f'{{tier="{space.tier.value}",group="{self.cfg.groups[space.group].name}"}}'
-            gauges[f"cache_group_pages{of}"] = held = len(space.pool.held)
+            gauges[f"cache_group_pages{of}"] = held = space.pool.num_held
             gauges[f"cache_group_bytes{of}"] = held * self.cfg.groups[space.group].page_bytes
         if self.pairs:
             gauges["peer_ignored"] = sum(sum(p.side.counters.values()) for p in self.pairs.values())

@@ -98,7 +98,7 @@ class CoreConfig:
         """Memory that the planner has when all pages of device and host are cached, as `tests/unit/
         test_core_planning.py` counts it: of each page its tokens, its place in the tree and in an order of
         eviction, and its number."""
-        return (self.hbm_pages + self.dram_pages) * (560 + 4 * self.page_size)
+        return (self.hbm_pages + self.dram_pages) * (430 + 4 * self.page_size)
 
     @property
     def depth(self) -> int:

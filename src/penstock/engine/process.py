@@ -95,7 +95,7 @@ def run(engine: EngineParts, link: ApiLink) -> None:
     loop, crew, peers = engine.loop, engine.crew, engine.peers
     turn_over = write_on_signal(loop.recorder)
     missing = "no connection yet" if peers is None else peers.missing
-    begun = False
+    begun, between = False, collector.BetweenTurns()
     while True:
         wait_s = loop.wait_s
         idle = not begun and wait_s is None and not loop.steps_in_flight
@@ -117,6 +117,7 @@ def run(engine: EngineParts, link: ApiLink) -> None:
         if peers is not None and peers.changed:
             missing = tell(peers, link, missing)
         turn_over()
+        between.collect(idle=not loop.steps_in_flight)
 
 
 def tell(peers: Peers, link: ApiLink, missing: str) -> str:

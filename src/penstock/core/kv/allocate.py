@@ -217,11 +217,11 @@ def _name(kv: Pages, r: Request, place: Place) -> Entry | None:
                 return _name(kv, r, place)
             if entry.found:
                 return None
-        elif entry.is_fresh or (entry.lost_by_group and entry.again and kv.rows.held):
+        elif entry.is_fresh or (entry.lost_by_group and entry.again and kv.rows.num_held):
             if not entry.is_fresh and kv.refuses(r, r.path) is not None:
                 entry.found = None             # what a group keeps of it has gone since: it ends earlier
                 continue
-            if len(r.path) > LONG and before - kv.hits_left > kv.cfg.hit_pages // 4 and kv.rows.held:
+            if len(r.path) > LONG and before - kv.hits_left > kv.cfg.hit_pages // 4 and kv.rows.num_held:
                 return None                    # it has had its part of this turn: the rest is a turn's too
             break
         else:                                  # the tree may know more by now
@@ -268,21 +268,23 @@ def _pin(kv: Pages, r: Request, entry: Entry) -> bool:
     last = path[-1] if path else kv.tree.roots.get(r.arrived.namespace)
     whole = [g for g, t in enumerate(r.tables) if not t.reach]
     device = kv.device[whole[0]] if len(whole) == 1 else None
+    parts = [(g, entry.parts[g], entry.place is Place.HOST and r.tables[g].hosted) for g in whole]
+    flushed, pin = kv.tree.flushed, entry.claim.pin
     for i in range(at, min(len(nodes), at + kv.hits_most)):
         node = nodes[i]
         up = node.find(device) if device is not None else None
-        if (node.parent is not last or node.banished or kv.tree.is_flushed(node) or node.first is None
-                or ((up is None or up.bad) and not all([kv.is_reachable(node, g) for g in whole]))):
+        if (node.parent is not last or node.banished or node.last_used <= flushed or node.first is None
+                or ((up is None or up.flags) and not all([kv.is_reachable(node, g) for g in whole]))):
             del nodes[i:]
             entry.end, entry.found, entry.lost_by_group = None, None, {}
             break
         path.append(node)
-        for g in whole:                        # pinned first: then it has no place in an order of eviction
-            part, copy = entry.parts[g], up or node.find(kv.device[g])
-            if copy is None or copy.bad or not copy.ready or (entry.place is Place.HOST and r.tables[g].hosted):
+        for g, part, hosted in parts:          # pinned first: then it has no place in an order of eviction
+            copy = up or node.find(kv.device[g])
+            if copy is None or copy.flags or not copy.ready or hosted:
                 _page(kv, r, g, i, node, part, entry.claim, entry.place)
             else:
-                part.up.append(entry.claim.pin(copy))
+                part.up.append(pin(copy))
                 part.pages.append(HbmPage(copy.page))
         kv.tree.ref(node)
         last = node

@@ -121,7 +121,7 @@ class Matching:
             if node is None or (node := node.child(r.page_key(i, size))) is None or node.last_used <= flushed:
                 return True
             copy = node.find(device) if device is not None else None
-            if (copy is None or copy.bad) and not all([self.is_reachable(node, g, stored) for g in whole]):
+            if (copy is None or copy.flags) and not all([self.is_reachable(node, g, stored) for g in whole]):
                 return True
             path.append(node)
         return node is None or self._next(r, node, len(path), stored) is None

@@ -96,13 +96,13 @@ def _save_some(kv: Pages, r: Request, g: int, begin: int, end: int) -> None:
             bare.append(node)
     if bare:
         write_through(kv, g, bare, r)
+    space, arena, want = kv.host[g], kv.arenas[Tier.DRAM], [-len(pages) for pages in r.reserve]
     for i in range(begin, end):
         node = kv.node(r, t, i)
-        if node is not None and own(t.host, i) is None and (copy := node.good(kv.host[g])):
-            counts = copy.evictable_in is not None and kv.arenas[Tier.DRAM].num_reserved > 0
+        if node is not None and own(t.host, i) is None and (copy := node.good(space)):
+            counts = copy.evictable_in is not None and arena.num_reserved > 0
             put(t.host, i, copy)
-            if counts and own(t.device, i) is not None and (
-                    kv.lacks(Tier.DRAM, [-len(pages) for pages in r.reserve])):
+            if counts and own(t.device, i) is not None and arena.lacks(want) and kv.lacks(Tier.DRAM, want):
                 kv.drop_entry(r, g, t.host, i)                # it is promised to another
 
 

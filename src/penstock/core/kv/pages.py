@@ -216,7 +216,7 @@ class Pages(Matching):
     @property
     def hits_most(self) -> int:
         """Pages that a request which waits may still match and pin in this turn: all, if no other has a row."""
-        return max(0, self.hits_left) if self.rows.held else 1 << 60
+        return max(0, self.hits_left) if self.rows.num_held else 1 << 60
 
     def abandon(self, r: Request) -> None:
         """`r`, which waits, gives up the part of its prefix that it has pinned, in portions: if it begins anew in
@@ -230,7 +230,7 @@ class Pages(Matching):
         """These pins, and the path of `r`, which was refused: in portions. All at once if no other request has a
         row, or no step is in flight: then nothing waits for it, and no later turn need come for the rest."""
         self._give_back(r, pins)
-        while self.returned and (not self.rows.held or self.hits_left > self.cfg.hit_pages):
+        while self.returned and (not self.rows.num_held or self.hits_left > self.cfg.hit_pages):
             self._return(self.returned[0], 1 << 60)
 
     def _give_back(self, r: Request, pins: list[Copy]) -> None:
@@ -456,7 +456,8 @@ class Pages(Matching):
         give_up(copy, r)
         copy.used = max(copy.used, r.last_issue)
         if copy.node is not None:
-            self.tree.update_evictable(copy.node)
+            if not copy.pins:
+                self.tree.update_evictable(copy.node)
         elif copy in self.moves.detached:
             self.moves.free_detached(copy)
         elif copy.page >= 0:

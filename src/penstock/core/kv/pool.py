@@ -7,7 +7,6 @@ Pools that share one memory take slabs of it and give them back when they are em
 """
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -25,12 +24,17 @@ class Fence(NamedTuple):
     away: bool = False
 
 
+NONE, FREE, HELD, LIMBO = range(4)     # what a unit is; NONE: its slab is the arena's
+BLOCK = 4_096                          # units whose free ones are counted together
+
+
 @dataclass(slots=True, eq=False)
 class Pool:
     """`capacity` interchangeable units with ids from `base` on: slab s has `per_slab` of them.
 
     Hands out the lowest ids first, and the neighbour of `near` where it can: pages that lie side by
-    side are read without a gather, and slabs run empty.
+    side are read without a gather, and slabs run empty. A unit is a byte: a set or a heap of a million of
+    them takes 10 to 30 ms in the turn in which it is built again.
     """
 
     name: str
@@ -38,7 +42,8 @@ class Pool:
     base: int = 0
     per_slab: int = 1
     arena: Arena | None = None                   # None: its units are its own for ever
-    held: set[int] = field(init=False, default_factory=set)
+    free: int = field(init=False, default=0)     # units that can be taken without another slab
+    num_held: int = field(init=False, default=0)
     limbo: deque[tuple[Fence, list[int]]] = field(init=False, default_factory=deque)
     in_limbo: int = field(init=False, default=0)
     away: int = field(init=False, default=0)     # of these, those that another engine may write
@@ -50,46 +55,70 @@ class Pool:
     evictable_slabs: int = field(init=False, default=0)  # slabs with nothing fixed
     changes: int = field(init=False, default=0)          # times that units changed hands,
     checked: int = field(init=False, default=-1)         # of which `check` found all in order
-    _free: set[int] = field(init=False)
-    _order: list[int] = field(init=False)        # heap over _free; may name units taken meanwhile
+    _state: bytearray = field(init=False)        # of each unit that it can ever have, and one NONE at the end
+    _free_in: list[int] = field(init=False)      # by block: units that are free,
+    _has_free: bytearray = field(init=False)     # and whether there are any
 
     def __post_init__(self) -> None:
-        self._order = list(range(self.base, self.base + self.capacity))
-        self._free = set(self._order)
+        self.reach(self.capacity)
+        self._set_free(0, self.capacity)
+
+    def reach(self, units: int) -> None:
+        """It has none yet, and may come to have so many."""
+        blocks = units // BLOCK + 1
+        self._state, self._free_in, self._has_free = bytearray(units + 1), [0] * blocks, bytearray(blocks)
 
     @property
-    def free(self) -> int:
-        """Units that can be taken without another slab."""
-        return len(self._free)
+    def held(self) -> set[int]:
+        """Units that somebody has; a new set: see `num_held`."""
+        return set(self.units(HELD))
+
+    def units(self, state: int) -> list[int]:
+        """Those that are FREE, HELD or in LIMBO, lowest first."""
+        return [unit for unit, is_now in enumerate(self._state, self.base) if is_now == state]
+
+    def _set_free(self, begin: int, end: int) -> None:
+        self._state[begin:end] = bytes((FREE,)) * (end - begin)
+        self.free += end - begin
+        while begin < end:
+            block = begin // BLOCK
+            n = min(end, (block + 1) * BLOCK) - begin
+            self._free_in[block] += n
+            self._has_free[block] = True
+            begin += n
 
     def acquire(self, n: int, near: int | None = None) -> list[int]:
         """Take n units. Asking for more than there are is a bug of the caller."""
-        free, arena = self._free, self.arena
+        arena, state, free_in = self.arena, self._state, self._free_in
         self.changes += 1
-        while len(free) < n and arena is not None and arena.free:
+        while self.free < n and arena is not None and arena.free:
             if n == self.per_slab == 1:
                 return [self._whole(arena.free.pop())]
             self._gain(arena.free.pop())
-        assert 0 <= n <= len(free), f"{self.name}: {n} of {len(free)} free"
-        held, held_in, fixed_in = self.held, self.held_in, self.fixed_in
+        assert 0 <= n <= self.free, f"{self.name}: {n} of {self.free} free"
+        held_in, fixed_in, base = self.held_in, self.fixed_in, self.base
         taken: list[int] = []
-        unit = -2 if near is None else near
+        at = -1 if near is None else near - base
+        last = len(state) - 1
         for _ in range(n):
-            unit += 1
-            while unit not in free:
-                unit = heapq.heappop(self._order)
-            free.remove(unit)
-            held.add(unit)
-            taken.append(unit)
+            at += 1
+            if not 0 <= at < last or state[at] != FREE:
+                at = state.find(FREE, self._has_free.find(1) * BLOCK)
+            state[at] = HELD
+            block = at // BLOCK
+            free_in[block] -= 1
+            if not free_in[block]:
+                self._has_free[block] = False
+            taken.append(base + at)
             if arena is not None:
-                slab = (unit - self.base) // self.per_slab
+                slab = at // self.per_slab
                 if not fixed_in[slab]:
                     self.evictable_slabs -= 1
                     self.spare_slabs -= not held_in[slab]
                 held_in[slab] += 1
                 fixed_in[slab] += 1
-        while n > 1 and self._order and self._order[0] not in free:
-            heapq.heappop(self._order)         # or a later row that takes one page would do it for these
+        self.free -= n
+        self.num_held += n
         return taken
 
     def release(self, units: Sequence[int], fence: Fence) -> None:
@@ -97,9 +126,10 @@ class Pool:
         if not units:
             return
         self.changes += 1
+        state = self._state
         for unit in units:
-            assert unit in self.held, f"{self.name}: {unit} released twice"
-            self.held.remove(unit)
+            assert state[unit - self.base] == HELD, f"{self.name}: {unit} released twice"
+            state[unit - self.base] = LIMBO
             if self.arena is not None and not fence.away:
                 slab = self._slab(unit)
                 self.held_in[slab] -= 1
@@ -111,6 +141,7 @@ class Pool:
             self.limbo[-1][1].extend(units)    # requests give up page by page; each entry is asked for ever
         else:
             self.limbo.append((fence, list(units)))
+        self.num_held -= len(units)
         self.in_limbo += len(units)
         self.away += fence.away * len(units)
 
@@ -118,15 +149,18 @@ class Pool:
         """Free what no issued step and no flying move can touch any more. Returns how many."""
         if not self.limbo:
             return 0
-        freed = 0
+        freed, state, free_in, has_free = 0, self._state, self._free_in, self._has_free
         keep: deque[tuple[Fence, list[int]]] = deque()
         for fence, units in self.limbo:
             if fence.step <= retired and not (fence.moves and any([m in flying for m in fence.moves])):
                 freed += len(units)
                 self.away -= fence.away * len(units)
-                self._free.update(units)
                 for unit in units:
-                    heapq.heappush(self._order, unit)
+                    at = unit - self.base
+                    state[at] = FREE
+                    free_in[at // BLOCK] += 1
+                    has_free[at // BLOCK] = True
+                self.free += len(units)
                 if self.arena is not None:
                     self._lose(self.arena, units, self.held_in if fence.away else self.limbo_in)
             else:
@@ -134,8 +168,6 @@ class Pool:
         self.limbo = keep
         self.changes += freed
         self.in_limbo -= freed
-        if len(self._order) > 4 * self.capacity + 64:
-            self._order = sorted(self._free)   # neighbours are taken past it: what they leave piles up
         return freed
 
     # ---------------------------------------------------------------- what can be had
@@ -162,22 +194,19 @@ class Pool:
         return (unit - self.base) // self.per_slab
 
     def _gain(self, slab: int) -> None:
-        first = self.base + slab * self.per_slab
         self.held_in[slab] = self.limbo_in[slab] = self.fixed_in[slab] = 0
         self.spare_slabs += 1
         self.evictable_slabs += 1
         self.capacity += self.per_slab
-        self._free.update(range(first, first + self.per_slab))
-        for unit in range(first, first + self.per_slab):
-            heapq.heappush(self._order, unit)
+        self._set_free(slab * self.per_slab, (slab + 1) * self.per_slab)
 
     def _whole(self, slab: int) -> int:
         """Nothing is free: gain a slab of one unit, and hold that."""
-        self._order.clear()
         self.held_in[slab], self.limbo_in[slab], self.fixed_in[slab] = 1, 0, 1
         self.capacity += 1
-        self.held.add(unit := self.base + slab)
-        return unit
+        self.num_held += 1
+        self._state[slab] = HELD
+        return self.base + slab
 
     def _lose(self, arena: Arena, units: Sequence[int], counted: dict[int, int]) -> None:
         """`units` have become free: slabs without any other go back to the arena."""
@@ -192,8 +221,13 @@ class Pool:
                 del self.held_in[slab], self.limbo_in[slab], self.fixed_in[slab]
                 self.spare_slabs -= 1
                 self.evictable_slabs -= 1
-                first = self.base + slab * self.per_slab
-                self._free.difference_update(range(first, first + self.per_slab))
+                first = slab * self.per_slab
+                for at in range(first, first + self.per_slab):
+                    self._state[at] = NONE
+                    block = at // BLOCK
+                    self._free_in[block] -= 1
+                    self._has_free[block] = self._free_in[block] > 0
+                self.free -= self.per_slab
                 self.capacity -= self.per_slab
                 arena.free.append(slab)
 
@@ -202,26 +236,28 @@ class Pool:
         has changed hands since that held."""
         if self.changes == self.checked:
             return
-        free, held = self._free, self.held
-        if not (self.capacity or free or held or self.limbo):
-            assert not (self.in_limbo or self.held_in or self.limbo_in or self.away or self.num_evictable), self.name
+        if not (self.capacity or self.free or self.num_held or self.limbo):
+            assert not (self.in_limbo or self.held_in or self.limbo_in or self.away or self.num_evictable
+                        or any(self._state)), self.name
             self.checked = self.changes
             return
-        limbo = [u for _, units in self.limbo for u in units]
+        limbo, state = [u for _, units in self.limbo for u in units], self._state
         assert self.in_limbo == len(limbo)
-        owned = len(free) + len(held) + len(limbo)
+        owned = self.free + self.num_held + len(limbo)
         assert owned == self.capacity, f"{self.name}: {owned} != {self.capacity}"
-        assert free.isdisjoint(held) and free.isdisjoint(limbo) and held.isdisjoint(limbo) and (
-            len(set(limbo)) == len(limbo)), f"{self.name}: a unit has two owners"
-        assert free.issubset(self._order), f"{self.name}: a free unit cannot be found"
-        assert len(self._order) <= 4 * self.capacity + 64, f"{self.name}: units that were taken pile up"
+        assert (state.count(FREE), state.count(HELD), state.count(LIMBO)) == (
+            self.free, self.num_held, len(set(limbo))) and len(set(limbo)) == len(limbo) and all(
+            [state[u - self.base] == LIMBO for u in limbo]), f"{self.name}: a unit has two owners"
+        blocks = [state.count(FREE, at, at + BLOCK) for at in range(0, len(state), BLOCK)]
+        assert self._free_in == blocks and list(self._has_free) == [n > 0 for n in blocks], (
+            f"{self.name}: a free unit cannot be found")
         if self.arena is not None:
             assert self.capacity == len(self.held_in) * self.per_slab
             assert self.held_in.keys() == self.limbo_in.keys() == self.fixed_in.keys()
             assert self.spare_slabs == sum([not n for n in self.held_in.values()])
-            assert sum(self.held_in.values()) == len(held) + self.away
+            assert sum(self.held_in.values()) == self.num_held + self.away
             assert sum(self.limbo_in.values()) == len(limbo) - self.away
-            assert sum(self.fixed_in.values()) == len(held) + self.away - self.num_evictable
+            assert sum(self.fixed_in.values()) == self.num_held + self.away - self.num_evictable
             assert self.evictable_slabs == sum([not n for n in self.fixed_in.values()])
             assert all(n or self.limbo_in[slab] for slab, n in self.held_in.items()), "an empty slab"
         self.checked = self.changes
@@ -244,6 +280,7 @@ class Arena:
         if shared:
             for pool in self.pools:
                 pool.arena = self
+                pool.reach(slabs * pool.per_slab)
 
     @property
     def away(self) -> int:
@@ -282,8 +319,8 @@ class Arena:
         need, have = 0, len(self.free)
         if not promised:                       # asked for each page that is taken
             for pool, n in zip(self.pools, want, strict=True):
-                if n > (units := len(pool._free)):
-                    need += -(-(n - units) // pool.per_slab)
+                if n > pool.free:
+                    need += -(-(n - pool.free) // pool.per_slab)
             return need - have if need > have else 0
         for pool, n in zip(self.pools, want, strict=True):
             units, spare = pool.free, 0

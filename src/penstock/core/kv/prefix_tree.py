@@ -325,7 +325,7 @@ class Tree:
         if node.last_used != IN_USE:
             node.last_used = IN_USE
             if node.first is not None:
-                self.update_evictable(node)      # its place in the eviction orders is another now
+                self._enter(node)                # its place in the eviction orders is another now
 
     def unref(self, path: Sequence[Node]) -> None:
         """A request gives up the end of its path. All of it was used now: a page is never older than
