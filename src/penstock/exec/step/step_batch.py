@@ -128,8 +128,7 @@ class StepBatch:
     @property
     def sampled(self) -> tuple[RequestId, ...]:
         """Requests that sample, in order."""
-        return tuple([rid for rid, samples, turn in zip(self.rids, self.samples, self.turns, strict=True)
-                      if samples and not turn])
+        return tuple([rid for rid, turn in compress(zip(self.rids, self.turns, strict=True), self.samples) if not turn])
 
     @property
     def takes(self) -> list[tuple[RequestId, int]]:
@@ -137,33 +136,37 @@ class StepBatch:
         return [(rid, self.tokens[end - 1] if turn else -1) for rid, samples, turn, end in
                 zip(self.rids, self.samples, self.turns, self.first[1:], strict=True) if samples]
 
+    @cached_property
+    def _numbers(self) -> npt.NDArray[np.int64]:
+        return np.array((self.rows, self.start, self.count, self.first[:-1]))
+
     @property
     def launched(self) -> dict[str, Line]:
         """The lines of a step that is launched."""
         row_T: Line = self.rows
         position_T: Line = self.start
         if len(self.tokens) > len(self.rows):
-            row_T = np.repeat(self.rows, self.count)
-            position_T = np.repeat(np.subtract(self.start, self.first[:-1]), self.count)
-            position_T += np.arange(len(self.tokens))
+            row_B, start_B, count_B, first_B = self._numbers
+            row_T = row_B.repeat(count_B)
+            position_T = (start_B - first_B).repeat(count_B) + np.arange(len(self.tokens))
         return {"id_T": self.tokens, "row_T": row_T, "position_T": position_T,
                 "at_S": [end - 1 for end in compress(self.first[1:], self.samples)]}
 
     @property
     def mixed(self) -> dict[str, Line]:
         """All of them, as one that is captured with prompts reads them."""
-        row, count, last, end = (np.asarray(x) for x in (self.rows, self.count, self.first[1:], self.ends))
-        decode, sample = np.flatnonzero(count == 1), np.flatnonzero(self.samples)
+        row, start, count, first = self._numbers
+        decode, sample, end = (count == 1).nonzero()[0], np.array(self.samples).nonzero()[0], start + count
+        at_D = first[decode]
         decode_T = np.full(len(self.tokens), -1)
-        decode_T[last[decode] - 1] = np.arange(len(decode))
+        decode_T[at_D] = np.arange(len(decode))
         return self.launched | {
             "decode_T": decode_T, "row_B": row, "context_B": np.where(count == 1, 1, end), "start_B1": self.first,
-            "at_D": last[decode] - 1, "row_D": row[decode], "context_D": end[decode],
+            "at_D": at_D, "row_D": row[decode], "context_D": end[decode],
             "row_S": row[sample], "position_S": end[sample] - 1}
 
     def on(self, device: torch.device) -> list[Tensor]:
         """`launched`, int64, by one copy that the host does not wait for."""
-        lines = self.launched.values()
-        short = len(self.tokens) == len(self.rows)
+        lines, short = self.launched.values(), len(self.tokens) == len(self.rows)
         values = [*chain.from_iterable(lines)] if short else np.concatenate([*lines], dtype=np.int64, casting="unsafe")
         return list(torch.split(on_device(values, device, torch.int64), [len(line) for line in lines]))

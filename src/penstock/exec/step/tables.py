@@ -183,7 +183,7 @@ class RowTables:
 
     def sampled(self, rows: Sequence[int], tokens_B: Tensor) -> None:
         """Remember the newest token of each row, given by table index. Stays on the device."""
-        self.last_R[self._tensor(rows)] = tokens_B
+        self.last_R[on_device(rows, self.last_R.device, torch.int64)] = tokens_B
 
     def end(self, row: Row) -> int:
         """Positions that it has pages for, in every group."""
@@ -213,6 +213,3 @@ class RowTables:
             batch, ids_T, positions_T, row_T,
             tuple(Ragged(*step, table.device_RM, table.place.pages(row_T, positions_T),
                          positions_T % table.size, table.size) for table in self.groups), at_S)
-
-    def _tensor(self, values: Sequence[int]) -> Tensor:
-        return on_device(values, self.last_R.device, torch.int64)
