@@ -27,7 +27,7 @@ SHAPES = ((64, 64, 2048, (0, 1, 63, 64, 65, 127, 128, 129, 300, 1000, 2047, 2048
 
 def in_gluon(q: Tensor, pool: Tensor, slot: Tensor, out: Tensor, lse: Tensor, scale: float) -> None:
     blocks = 1 << (-(-slot.shape[1] // 64) - 1).bit_length()
-    gluon_latent.attend(q, pool, slot, out[:, :, None], lse[:, :, None], scale, 64 * blocks)
+    gluon_latent.attend(q, pool, slot, None, out[:, :, None], lse[:, :, None], scale, 64 * blocks)
 
 
 def chosen(queries: int, rows: int, num: int, near: bool = False) -> Tensor:
