@@ -189,9 +189,9 @@ def add_flags(parser: Parser, *, model_required: bool = True,
     """Adds MODEL and the flags of the tree, one help group per section; those `without`, as
     "section.field", are refused as flags of `serve`."""
     parser.usage = f"{parser.prog} {'MODEL' if model_required else '[MODEL]'} [flags]"
-    parser.epilog = ("SIZE is bytes, or a number with K, M, G, T or KiB to TiB (powers of 1,024), or KB, MB, "
-                     "GB, TB (powers of 1,000). Flags of other engines whose feature is not built are refused by name: "
-                     "docs/reference/flags.md lists them.")
+    parser.epilog = ("SIZE is bytes unless a flag says GiB, or has K, M, G, T or KiB to TiB (powers of 1,024), or KB, "
+                     "MB, GB, TB (powers of 1,000). Flags of other engines whose feature is not built are refused by "
+                     "name: docs/reference/flags.md lists them.")
     # Optional for argparse: `config_from` says it better when it is missing.
     parser.add_argument("model", nargs="?", metavar="MODEL",
                         help="folder, .gguf file, hub id, or 'demo'")

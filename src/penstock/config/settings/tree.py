@@ -69,14 +69,14 @@ class ModelConfig:
     model: Annotated[str, "folder, .gguf file, hub id, or 'demo'"]
     tokenizer: Annotated[str | None, "folder or file of the tokenizer (default: the model's own)",
                          Alias("--tokenizer-path")] = None
-    served_model_name: Annotated[tuple[str, ...], "model names in the HTTP API; a response repeats the name in "
-                                 "the request, else has the first (default: the model's)"] = ()
+    served_model_name: Annotated[tuple[str, ...], "model names in the HTTP API; a response has the requested name, "
+                                 "or without one the first (default: the model's)"] = ()
     dtype: Annotated[Dtype, "compute and KV type. auto: float32 on a CPU; on a GPU the checkpoint's type, or "
                      "bfloat16 for GGUF and float16. gguf (CPU): float32 compute, weights stay quantised"] = "auto"
     load_format: Annotated[LoadFormat, "file format of the weights; dummy makes random weights from "
                            "config.json"] = "auto"
-    quantization: Annotated[Quantization, "format of the checkpoint's weights, which is detected; another format is "
-                            "refused, and weights are not quantised at load", Alias("-q")] = "auto"
+    quantization: Annotated[Quantization, "not needed: the format of the checkpoint's weights is detected. Another "
+                            "value is refused, as weights are not quantised at load", Alias("-q")] = "auto"
     max_model_len: Annotated[int | None, "context length: tokens of prompt and output (default: the model's)",
                              Alias("--context-length", "--ctx-size", "-c")] = None
     revision: Annotated[str | None, "branch, tag or commit of a hub id (default: main)"] = None
@@ -120,22 +120,22 @@ class KVConfig:
                                       "(default: 0.9). On a CPU: share of the free memory for KV (default: 0.3)",
                                       Alias("--mem-fraction-static")] = None
     kv_offloading_size: Annotated[
-        str | None, "CPU (host) memory for KV: a size (a plain number is GiB), a multiple of the GPU's KV cache "
-        "(2x), auto (half of what is free), or 0 for none (default: auto with --kv-storage, a DSA model or "
-        "--sparse-top-k, unless --host-decode is off; else 0)", HostSize()] = None
+        str | None, "CPU (host) memory for KV: a size (a plain number is GiB), 2x (twice the GPU's KV cache), auto "
+        "(half of the free memory), or 0 for none (default: auto with --kv-storage; auto with a DSA model or "
+        "--sparse-top-k unless --host-decode is off; else 0)", HostSize()] = None
     host_decode: Annotated[HostDecode | None, "decode requests whose KV is in host memory, for DSA models and "
                            "with --sparse-top-k. auto: when the GPU's KV cache is full; always: all "
                            "requests; off: none (default: auto for these, off for other models)"] = None
-    sparse_top_k: Annotated[int | None, "turns on sparse decode for GQA models: tokens that each KV head selects "
-                            "and reads per step. A request may ask for fewer (default: off; DSA models select "
+    sparse_top_k: Annotated[int | None, "turns on sparse decode for GQA models: tokens that each KV head of "
+                            "each layer reads per step. A request may ask for fewer (default: off; DSA models select "
                             "by their own indexer)"] = None
     sparse_block_size: Annotated[int, "tokens that are selected together: 4 to 16, a divisor of --page-size"] = 8
     sparse_dense_layers: Annotated[tuple[str, ...], "layers that read all of their KV, which stays on the GPU: "
                                    "0,1 for example"] = ()
-    hot_buffer_tokens: Annotated[int | None, "maximum size of the hot buffer: per request whose KV is in host memory, "
-                                 "a GPU cache of the tokens that it selected. Starts at one step's tokens plus a "
-                                 "page, grows while GPU pages are free (default: 4 times one step's tokens; with "
-                                 "speculation at least those of all draft positions)"] = None
+    hot_buffer_tokens: Annotated[int | None, "maximum size in tokens of a hot buffer, the GPU cache of selected "
+                                 "tokens that each request with its KV in host memory has. It starts at one "
+                                 "step's tokens plus a page, grows while GPU pages are free (default: 4 times one "
+                                 "step's tokens; with speculation at least those of all draft positions)"] = None
     prefix_cache: Annotated[bool, "reuse the KV of earlier requests for prompts that begin alike",
                             Alias("--enable-prefix-caching"),
                             Inverse("--disable-radix-cache")] = True
@@ -146,9 +146,9 @@ class KVConfig:
                                 "fifths of the free space at start)", Bytes()] = None
     kv_storage_key: Annotated[str | None, "file with the secret of engines that share stored pages, at least 16 "
                               "characters (default: a key in the folder, or in the user's cache)"] = None
-    kv_storage_policy: Annotated[StoragePolicy, "how long a request waits for stored pages. timeout: while "
-                                 "reading is faster than computing; wait_complete: until all have come; "
-                                 "best_effort: until the request is scheduled",
+    kv_storage_policy: Annotated[StoragePolicy, "how long a request waits for stored pages. timeout: "
+                                 "until computing the rest would be faster than reading it; wait_complete: "
+                                 "until all have come; best_effort: until the request is scheduled",
                                  Alias("--hicache-storage-prefetch-policy")] = "timeout"
     kv_storage_write_policy: Annotated[StorageWrites, "pages to store. write_through: all; "
                                        "write_through_selective: prefixes that a second request has used; none: "
@@ -289,8 +289,8 @@ class ServerConfig:
                           Inverse("--disable-uvicorn-access-log")] = None
     log_level_http: Annotated[HttpLogLevel | None, "log level of the HTTP server itself (default: warning)",
                               Alias("--uvicorn-log-level")] = None
-    timeout_keep_alive: Annotated[int, "seconds that an idle connection stays open: longer than clients and "
-                                  "proxies keep one, which otherwise send a request into a closed one"] = 65
+    timeout_keep_alive: Annotated[int, "seconds that an idle connection stays open. Set it above that of clients "
+                                  "and proxies, which else may reuse a connection that this server has closed"] = 65
     drain_s: Annotated[float, "seconds that SIGTERM gives running requests"] = 30.0
 
 
@@ -340,7 +340,7 @@ class PairConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodesConfig:
     nnodes: Annotated[int | None, "machines that share the ranks of this engine; each runs the same command "
-                      "(default: 1, or torchrun's $WORLD_SIZE)"] = None
+                      "(default: 1, or $WORLD_SIZE under torchrun with one process per machine)"] = None
     node_rank: Annotated[int | None, "number of this machine; machine 0 has the HTTP address (default: 0, or "
                          "torchrun's $RANK)"] = None
     dist_init_addr: Annotated[str | None, "HOST:PORT on which machine 0 listens for the others, and one port more "
@@ -372,11 +372,12 @@ class ClusterConfig:
 
     cluster_key_file: Annotated[str | None, "file with the secret of all nodes and instances, at least 16 "
                                 "characters (default: $PENSTOCK_CLUSTER_KEY)"] = None
-    cluster_tls: Annotated[bool, "on a decode instance: connect to prefill instances by TLS"] = False
-    cluster_tls_cert: Annotated[str | None, "TLS between machines: PEM file with a certificate and its key, on "
-                                "the prefill instance and on all nodes"] = None
+    cluster_tls: Annotated[bool, "decode instance: connect to prefill instances by TLS. Between machines it is "
+                          "needed, or --cluster-insecure"] = False
+    cluster_tls_cert: Annotated[str | None, "PEM file with a certificate and its key, for TLS between machines: on "
+                                "the prefill instance and on all nodes. Needed there, or --cluster-insecure"] = None
     cluster_insecure: Annotated[bool, "allow connections between machines without TLS, which are refused "
-                                "otherwise: KV and messages are then neither secret nor authenticated"] = False
+                                "by default: KV and messages are then neither secret nor authenticated"] = False
     heartbeat_timeout_s: Annotated[float | None, "seconds without a heartbeat after which a rank, node or instance "
                                    "counts as dead (default: 6 for ranks, 5 for nodes, 10 for instances)"] = None
 
