@@ -100,13 +100,13 @@ def stores_skip_the_host(e: Engine) -> None:
 
 
 def misses_are_cut(e: Engine) -> None:
-    of_layers(e, "_gather", lambda right: lambda host, pool, miss, num, *, unit: right(
+    of_layers(e, "_gather", lambda right: lambda host, pool, miss, num, *, unit, beside=False: right(
         host, pool, miss, (num - 1).clamp(0), unit=unit))
 
 
 def the_wrong_head(e: Engine) -> None:
     def fault(right):
-        def gather(host, pool, miss, num, *, unit):
+        def gather(host, pool, miss, num, *, unit, beside=False):
             right(host.flip(1), pool, miss, num, unit=unit)
         return gather
     of_layers(e, "_gather", fault)
@@ -127,7 +127,7 @@ def a_unit_is_hot_after_its_eviction(e: Engine) -> None:
 def the_tail_is_lost(e: Engine) -> None:
     """The last 8 bytes of a row do not come along."""
     def fault(right):
-        def gather(host, pool, miss, num, *, unit):
+        def gather(host, pool, miss, num, *, unit, beside=False):
             tail = pool[..., -TAIL:].clone()
             right(host, pool, miss, num, unit=unit)
             pool[..., -TAIL:] = tail

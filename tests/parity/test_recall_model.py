@@ -122,7 +122,7 @@ def faulty(op: str, fault: Any, **how: Any) -> Answers:
 @EAGER
 def test_a_tail_of_4_bytes_that_a_gather_loses_shows() -> None:
     def fault(right):
-        def gather(host, pool, miss, num, *, unit):
+        def gather(host, pool, miss, num, *, unit, beside=False):
             tail = pool[..., -1:].clone()
             right(host, pool, miss, num, unit=unit)
             pool[..., -1:] = tail
@@ -134,7 +134,7 @@ def test_a_tail_of_4_bytes_that_a_gather_loses_shows() -> None:
 def test_a_row_that_is_stale_in_the_hot_buffer_shows() -> None:
     """Every other miss is counted as brought and is not: what was evicted is read in its place."""
     def fault(right):
-        def gather(host, pool, miss, num, *, unit):
+        def gather(host, pool, miss, num, *, unit, beside=False):
             right(host, pool, miss[::2].contiguous(), (num + 1) // 2, unit=unit)
         return gather
     assert faulty("_gather", fault).share < undisturbed().share - 0.1
