@@ -161,7 +161,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if {"draft", "drafts", "mtp", "eagle3"} & set(item.path.stem.split("_")):
             item.extra_keyword_matches.add("speculation")
         if item.path.parent.name in ("e2e", "equal", "parity"):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+            kind = f"-{params['kind']}" if item.path.parent.name == "equal" and "kind" in params else ""
+            item.add_marker(pytest.mark.xdist_group(item.path.stem + kind))
 
 
 def _processor_s() -> float:
