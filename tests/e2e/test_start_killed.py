@@ -15,6 +15,7 @@ from clients import TINY, WAIT_S, children, free_port
 from http_server import SCRIPT
 from pair_server import gone
 
+pytestmark = pytest.mark.by_exec      # forks with all imports done are ready before they are killed
 SERVE = [sys.executable, "-m", "penstock.cli.main", "serve"]
 FAKE_ENGINE, ENGINE, RANK = "http_fake.py --engine", "engine.process", "pipeline.process"
 KILLED = r"was killed by signal 9"
