@@ -26,7 +26,7 @@ class Turns:
     one at a time: two at once would end together, and then both halves would compute and none copy."""
 
     def __init__(self, alone: bool) -> None:
-        """alone: one half is recorded behind the other, and hands over to nobody."""
+        """alone: one half is recorded behind the other, and does not wait for it."""
         self._may, self._alone, self.last = [threading.Semaphore(not i) for i in range(2)], alone, None
 
     def begin(self, half: int) -> None:
@@ -39,7 +39,7 @@ class Turns:
             self._may[half].acquire()
 
     def end(self, half: int) -> None:
-        """What is left of the other half hands over to nobody."""
+        """What is left of the other half is recorded without a wait."""
         self._alone = True
         self._may[1 - half].release()
 

@@ -60,8 +60,8 @@ class HotRows:
                               device=kv.device_RM.device)
         self.host_RM = torch.full_like(kv.device_RM, -1) if kv.host_RM is None else kv.host_RM
         self._rows = [HotRow() for _ in range(rows)]
-        self._counted = [(0,) * len(COUNTS)] * rows         # of each row by all requests, as last told
-        self.missed_bytes = 0                               # by the step that was told last
+        self._counted = [(0,) * len(COUNTS)] * rows         # of each row by all requests, as last reported
+        self.missed_bytes = 0                               # by the step that was reported last
         self._reads: dict[RequestId, Counter[str]] = {}
         self._unit_bytes = layout.planes * layout.head_dim * unit * layout.dtype.itemsize
         self._page_rows = layout.num_kv_heads * layout.page_size

@@ -1,6 +1,6 @@
 """What a step computes, as numbers on the host and as lines of one int32 tensor on the device.
 
-Whoever launches a step says which lines it reads, and a bucket how far they are padded. That is all in which
+What launches a step names the lines that it reads, and a bucket says how far they are padded. That is all in which
 steps that are launched, replayed, with prompts or with drafts differ here. Knows table indices and positions;
 refuses to know pages and how tokens are sampled.
 
