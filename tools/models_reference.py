@@ -20,7 +20,6 @@ from penstock.model.transformer import Spec
 from penstock.model.weights import gguf_config
 from penstock.model.weights.fields import Fields
 from penstock.model.weights.formats.table import READERS
-from penstock.model.weights.fp8 import MXFP4
 from penstock.model.weights.wrappers import WRAPPERS
 
 _INTRO = """\
@@ -139,7 +138,7 @@ def reference() -> str:
     lines = [_INTRO, *map(_row, sorted(registry.FAMILIES)), _WRAPPED]
     lines += [f"| `{kind}` | {', '.join(f'`{text}`' for text in wrapper.texts)} |"
               for kind, wrapper in WRAPPERS.items()]
-    lines += [_QUANTISED, *(f"| `{method}` | {' | '.join(_FORMATS[method])} |" for method in (*READERS, MXFP4))]
+    lines += [_QUANTISED, *(f"| `{method}` | {' | '.join(_FORMATS[method])} |" for method in READERS)]
     return "\n".join([*lines, _END]) + "\n"
 
 

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from penstock.kernels.fused import layer
 from penstock.kernels.gemm import experts, linear, scaled_linear
-from penstock.kernels.types.scaled import Scaled
+from penstock.kernels.types.packed import Packed
 from penstock.model import registry as families
-from penstock.model.weights.fp8 import Blocks, quantises
+from penstock.model.weights.formats.blocks import quantises
+from penstock.model.weights.formats.reader import Format
 
 QWEN3_30B_A3B = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
@@ -36,12 +37,12 @@ QWEN3_30B_A3B = {
     "hidden_act": "silu", "attention_bias": False,
     "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
 }
-BLOCKS = Blocks(128, 128)
+BLOCKS = Format("e4m3", 128, 128)
 TOLERANCE = 2e-2
 
 
 def pack(weight: Any, bias: Any) -> Any:
-    if isinstance(weight, Scaled):
+    if isinstance(weight, Packed):
         return scaled_linear.pack(weight, bias, backend="cuda")
     return linear.pack(weight, bias, backend="triton")
 
@@ -52,9 +53,9 @@ def models_of(config: dict[str, Any], twin: bool) -> list[Any]:
                            experts=None if is_twin else experts.OP.use("triton"))
             for is_twin in (False, True)[:1 + twin]]
     for name, weight in families.dummy_tensors(config, 0, device="cuda",
-                                               scaled=lambda n: BLOCKS if quantises(n) else None):
+                                               formats=lambda n: BLOCKS if quantises(n) else None):
         for i, model in enumerate(made):
-            model.load(name, weight.floats() if i and isinstance(weight, Scaled) else weight)
+            model.load(name, weight.floats() if i and isinstance(weight, Packed) else weight)
     for model in made:
         model.finish()
     return made

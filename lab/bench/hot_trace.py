@@ -19,6 +19,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from penstock.serve.engine.loop import EngineLoop
+from penstock.serve.text.tokenizer import open_tokenizer
+from penstock.serve.wire import Submit
 
 from penstock.bench.report import table
 from penstock.config.base.machine import probe
@@ -35,9 +38,6 @@ from penstock.kernels.choose import resolve as op
 from penstock.kernels.platform import probe as kernels_probe
 from penstock.memory.hot import HotBuffers
 from penstock.model.weights.locate import locate
-from penstock.serve.engine.loop import EngineLoop
-from penstock.serve.text.tokenizer import open_tokenizer
-from penstock.serve.wire import Submit
 
 TIMES = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)         # hot buffers, times the budget; each and one page
 

@@ -15,10 +15,10 @@ import time
 import tracemalloc
 from collections.abc import Callable
 
+from penstock.config.base import collector
 from penstock.core.core import Core
 from penstock.core.plan import Arrived, Event, Moved, RequestId, Retired, StepPlan
 from penstock.core.settings import CoreConfig
-from penstock.config.base import collector
 from penstock.engine.process import FULL
 
 DECODING = 8                 # rows that decode beside

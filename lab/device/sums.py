@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from direct import write
+from penstock.exec.pipeline.near import Near
 
 from penstock.exec.pipeline import nccl
-from penstock.exec.pipeline.near import Near
 from penstock.model.parts import Lane
 
 RANKS, WAIT = 2, timedelta(seconds=40)

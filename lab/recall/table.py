@@ -12,12 +12,13 @@ import json
 import tempfile
 from pathlib import Path
 
+from penstock.serve.client.llm import AsyncLLM
+
 from penstock.bench.report import table
 from penstock.eval import tasks
 from penstock.eval.ask import Library, all_of
 from penstock.eval.main import interval
 from penstock.eval.tasks import Interview, Size
-from penstock.serve.client.llm import AsyncLLM
 
 
 async def share(llm: AsyncLLM, task: str, context: int, args: argparse.Namespace) -> str:

@@ -21,7 +21,7 @@ from penstock.config.settings.resolve import resolve
 from penstock.core.plan import Dropped, Paused, RequestId
 from penstock.exec.start.build import Built, build_engine
 from penstock.kernels.fused import layer
-from penstock.kernels.types.scaled import quantised
+from penstock.kernels.types.packed import quantised
 from penstock.model import registry
 from penstock.model.eagle3 import Eagle3, read_eagle
 
@@ -94,7 +94,7 @@ def fp8_checkpoint(folder: Path, config: Mapping[str, Any]) -> str:
     for name, t in registry.dummy_tensors(dict(config), 3):
         if name.endswith("_proj.weight"):
             scaled = quantised(t * 8, 16, 16)
-            tensors |= {name: scaled.element_OI.contiguous(), f"{name}_scale_inv": scaled.scale_RJ}
+            tensors |= {name: scaled.code_OI.contiguous(), f"{name}_scale_inv": scaled.scale_RJ}
         else:
             tensors[name] = (t if "norm" in name else t * 8).contiguous()
     save_file(tensors, folder / "model.safetensors")

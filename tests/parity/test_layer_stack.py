@@ -13,6 +13,7 @@ from penstock.kernels.fused import layer
 from penstock.kernels.gemm.linear.panels import NATIVE
 from penstock.kernels.op import Unusable, WrongResult
 from penstock.kernels.platform import probe
+from penstock.kernels.types.packed import Packed
 from penstock.kernels.types.ragged import Ragged
 from penstock.model import registry
 from penstock.model.base import Boundary
@@ -81,8 +82,9 @@ def built() -> None:
 
 
 def codes(weight_OI, bias_O):
-    return NATIVE.codes(torch.randint(0, 16, weight_OI.shape, dtype=torch.uint8),
-                                torch.randn(len(weight_OI), weight_OI.shape[1] // 16, 2) / 50, bias_O)
+    scale_OG, shift_OG = torch.randn(2, len(weight_OI), weight_OI.shape[1] // 16) / 50
+    code_OI = torch.randint(0, 16, weight_OI.shape, dtype=torch.uint8)
+    return NATIVE.codes(Packed(code_OI, scale_OG, 1, 16, shift_OG), bias_O)
 
 
 @pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["biases", "normed heads"])

@@ -19,7 +19,8 @@ from penstock.kernels.gemm import linear
 from penstock.kernels.gemm.linear.panels import Panels
 from penstock.kernels.op import Unusable, WrongResult
 from penstock.kernels.platform import probe
-from penstock.model.weights.codes import PACKED, codes_of
+from penstock.kernels.types.packed import Packed
+from penstock.model.weights.formats.gguf import PACKED, packed_of
 
 pytestmark = pytest.mark.when_changed("src/penstock/kernels", "tests/kernels")
 ISAS = ("native", "avx512", "avx2", "plain")          # plain runs on any machine that has a compiler
@@ -52,7 +53,8 @@ def test_cases_of_every_instruction_set(panels):
 def test_a_row_is_the_same_in_every_batch(panels, dtype):
     torch.manual_seed(0)
     if dtype is torch.uint8:
-        run = panels.codes(torch.randint(0, 16, (70, 96), dtype=dtype), torch.randn(70, 3, 2), None)
+        code_OI = torch.randint(0, 16, (70, 96), dtype=dtype)
+        run = panels.codes(Packed(code_OI, torch.randn(70, 3), 1, 32, torch.randn(70, 3)), None)
         x_TI = torch.randn(140, 96)
     else:
         run, x_TI = panels(torch.randn(70, 97).to(dtype), None), torch.randn(140, 97).to(dtype)
@@ -73,13 +75,15 @@ def test_rows_of_a_wider_tensor_are_read_where_they_are(panels):
 def test_codes_equal_the_weights_they_mean(panels, most, group):
     torch.manual_seed(1)
     code_OI = torch.randint(0, most, (70, 96), dtype=torch.uint8)
-    scale_OGB = torch.randn(70, 96 // group, 2).half().float()
-    scale_OGB[0] *= 1e-5                        # subnormal in f16, or nearly
-    kept = scale_OGB.half().float().repeat_interleave(group, 1)
-    weight_OI, bias_O = code_OI * kept[..., 0] + kept[..., 1], torch.randn(70)
+    scale_BOG = torch.randn(2, 70, 96 // group)
+    scale_BOG[:, 0] *= 1e-5                     # subnormal in f16, or nearly
+    scale_OG, shift_OG = scale_BOG.half().float()
+    codes = Packed(code_OI, scale_OG, 1, group, shift_OG)
+    kept = scale_OG.repeat_interleave(group, 1)
+    weight_OI, bias_O = code_OI * kept + shift_OG.repeat_interleave(group, 1), torch.randn(70)
     for rows in (1, 3, 8, 40):
         x_TI = torch.randn(rows, 96)
-        gap = (panels.codes(code_OI, scale_OGB, bias_O)(x_TI) - (x_TI @ weight_OI.T + bias_O)).abs()
+        gap = (panels.codes(codes, bias_O)(x_TI) - (x_TI @ weight_OI.T + bias_O)).abs()
         most_TO = x_TI.abs() @ weight_OI.abs().T + bias_O.abs()      # what rounding is relative to
         assert (gap <= 1e-6 * most_TO).all(), (rows, (gap / most_TO).max())
 
@@ -104,8 +108,8 @@ def test_weights_of_blocks_are_within_a_thousandth(panels, block):
         raw_NB[:, at : at + 2] = rng.normal(0, 0.01, (len(raw_NB), 1)).astype(np.float16).view(np.uint8)
     if block == "MXFP4":                                            # its scale is one byte, a power of two
         raw_NB[:, 0] = rng.integers(118, 124, len(raw_NB))
-    codes = codes_of(block, raw_NB, (256, 512))
-    want_OI, groups = codes.floats(), codes.scale_OGB.shape[1]
-    gap_OI = panels.codes(codes.code_OI, codes.scale_OGB, None)(torch.eye(512)).T - want_OI
+    codes = packed_of(block, raw_NB, (256, 512))
+    want_OI, groups = codes.floats(), codes.scale_RJ.shape[1]
+    gap_OI = panels.codes(codes, None)(torch.eye(512)).T - want_OI
     gap, most = (w_OI.abs().view(256, groups, -1).amax(-1) for w_OI in (gap_OI, want_OI))
     assert (gap <= (1e-3 if block.endswith("K") else 1e-6) * most).all(), (gap / most).nan_to_num().max()

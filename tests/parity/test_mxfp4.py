@@ -138,7 +138,7 @@ def test_safetensors_become_floats_and_the_log_says_so(tmp_path, made):
     told: list[str] = []
     got = logits(folder(tmp_path / "m", made[1]), "float32", told)
     assert made[2].std() > 0.1 and (got - made[2]).abs().max() < 1e-4
-    assert [line for line in told if "; its experts, in MXFP4, become float32" in line]
+    assert [line for line in told if "; its quantised weights (MXFP4 experts) become float32" in line]
 
 
 def test_tensors_of_floats_with_all_experts_of_a_layer_mean_the_same(tmp_path, made):
@@ -177,10 +177,10 @@ def first(tensors: dict[str, torch.Tensor], end: str) -> str:
 
 
 @pytest.mark.parametrize("case, words", {
-    "no scales": "and scales of the first three, found None",
-    "scales of another shape": "and scales of the first three, found",
-    "nothing said": "whose quantization_config says mxfp4",
-    "bytes of something else": "supported: experts' blocks and scales",
+    "no scales": "no file holds its 'scales'",
+    "scales of another shape": "expected U8 of",
+    "nothing said": "not supported where config.json has no quantization_config",
+    "bytes of something else": "config.json says MXFP4 experts, which has no such",
 }.items())
 def test_what_does_not_fit_is_one_clear_line(tmp_path, made, case, words):
     tensors = dict(made[1])

@@ -213,8 +213,8 @@ def test_scales_of_published_names_are_found_under_ours(tmp_path: Path) -> None:
             stored[name] = tensor.to(torch.float8_e4m3fn)
             stored[f"{name}_scale_inv"] = torch.ones(*(-(-n // 128) for n in tensor.shape))
     save_file(stored, tmp_path / "model.safetensors")
-    checkpoint = open_checkpoint(locate(str(tmp_path)), scaled=True)
-    assert checkpoint.scaled("model.layers.0.mlp.experts.1.down_proj.weight")
+    checkpoint = open_checkpoint(locate(str(tmp_path)), ["e4m3"])
+    assert checkpoint.format("model.layers.0.mlp.experts.1.down_proj.weight")
     assert weight_bytes(checkpoint, torch.float32) == sum(tensor.nbytes for tensor in stored.values())
     opened(locate(str(tmp_path)))
 

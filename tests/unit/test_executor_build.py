@@ -33,6 +33,7 @@ from penstock.exec.start import build
 from penstock.exec.start.build import build_engine
 from penstock.exec.step.links import split
 from penstock.model.base import CacheShape
+from penstock.model.weights.checkpoint import open_checkpoint
 from penstock.model.weights.locate import locate
 
 FULL = CacheShape(name="full", layers=(0, 1), num_kv_heads=2, head_dim=8)
@@ -272,7 +273,7 @@ def test_a_stage_of_a_gguf_file_needs_memory_for_its_own_codes(tmp_path, monkeyp
     file = gguf_checkpoint(tmp_path / "tiny.gguf")
     asked = Config(model=ModelConfig(dtype="gguf", model=file), device=DeviceConfig(device="cpu", threads=1))
     stage = split([4, 2])[1]
-    need = weights.weight_bytes(weights.headers(asked, locate(file)), torch.float32, stage)
+    need = weights.weight_bytes(open_checkpoint(locate(file), ["u8"]), torch.float32, stage)
     free = [need]
     monkeypatch.setattr(weights.machine, "probe", lambda: SimpleNamespace(memory_available=free[0], limit=""))
     lines: list[str] = []

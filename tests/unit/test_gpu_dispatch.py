@@ -21,8 +21,8 @@ from penstock.kernels.op import Unusable
 from penstock.kernels.platform import KernelError, Platform
 from penstock.kernels.triton import lazy
 from penstock.kernels.types import fp8, hot
+from penstock.kernels.types.packed import Packed
 from penstock.kernels.types.ragged import Ragged
-from penstock.kernels.types.scaled import Scaled
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 HOPPER, AMPERE = (Platform(device="cuda", features=(sm,), torch="0", gpu=sm) for sm in ("sm_90", "sm_80"))
@@ -167,7 +167,7 @@ def latent(name: str, heads: int, dim: int, value: int, dtype: torch.dtype = BF1
 
 
 def scaled(name: str, rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
-    weight = Scaled(torch.zeros(64, 256).to(E4M3), torch.ones(1, 256 // cols), 64, cols)
+    weight = Packed(torch.zeros(64, 256).to(E4M3), torch.ones(1, 256 // cols), 64, cols)
     use("scaled_linear", name)(weight, None)(torch.zeros(rows, 256, dtype=dtype))
 
 

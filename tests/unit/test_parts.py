@@ -24,14 +24,13 @@ from penstock.exec.step.links import nodes_of, split
 from penstock.kernels.gemm import scaled_linear
 from penstock.kernels.gemm.experts import OP, ExpertOps
 from penstock.kernels.op import Unusable
-from penstock.kernels.types.scaled import Scaled, quantised
+from penstock.kernels.types.packed import Packed, quantised
 from penstock.memory.dram import DramPool
 from penstock.model import registry
 from penstock.model.base import Stage
 from penstock.model.parts import TpRank, even
-from penstock.model.weights.codes import Codes
-from penstock.model.weights.formats.table import read_blocks
-from penstock.model.weights.fp8 import quantises
+from penstock.model.weights.formats.blocks import quantises
+from penstock.model.weights.formats.table import format_of
 from penstock.model.weights.locate import locate
 from penstock.model.weights.slots import Slots
 from penstock.transfer.pages import PoolPages, Span
@@ -235,8 +234,8 @@ def test_columns_go_in_blocks_and_no_lane_has_none(width, tp, block, want):
 def test_a_part_of_packed_weights_means_the_part():
     """Also where it begins inside of what shares a scale."""
     random = torch.Generator().manual_seed(0)
-    codes = Codes(torch.randint(16, (12, 96), generator=random, dtype=torch.uint8),
-                  torch.rand(12, 3, 2, generator=random))
+    codes = Packed(torch.randint(16, (12, 96), generator=random, dtype=torch.uint8),
+                   torch.rand(12, 3, generator=random), 1, 32, torch.rand(12, 3, generator=random))
     scaled = quantised(torch.randn(300, 260, generator=random), 128, 128)
     for rows, columns in ((slice(2, 7), slice(32, 96)), (slice(0, 12), slice(16, 48))):
         assert codes.part(rows, columns).floats().equal(codes.floats()[rows, columns])
@@ -274,8 +273,8 @@ class Threads:
         return One()
 
 
-def packed(weight: torch.Tensor | Scaled, bias: torch.Tensor | None) -> Any:
-    if isinstance(weight, Scaled):
+def packed(weight: torch.Tensor | Packed, bias: torch.Tensor | None) -> Any:
+    if isinstance(weight, Packed):
         return scaled_linear.pack(weight, bias, backend="reference")
     return lambda x_TI: F.linear(x_TI, weight, bias)
 
@@ -284,7 +283,7 @@ def logits(config: dict[str, Any], tp: int, ranges: int = 1, together: ExpertOps
         -> list[torch.Tensor]:
     """Of a chunk and then a token, by TP rank. together: as on a device, experts are one operation, and weights
     in fp8 stay that."""
-    tp_group, found, blocks = Threads(tp), [None] * tp, read_blocks(config, "")
+    tp_group, found, blocks = Threads(tp), [None] * tp, format_of(config, "")
 
     @torch.inference_mode()
     def run(stage: Stage) -> None:
@@ -293,8 +292,8 @@ def logits(config: dict[str, Any], tp: int, ranges: int = 1, together: ExpertOps
                                tp_group=tp_group.of(index) if tp > 1 else None, experts=together,
                                linear=packed)
         for name, tensor in registry.dummy_tensors(
-                config, 7, model.wants, scaled=lambda name: blocks if quantises(name) else None):
-            model.load(name, replace(tensor, scale_RJ=tensor.scale_RJ * 8) if isinstance(tensor, Scaled) else
+                config, 7, model.wants, formats=lambda name: blocks if quantises(name) else None):
+            model.load(name, replace(tensor, scale_RJ=tensor.scale_RJ * 8) if isinstance(tensor, Packed) else
                        tensor * (torch.linspace(0.5, 1.5, len(tensor)) if "norm" in name else 8))
         model.finish()
         attend, ids = Dense(model.attention), torch.arange(12) * 3 % 61
@@ -354,7 +353,7 @@ def test_lanes_keep_fp8_unless_one_begins_where_kernels_do_not_read(tmp_path):
     def check(config: dict[str, Any], tp: int) -> None:
         (tmp_path / "config.json").write_text(json.dumps(config))
         files = locate(str(tmp_path), load_format="dummy")
-        blocks = read_blocks(files.config, "")
+        blocks = format_of(files.config, "")
         assert blocks is not None
         _check_blocks(Config(model=ModelConfig(model="m"), device=DeviceConfig(tp=tp)), files, blocks)
 

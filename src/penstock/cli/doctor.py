@@ -105,9 +105,10 @@ def _backends(config: Config | None, device: str) -> Iterator[Finding]:
 
 def _model(config: Config | None) -> Iterator[Finding]:
     from penstock.config.settings.refuse_model import check_model
-    from penstock.exec.load.weights import facts_of, headers
+    from penstock.exec.load.backends import kept_packed
+    from penstock.exec.load.weights import facts_of
     from penstock.model.demo import DEMO_NAME
-    from penstock.model.weights.codes import PACKED
+    from penstock.model.weights.formats.gguf import PACKED
     from penstock.model.weights.locate import files_of
 
     there = _demo_is_here()
@@ -129,8 +130,7 @@ def _model(config: Config | None) -> Iterator[Finding]:
             yield Finding("model", "weights", f"{', '.join(blocks)}: float32 with --dtype auto on a CPU, "
                           f"which is exact; --dtype gguf keeps {packed} packed, scales rounded to f16")
         check_model(config, facts_of(files))
-        if config.model.dtype == "gguf":
-            headers(config, files)
+        kept_packed(config, files, lambda line: None)
     except ConfigError as e:
         yield Finding("model", config.model.model, str(e), ok=False)
 
@@ -145,12 +145,13 @@ def _demo_is_here() -> bool:
 def _ranks(config: Config | None) -> Iterator[Finding]:
     """What each rank would have, if there are several; of a model that is here."""
     from penstock.config.settings.refuse_model import check_model
-    from penstock.exec.load.backends import selection_for
+    from penstock.exec.load.backends import kept_packed, selection_for
     from penstock.exec.load.layout import caches_of
     from penstock.exec.load.sizing import groups_of
-    from penstock.exec.load.weights import dtype_of, facts_of, headers, weight_bytes
+    from penstock.exec.load.weights import dtype_of, facts_of, weight_bytes
     from penstock.exec.step.links import of_config
     from penstock.model.registry import build
+    from penstock.model.weights.checkpoint import open_checkpoint
     from penstock.model.weights.locate import files_of
 
     if config is None or config.device.num_ranks == 1 or (
@@ -159,7 +160,7 @@ def _ranks(config: Config | None) -> Iterator[Finding]:
     try:
         files = files_of(config.model)
         check_model(config, facts_of(files))
-        checkpoint = headers(config, files)
+        checkpoint = open_checkpoint(files, kept_packed(config, files, lambda line: None))
         if config.model.dtype == "auto":        # ranks of several run on a CPU
             config = replace(config, model=replace(config.model, dtype="float32"))
         dtype = dtype_of(config, files, checkpoint.config)

@@ -5,7 +5,7 @@
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NewType, Protocol, TypeAlias, runtime_checkable
 
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention.paged_attention.native import Paged
+from penstock.kernels.types.packed import Packed
 from penstock.kernels.types.states import States
 from penstock.model.parts import ONE, TpRank
-from penstock.model.weights.codes import Packed
-from penstock.model.weights.fp8 import Blocks
+from penstock.model.weights.formats.reader import Format
 
 GlobalLayer = NewType("GlobalLayer", int)      # counted over the whole model, as in tensor names
 LocalLayer = NewType("LocalLayer", int)        # counted from the first layer of a stage, as in pools
@@ -251,16 +251,15 @@ class Checkpoint(Protocol):
 
     config: dict[str, Any]         # as config.json (GGUF metadata translated)
     eos_ids: tuple[int, ...]       # from generation_config, config, or the tokenizer
-    codes: Mapping[str, str]       # block type of each weight that comes as codes
 
     def tensors(self, wants: Wants = everything,
                 device: str = "cpu") -> Iterator[tuple[str, Tensor | Packed]]:
         """Every wanted weight once, Hugging Face name and layout, one at a time (bounded memory), in the
-        memory of `device`; codes only on a CPU. Of the others nothing is read but the header. Packed only
+        memory of `device`. Of the others nothing is read but the header. Packed only
         where that was asked for."""
 
     def unread(self, ignores: Callable[[str], bool]) -> list[str]:
         """Lines for the log: which tensors of the files are not read. ignores: as of `Model`."""
 
-    def scaled(self, name: str) -> Blocks | None:
-        """Return, for the weight of this name, if it stays in fp8, which elements share a scale."""
+    def format(self, name: str) -> Format | None:
+        """Return how the weight of this name stays packed; None: it becomes floats."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock.config.base.errors import ConfigError
 from penstock.kernels.fused.layer import LayerOps
+from penstock.kernels.types.packed import Packed
 from penstock.model.base import Attend, CacheShape, GlobalLayer, LocalLayer, Stage, TpGroup
 from penstock.model.families.common import read_attention
 from penstock.model.layers import Attention, GatedMLP, GqaSpec
@@ -24,7 +25,6 @@ from penstock.model.mtp import groups_of
 from penstock.model.parts import ONE, TpRank
 from penstock.model.rope import Rope, read_rope
 from penstock.model.transformer import Spec
-from penstock.model.weights.codes import Packed
 from penstock.model.weights.fields import Fields
 from penstock.model.weights.slots import LinearFactory, Slots
 

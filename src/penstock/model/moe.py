@@ -20,7 +20,6 @@ from penstock.kernels.gemm.experts.reference import route
 from penstock.model.base import GlobalLayer
 from penstock.model.layers import GatedMLP, Mixer, PlainMLP, bundle_mlp, whole
 from penstock.model.parts import Cut
-from penstock.model.weights.codes import Codes
 from penstock.model.weights.slots import Slots, Vector
 
 
@@ -204,9 +203,8 @@ class AllExperts:
         biases = None
         if self.gate_up_bias is not None:
             biases = Biases(self.gate_up_bias.value, None if self.down_bias is None else self.down_bias.value)
-        gate_up, down = self.gate_up.value, self.down.value
-        assert not isinstance(gate_up, Codes) and not isinstance(down, Codes), "codes are read on a CPU"
-        return self.ops.mlp(x_TD, expert_TC, weight_TC, gate_up, down, self.first, biases, self.clamped)
+        return self.ops.mlp(x_TD, expert_TC, weight_TC, self.gate_up.value, self.down.value, self.first, biases,
+                            self.clamped)
 
 
 class Softmax:

@@ -15,7 +15,7 @@ from penstock.kernels.fused.layer import LayerOps
 from penstock.kernels.gemm.experts import ExpertOps
 from penstock.kernels.state import scan as scans
 from penstock.kernels.state.scan import Scan
-from penstock.kernels.types.scaled import Scaled, quantised
+from penstock.kernels.types.packed import Packed, quantised
 from penstock.model.base import GlobalLayer, Model, Stage, TpGroup, Wants, everything
 from penstock.model.families.bamba import bamba
 from penstock.model.families.deepseek import deepseek_v3, deepseek_v32, glm_moe_dsa
@@ -37,10 +37,9 @@ from penstock.model.families.qwen import (
 from penstock.model.families.qwen3_next import qwen3_5_moe_text, qwen3_5_text, qwen3_next
 from penstock.model.parts import ONE, Cut
 from penstock.model.transformer import Spec, Transformer
-from penstock.model.weights.codes import Packed
 from penstock.model.weights.fields import Fields
-from penstock.model.weights.formats.table import read_blocks
-from penstock.model.weights.fp8 import Blocks
+from penstock.model.weights.formats.reader import Format
+from penstock.model.weights.formats.table import format_of
 from penstock.model.weights.slots import LinearFactory
 
 REFERENCE_OPS, REFERENCE_SCAN = layer.OP.use("reference"), scans.OP.use("reference")
@@ -130,19 +129,19 @@ def cuts_of(config: dict[str, Any], stage: Stage | None = None) -> Iterator[tupl
 
 
 def _between_blocks(config: dict[str, Any], stage: Stage | None) -> Stage | None:
-    """Cut weights in blocks of fp8 between blocks."""
-    blocks = read_blocks(config, "config.json")
-    if stage is None or blocks is None:
+    """Cut weights that may stay packed between blocks."""
+    form = format_of(config, "config.json")
+    if stage is None or form is None:
         return stage
-    return replace(stage, tp_rank=replace(stage.tp_rank, block=blocks.cols))
+    return replace(stage, tp_rank=replace(stage.tp_rank, block=form.cols))
 
 
 def dummy_tensors(
     config: dict[str, Any], seed: int, wants: Wants = everything, *, device: str = "cpu",
-    scaled: Callable[[str], Blocks | None] = lambda name: None, drafts: bool = False,
-) -> Iterator[tuple[str, Tensor | Scaled]]:
-    """Random weights for every wanted name, f32, one at a time: normal(0, 0.02), norms 1; in fp8 where
-    `scaled` says so. Each is seeded by its name, so that a stage draws its own only and the same as the whole
+    formats: Callable[[str], Format | None] = lambda name: None, drafts: bool = False,
+) -> Iterator[tuple[str, Tensor | Packed]]:
+    """Random weights for every wanted name, f32, one at a time: normal(0, 0.02), norms 1; packed where
+    `formats` says so. Each is seeded by its name, so that a stage draws its own only and the same as the whole
     model. They are drawn on the device: a GPU's are others than a CPU's. drafts: its weights as well."""
     for name, shape in tensor_shapes(config, drafting_stage(config) if drafts else None):
         if not wants(name):
@@ -153,12 +152,12 @@ def dummy_tensors(
             digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
             random = torch.Generator(device).manual_seed(int.from_bytes(digest))
             # No name for it here: it would live as long as this waits.
-            yield name, _scaled(torch.empty(shape, device=device).normal_(0.0, 0.02, generator=random),
-                                scaled(name))
+            yield name, _packed(torch.empty(shape, device=device).normal_(0.0, 0.02, generator=random),
+                                formats(name))
 
 
-def _scaled(weight: Tensor, blocks: Blocks | None) -> Tensor | Scaled:
-    return weight if blocks is None else quantised(weight, blocks.rows, blocks.cols)
+def _packed(weight: Tensor, form: Format | None) -> Tensor | Packed:
+    return weight if form is None else quantised(weight, form.rows, form.cols)
 
 
 def _no_pack(weight_OI: Tensor | Packed, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:

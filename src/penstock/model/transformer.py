@@ -18,6 +18,7 @@ from penstock.config.base.errors import ConfigError
 from penstock.kernels.fused.layer import LayerOps, LayerWeights, Stack, stack
 from penstock.kernels.gemm.experts import ExpertOps
 from penstock.kernels.state.scan import Scan
+from penstock.kernels.types.packed import Packed
 from penstock.model.base import (
     Attend,
     AttendsPaged,
@@ -46,7 +47,6 @@ from penstock.model.mtp import DraftLayer, Drafts, MTPNames
 from penstock.model.parts import Cut
 from penstock.model.rope import Rope
 from penstock.model.scan import StateSpec
-from penstock.model.weights.codes import Codes, Packed
 from penstock.model.weights.slots import LinearFactory, Slots, Vector, check_tensor
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -352,7 +352,7 @@ class Transformer:
     def _tied_head(self) -> Callable[[Tensor], Tensor]:
         """As transformers: an explicit head that differs from the embedding is used."""
         head, table = self._extra_head, self._embed.value
-        if head is None or (isinstance(head, Codes) and isinstance(table, Codes) and head.equals(table)) \
+        if head is None or (isinstance(head, Packed) and isinstance(table, Packed) and head.equals(table)) \
                 or (isinstance(head, Tensor) and isinstance(table, Tensor) and torch.equal(head, table)):
             head = table
         words = self.stage.tp_rank.evenly(self.spec.vocab_size)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cases import DTYPES, TOLERANCE, Case, Workload
 from penstock.kernels.gemm.experts import Biases, Clamped, ExpertOps, Rule
-from penstock.kernels.types.scaled import Scaled, joined, quantised
+from penstock.kernels.types.packed import Packed, joined, quantised
 
 _TOKENS = (1, 3, 64, 150)
 # experts, chosen, model dim, width, rows and columns of a scaled block
@@ -66,7 +66,7 @@ def _route(device: str, dtype: torch.dtype, experts: int, rule: Rule, tokens: in
 
 
 def stack(generator: torch.Generator, experts: int, rows: int, cols: int, block: tuple[int, int],
-          dtype: torch.dtype, scaled: bool) -> Tensor | Scaled:
+          dtype: torch.dtype, scaled: bool) -> Tensor | Packed:
     """Random weights of all experts; `scaled` as a model joins those of each."""
     parts = [torch.randn(rows, cols, generator=generator) * cols ** -0.5 for _ in range(experts)]
     return joined([quantised(part, *block) for part in parts]) if scaled else torch.cat(parts).to(dtype)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cases import DTYPES, TOLERANCE, Case, Workload
 from penstock.kernels.gemm.scaled_linear import Pack
-from penstock.kernels.types.scaled import E4M3, Scaled
+from penstock.kernels.types.packed import E4M3, Packed
 
 # outputs, inputs, rows and columns of a block
 _SHAPES = ((1, 1, 128, 128), (37, 19, 4, 16), (64, 576, 128, 128), (300, 130, 1, 64), (129, 257, 100, 48))
@@ -27,12 +27,12 @@ def cases(device: str = "cpu") -> Iterator[Case]:
         yield Case(f"{name}-the smallest elements", partial(_smallest, device, dtype), TOLERANCE[dtype])
 
 
-def weight_of(outputs: int, inputs: int, rows: int, cols: int, device: str = "cpu") -> Scaled:
+def weight_of(outputs: int, inputs: int, rows: int, cols: int, device: str = "cpu") -> Packed:
     """Elements of all sizes that e4m3 has, and scales that differ much from block to block."""
     generator = torch.Generator().manual_seed(outputs * 1000 + inputs)
     elements = torch.randn(outputs, inputs, generator=generator).mul_(60).clamp_(-448, 448).to(E4M3)
     scales = torch.rand(-(-outputs // rows), -(-inputs // cols), generator=generator).add_(0.01)
-    return Scaled(elements, scales, rows, cols).to(device)
+    return Packed(elements, scales, rows, cols).to(device)
 
 
 def _run(device: str, dtype: torch.dtype, shape: tuple[int, int, int, int], rows: int, pack: Pack) -> Tensor:
@@ -48,7 +48,7 @@ def _smallest(device: str, dtype: torch.dtype, pack: Pack) -> Tensor:
     """Of elements whose exponent is 0 alone, in a float32 that is brought to 1."""
     codes = (torch.arange(24 * 128) % 7 + 1).to(torch.uint8).view(24, 128).view(E4M3)
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(1)).to(device, dtype)
-    return pack(Scaled(codes, torch.full((1, 1), 512.0), 128, 128).to(device), None)(x)
+    return pack(Packed(codes, torch.full((1, 1), 512.0), 128, 128).to(device), None)(x)
 
 
 def workloads() -> Iterator[Workload]:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import gcd
 from typing import Any
 
@@ -25,22 +25,23 @@ from penstock.kernels.choose.select import SelectRule
 from penstock.kernels.gemm import linear, scaled_linear
 from penstock.kernels.op import Unusable
 from penstock.kernels.platform import KernelError, Platform, limit, probe
-from penstock.kernels.types.scaled import Scaled
+from penstock.kernels.types.packed import Packed
 from penstock.model import registry as families
 from penstock.model.base import CacheShape, Model
-from penstock.model.weights.codes import PACKED, Codes, Packed
-from penstock.model.weights.formats.table import read_blocks
-from penstock.model.weights.fp8 import Blocks, quantises
+from penstock.model.weights.formats.blocks import quantises
+from penstock.model.weights.formats.gguf import PACKED
+from penstock.model.weights.formats.reader import Format
+from penstock.model.weights.formats.table import format_of
 from penstock.model.weights.locate import ModelFiles
 from penstock.model.weights.slots import LinearFactory
 
 
-def backends_of(config: Config, model: dict[str, Any], scaled: bool,
+def backends_of(config: Config, model: dict[str, Any], keeps: Collection[str],
                 log: Callable[[str], object]) -> dict[str, registry.Choice]:
-    """For a model of this configuration, with weights that have stayed in fp8 or not. Raises ConfigError."""
+    """For a model of this configuration, whose weights of these kinds stay packed. Raises ConfigError."""
     spec = families.read_spec_of(model)
     on_device = config.device.device == "cuda"
-    ops = (*spec.ops, *(("scaled_linear",) if scaled else ()),
+    ops = (*spec.ops, *(("scaled_linear",) if "e4m3" in keeps else ()),
            *(("experts",) if spec.moe is not None and on_device else ()), *(("draw",) if on_device else ()),
            *(("mask",) if config.model.grammar_backend != "none" else ()),
            *(("paged_attention",) if config.schedule.speculative_method == "eagle3" else ()))
@@ -71,10 +72,8 @@ def _platform(config: Config) -> Platform:
     return probe(config.device.device, cache_dir() / "kernels")
 
 
-def check_packable(config: Config, files: ModelFiles) -> None:
+def _check_packable(config: Config, files: ModelFiles) -> None:
     """Raises ConfigError: not of a GGUF with weights that can stay codes, or nothing here multiplies them."""
-    if files.load_format != "gguf":
-        return                          # `check_model` refuses that
     there = {tensor.block for tensor in files.gguf_header.tensors.values()}
     if not there & PACKED:
         raise ConfigError(f"--dtype gguf: {files.name} has no weights of {', '.join(sorted(PACKED))}, only "
@@ -85,23 +84,28 @@ def check_packable(config: Config, files: ModelFiles) -> None:
         raise ConfigError(f"--dtype gguf: {why}: use --dtype float32") from None
 
 
-def keeps_scaled(config: Config, files: ModelFiles, log: Callable[[str], object]) -> bool:
-    """Whether weights in blocks of fp8 stay that: on a device with kernels for them. Raises ConfigError."""
-    blocks = None if files.gguf is not None else read_blocks(files.config, f"{files.folder}/config.json")
-    if blocks is None or config.device.device != "cuda":
-        return False
+def kept_packed(config: Config, files: ModelFiles, log: Callable[[str], object]) -> tuple[str, ...]:
+    """Which kinds of weights stay packed: codes of a GGUF where that was asked for, blocks of fp8 on a device
+    with kernels for them. Raises ConfigError."""
+    if config.model.dtype == "gguf":
+        if files.load_format == "gguf":                 # `check_model` refuses others
+            _check_packable(config, files)
+        return ("u8",)
+    form = None if files.gguf is not None else format_of(files.config, f"{files.folder}/config.json")
+    if form is None or config.device.device != "cuda":
+        return ()
     try:
         scaled_linear.OP.get("triton").usable_on(_platform(config))
-        _check_blocks(config, files, blocks)
+        _check_blocks(config, files, form)
     except Unusable as why:
         log(f"weights in fp8 are dequantised when they are loaded: {why}")
-        return False
+        return ()
     except KernelError:                 # no such device: whoever chooses back-ends says so
-        return False
-    return True
+        return ()
+    return ("e4m3",)
 
 
-def _check_blocks(config: Config, files: ModelFiles, blocks: Blocks) -> None:
+def _check_blocks(config: Config, files: ModelFiles, blocks: Format) -> None:
     """Raises Unusable: of theirs, or of parts that TP ranks have of them, kernels do not read the columns."""
     if not scaled_linear.takes(blocks.cols):
         raise Unusable(f"its blocks have {blocks.cols} columns, not 16 or a multiple")
@@ -118,9 +122,7 @@ def packer(backends: Mapping[str, registry.Choice]) -> LinearFactory:
     name = backends["linear"].name
 
     def pack(weight: Tensor | Packed, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
-        if isinstance(weight, Codes):
-            return linear.pack_codes(weight.code_OI, weight.scale_OGB, bias_O)
-        if isinstance(weight, Scaled):
+        if isinstance(weight, Packed) and weight.kind == "e4m3":
             return scaled_linear.pack(weight, bias_O, backend=backends["scaled_linear"].name)
         return linear.pack(weight, bias_O, backend=name)
     return pack

@@ -21,7 +21,7 @@ from penstock.config.base import machine
 from penstock.config.base.errors import ConfigError
 from penstock.config.settings.refuse_model import ModelFacts, check_model
 from penstock.config.settings.tree import Config
-from penstock.exec.load.backends import backends_of, check_packable, keeps_scaled, packer, selection_for
+from penstock.exec.load.backends import backends_of, kept_packed, packer, selection_for
 from penstock.exec.load.layout import Caches
 from penstock.exec.load.sizing import groups_of, show_size
 from penstock.exec.step.links import nodes_of, of_config
@@ -29,16 +29,15 @@ from penstock.kernels import registry
 from penstock.kernels.fused import layer
 from penstock.kernels.gemm import experts
 from penstock.kernels.state import scan
-from penstock.kernels.types.scaled import Scaled
+from penstock.kernels.types.packed import Packed
 from penstock.model import registry as families
 from penstock.model.base import Checkpoint, Model, Stage, TpGroup
 from penstock.model.eagle3 import Eagle3, read_eagle
 from penstock.model.parts import ONE
 from penstock.model.source.overrides import Noted
-from penstock.model.weights import mxfp4
 from penstock.model.weights.checkpoint import open_checkpoint
-from penstock.model.weights.codes import PACKED, Packed, codes_bytes
-from penstock.model.weights.formats.table import format_of, read_blocks, reader_of
+from penstock.model.weights.formats.gguf import PACKED
+from penstock.model.weights.formats.table import method_of, reader_of
 from penstock.model.weights.locate import ModelFiles, files_of, locate
 from penstock.model.weights.slots import LinearFactory
 
@@ -52,7 +51,7 @@ TURN_S = 0.0005               # for which a thread keeps the interpreter while w
 class LoadedModel:
     """A model with its weights, and what is worth telling about them; `dtype` of weights and KV, `bytes` in
     it, `peak` what loading added to the largest resident size of this process; `whole`: the shape of all
-    its stages, without weights; `digest`: of its configuration; `scaled`: some weights have stayed in fp8."""
+    its stages, without weights; `digest`: of its configuration; `fp8`: some weights have stayed in that."""
 
     model: Model
     backends: dict[str, registry.Choice]
@@ -63,7 +62,7 @@ class LoadedModel:
     peak: int
     whole: Model
     digest: str
-    scaled: bool = False
+    fp8: bool = False
 
 
 def outline(config: Config, log: Callable[[str], object]) -> LoadedModel:
@@ -88,21 +87,13 @@ def dtype_of(config: Config, files: ModelFiles, checkpoint: Mapping[str, object]
     return DTYPES[asked] if asked != "auto" else DTYPES.get(own, torch.bfloat16)
 
 
-def headers(config: Config, files: ModelFiles, *, scaled: bool = False) -> Checkpoint:
-    """The checkpoint, of which no weight is read. `scaled`: those in fp8 stay that. Raises ConfigError."""
-    packed = config.model.dtype == "gguf"
-    if packed:
-        check_packable(config, files)
-    return open_checkpoint(files, packed=packed, scaled=scaled)
-
-
 def facts_of(files: ModelFiles) -> ModelFacts:
     """What refusals ask of a model. Raises ConfigError: no model of a family that is known."""
     noted = Noted(files.config)
     spec = families.read_spec_of(noted)
     noted.check(files.overrides, files.own_config, files.name, inside=files.wrapper is not None)
     return ModelFacts(name=files.name, load_format=files.load_format, layers=spec.num_layers,
-                      quantised=format_of(files.config) if files.gguf is None else "gguf",
+                      quantised=method_of(files.config) if files.gguf is None else "gguf",
                       context=spec.rope.max_position, kv_heads="paged_attention" in spec.attention.ops,
                       **families.numbers_of(spec))
 
@@ -110,26 +101,17 @@ def facts_of(files: ModelFiles) -> ModelFacts:
 def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype, stage: Stage | None = None) -> int:
     """Of the weights of a stage, or of all, as they are kept; a little more where fused ones are codes of
     several types, or the embedding is the head as well."""
-    return sum(_bytes_of(checkpoint, name, shape, dtype)
+    return sum(math.prod(shape) * dtype.itemsize if (form := checkpoint.format(name)) is None else form.num_bytes(shape)
                for name, shape in families.tensor_shapes(checkpoint.config, stage))
-
-
-def _bytes_of(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    if name in checkpoint.codes:
-        return codes_bytes(checkpoint.codes[name], shape)
-    blocks = checkpoint.scaled(name)
-    if blocks is not None:
-        return math.prod(shape) + 4 * math.prod(blocks.scales(shape))
-    return math.prod(shape) * dtype.itemsize
 
 
 def _opened(config: Config, files: ModelFiles, log: Callable[[str], object]) \
         -> tuple[Checkpoint, LinearFactory, dict[str, registry.Choice]]:
     """Its headers, what packs its weights, and the back-ends. Raises ConfigError."""
     check_model(config, facts_of(files))
-    scaled = keeps_scaled(config, files, log)
-    checkpoint = headers(config, files, scaled=scaled)
-    backends = backends_of(config, checkpoint.config, scaled, log)
+    keeps = kept_packed(config, files, log)
+    checkpoint = open_checkpoint(files, keeps)
+    backends = backends_of(config, checkpoint.config, keeps, log)
     return checkpoint, packer(backends), backends
 
 
@@ -153,7 +135,7 @@ class Sketch:
         """Of some layers, with random weights."""
         model = self.made(stage=stage)
         for name, tensor in families.dummy_tensors(self.config, 0, model.wants, device=device,
-                                                   scaled=self.checkpoint.scaled):
+                                                   formats=self.checkpoint.format):
             model.load(name, tensor)
         model.finish()
         return model
@@ -198,7 +180,7 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object], tp_g
     _check_weights_fit(config, files, checkpoint, dtype, [stage])
     tensors: Iterable[tuple[str, Tensor | Packed]] = (
         families.dummy_tensors(checkpoint.config, config.model.seed or 0, model.wants, device=device,
-                               scaled=checkpoint.scaled, drafts=drafts)
+                               formats=checkpoint.format, drafts=drafts)
         if load_format == "dummy" else checkpoint.tensors(model.wants, device))
     become = form_of(checkpoint.config) if load_format == "safetensors" else ""
     log(f"model: {name} has {show_size(need)} of weights to load" +
@@ -208,10 +190,10 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object], tp_g
             log(f"model: {line}")
     if beside is not None:
         beside(Sketch(checkpoint, dtype, backends, made))
-    loaded, trimmed, scaled, told = 0, 0, False, time.perf_counter()
+    loaded, trimmed, fp8, told = 0, 0, False, time.perf_counter()
     for tensor_name, tensor in tensors:
         loaded += tensor.num_bytes if isinstance(tensor, Packed) else tensor.numel() * dtype.itemsize
-        scaled |= isinstance(tensor, Scaled)
+        fp8 |= isinstance(tensor, Packed) and tensor.kind == "e4m3"
         model.load(tensor_name, tensor)
         del tensor                        # or it would live while the next one is read
         if device == "cpu" and loaded - trimmed > TRIM_BYTES:
@@ -220,7 +202,7 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object], tp_g
         if (now := time.perf_counter()) - told >= PROGRESS_S:
             told = now
             log(f"model: {show_size(loaded)} of {show_size(need)} after {now - started:.0f} s")
-    kept = kept_as(config, dtype, scaled) + _other_form(config, files)
+    kept = kept_as(config, dtype, fp8) + _other_form(config, files)
     # A GGUF's header holds its whole tokenizer; `finish` may pack a large head: not both at once.
     del tensors, checkpoint, files
     _trim_heap()
@@ -234,17 +216,14 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object], tp_g
         model.tap(eagle.taps)
     log(f"model: {name}, {show_size(loaded)} of weights as {kept} in {time.perf_counter() - started:.1f} s")
     return LoadedModel(model, backends, name, load_format, dtype, loaded, _peak_rss() - rss_before, whole, digest,
-                  scaled)
+                  fp8)
 
 
 def form_of(config: Mapping[str, Any]) -> str:
     """Name, for the log, weights that are quantised in the files and floats once loaded; "" where none are, or
     they may stay quantised."""
-    if mxfp4.says(config):
-        return "its experts, in MXFP4,"
     reader = reader_of(config, "config.json")
-    return "" if reader is None or read_blocks(config, "config.json") else (
-        f"its quantised weights ({reader.label})")
+    return "" if reader is None or reader.format else f"its quantised weights ({reader.label})"
 
 
 def _whole(config: Config, checkpoint: Checkpoint, dtype: torch.dtype, pack: LinearFactory,
@@ -293,9 +272,9 @@ def identity_of(loaded: LoadedModel, config: Config, caches: Caches) -> dict[str
             "back-ends": ", ".join(f"{op}={c.name}" for op, c in loaded.backends.items())}
 
 
-def kept_as(config: Config, dtype: torch.dtype, scaled: bool) -> str:
-    """What weights are in memory, in words; `scaled`: those that came in fp8 are."""
-    return "codes" if config.model.dtype == "gguf" else f"{'fp8 and ' * scaled}{show_dtype(dtype)}"
+def kept_as(config: Config, dtype: torch.dtype, fp8: bool) -> str:
+    """What weights are in memory, in words; `fp8`: those that came in it are."""
+    return "codes" if config.model.dtype == "gguf" else f"{'fp8 and ' * fp8}{show_dtype(dtype)}"
 
 
 def _check_weights_fit(config: Config, files: ModelFiles, checkpoint: Checkpoint, dtype: torch.dtype,
@@ -304,14 +283,15 @@ def _check_weights_fit(config: Config, files: ModelFiles, checkpoint: Checkpoint
     as it came, and its rows until they are packed. Raises ConfigError."""
     need = sum(weight_bytes(checkpoint, dtype, part) for part in parts)
     shapes = dict(pair for part in parts for pair in families.tensor_shapes(checkpoint.config, part))
-    more = 0 if checkpoint.codes else 4 * max(map(math.prod, shapes.values()))
+    kinds = {form.kind for name in shapes if (form := checkpoint.format(name))}
+    more = 0 if "u8" in kinds else 4 * max(map(math.prod, shapes.values()))
     cuda = config.device.device == "cuda"
     gpus = range(min(len(parts), torch.cuda.device_count()))        # that this process sees
     here = machine.probe()
     free = sum(int(torch.cuda.mem_get_info(i)[0]) for i in gpus) if cuda else here.memory_available
     if need + more > free:
         where = "of the GPU's memory" if cuda else "of memory"
-        kept = kept_as(config, dtype, any(map(checkpoint.scaled, shapes)))
+        kept = kept_as(config, dtype, "e4m3" in kinds)
         less = " or --dtype bfloat16" if kept == "float32" else ""
         raise ConfigError(f"{files.name}: its weights take {show_size(need)} as {kept} and "
                           f"{show_size(more)} more while they are loaded, and {show_size(free)} {where} "

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.types.scaled import Scaled
+from penstock.kernels.types.packed import Packed
 
 
 @triton.jit
@@ -38,20 +38,21 @@ def add_product(acc, weight, scale, row, own, x_JK, start, SCALES, INPUTS: tl.co
     return acc
 
 
-def tile_cols(weight: Tensor | Scaled, most: int) -> int:
-    """Columns of a tile: a power of two up to `most`, and of a scaled weight one that divides its blocks."""
-    if not isinstance(weight, Scaled):
+def tile_cols(weight: Tensor | Packed, most: int) -> int:
+    """Columns of a tile: a power of two up to `most`, and of a packed weight one that divides its blocks."""
+    if not isinstance(weight, Packed):
         return most
     cols = min(most, weight.cols & -weight.cols)
     assert cols >= 16, f"blocks of {weight.cols} columns"
     return cols
 
 
-def parts_of(weight: Tensor | Scaled) -> tuple[Tensor, Tensor, int, dict[str, int | bool]]:
+def parts_of(weight: Tensor | Packed) -> tuple[Tensor, Tensor, int, dict[str, int | bool]]:
     """For a kernel: elements, scales, scales of a row of blocks, and the constants of `add_product`."""
-    if isinstance(weight, Scaled):
-        assert weight.element_OI.is_contiguous() and weight.scale_RJ.is_contiguous(), "not dense"
-        return (weight.element_OI.view(torch.uint8), weight.scale_RJ, weight.scale_RJ.shape[1],
+    if isinstance(weight, Packed):
+        assert weight.kind == "e4m3", "codes of integers are read on a CPU"
+        assert weight.code_OI.is_contiguous() and weight.scale_RJ.is_contiguous(), "not dense"
+        return (weight.code_OI.view(torch.uint8), weight.scale_RJ, weight.scale_RJ.shape[1],
                 dict(BLOCK_ROWS=weight.rows, BLOCK_COLS=weight.cols, SCALED=True))
     assert weight.is_contiguous(), "not dense"
     return weight, weight, 0, dict(BLOCK_ROWS=1, BLOCK_COLS=1, SCALED=False)

@@ -6,10 +6,9 @@ pinned memory. Knows no family's layers.
 """
 from __future__ import annotations
 
-import itertools
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from math import prod
@@ -24,14 +23,13 @@ from torch import Tensor
 
 from penstock.config.base.errors import ConfigError, show
 from penstock.config.base.sizes import counted
-from penstock.kernels.types.scaled import Scaled
+from penstock.kernels.types.packed import Packed
 from penstock.model.base import Checkpoint, Wants, everything
-from penstock.model.weights import mxfp4
-from penstock.model.weights.codes import PACKED, Codes, Packed, codes_of
 from penstock.model.weights.files import digest_of_files, open_regular
-from penstock.model.weights.formats.reader import WeightReader
-from penstock.model.weights.formats.table import read_blocks, reader_of
-from penstock.model.weights.fp8 import Blocks, quantises
+from penstock.model.weights.formats import gguf
+from penstock.model.weights.formats.blocks import quantises
+from penstock.model.weights.formats.reader import Format, WeightReader
+from penstock.model.weights.formats.table import format_of, reader_of
 from penstock.model.weights.gguf_config import ROPE_FREQS, HFName, hf_name
 from penstock.model.weights.gguf_file import GGUFTensor
 from penstock.model.weights.locate import ModelFiles, read_weight_map, some
@@ -48,17 +46,16 @@ Weight = TypeVar("Weight", bound=Tensor | Packed)
 Read: TypeAlias = Callable[[BinaryIO, StoredTensor, Path], Tensor]
 
 
-def open_checkpoint(files: ModelFiles, *, packed: bool = False, scaled: bool = False) -> Checkpoint:
-    """The checkpoint in `files`, its headers checked. `packed`: weights of two dimensions stay the codes
-    that a GGUF file stores, where `codes.PACKED` has their type. `scaled`: those in blocks of fp8 stay that.
+def open_checkpoint(files: ModelFiles, keeps: Collection[str] = ()) -> Checkpoint:
+    """The checkpoint in `files`, its headers checked. keeps: kinds of `Packed`; weights of two dimensions whose
+    format is of one of these stay packed, others become floats.
 
     Raises ConfigError: a damaged or truncated file, a type or an architecture that is not supported.
     `tensors()` of it raises ConfigError too, if a file changes or cannot be read.
     """
     if files.load_format == "dummy":
-        return ConfigOnly(files, scaled)
-    return (GGUFCheckpoint(files, packed) if files.gguf is not None else
-            SafetensorsCheckpoint(files, scaled))
+        return ConfigOnly(files, keeps)
+    return GGUFCheckpoint(files, keeps) if files.gguf is not None else SafetensorsCheckpoint(files, keeps)
 
 
 def weights_digest(files: ModelFiles, *, sampled: bool = False) -> str:
@@ -69,28 +66,27 @@ def weights_digest(files: ModelFiles, *, sampled: bool = False) -> str:
 class ConfigOnly:
     """For random weights: the config of a model whose weights are not read."""
 
-    def __init__(self, files: ModelFiles, keeps_scaled: bool) -> None:
+    def __init__(self, files: ModelFiles, keeps: Collection[str]) -> None:
         self._files, self.config, self.eos_ids = files, files.config, files.eos_ids
-        self.codes: Mapping[str, str] = {}
-        self._blocks = read_blocks(self.config, f"{files.folder}/config.json") if keeps_scaled else None
+        found = format_of(self.config, f"{files.folder}/config.json")
+        self._format = found if found is not None and found.kind in keeps else None
 
     def tensors(self, wants: Wants = everything, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
         """Nothing."""
         return iter(())
 
-    def scaled(self, name: str) -> Blocks | None:
-        return self._blocks if quantises(name) else None
+    def format(self, name: str) -> Format | None:
+        return self._format if quantises(name) else None
 
     def unread(self, ignores: Callable[[str], bool]) -> list[str]:
         return [f"text of {self._files.name}; {self._files.towers({})}"] if self._files.wrapper else []
 
 
 class SafetensorsCheckpoint:
-    """One file, or the shards of an index. Tensors keep their dtype; quantised weights become float32, those
-    in blocks of fp8 where they are not kept."""
+    """One file, or the shards of an index. Tensors keep their dtype; quantised weights become float32 where they
+    do not stay packed."""
 
-    def __init__(self, files: ModelFiles, keeps_scaled: bool) -> None:
-        self.codes: Mapping[str, str] = {}
+    def __init__(self, files: ModelFiles, keeps: Collection[str]) -> None:
         self.config: dict[str, Any] = files.config
         self.eos_ids = files.eos_ids
         self._files = files
@@ -99,18 +95,18 @@ class SafetensorsCheckpoint:
         self.shards = self.stored.files
         if not any(self.shards.values()):
             raise ConfigError(f"{files.folder}: the safetensors files hold no tensors")
-        self.blocks = read_blocks(self.config, f"{files.folder}/config.json")
         self._reader = reader_of(self.config, f"{files.folder}/config.json")
+        found = None if self._reader is None else self._reader.format
+        self._format = found if found is not None and found.kind in keeps else None
         self._quantised, self._beside = _quantised(self.shards, self._reader)
-        self._names = {weight.name for weight in self._quantised.values()}
-        self.coded = _coded(self.shards, mxfp4.says(self.config))
-        self._keeps_scaled = keeps_scaled
+        self._packed = {name for stored in self._quantised.values() for name in stored.names
+                        } if self._format else set()
 
-    def scaled(self, name: str) -> Blocks | None:
-        return self.blocks if self._keeps_scaled and name in self._names else None
+    def format(self, name: str) -> Format | None:
+        return self._format if name in self._packed else None
 
     def tensors(self, wants: Wants = everything,
-                device: str = "cpu") -> Iterator[tuple[str, Tensor | Scaled]]:
+                device: str = "cpu") -> Iterator[tuple[str, Tensor | Packed]]:
         """Every wanted weight once, in the order of the files; scales are read with their weight."""
         self._check_absent(wants)
         read: Read = _read if device == "cpu" else _Staged(device)
@@ -118,20 +114,10 @@ class SafetensorsCheckpoint:
             file, _ = open_regular(path)
             with file:
                 for entry in stored.values():
-                    if entry.name in self._beside:
-                        continue
-                    if entry.dtype == "U8":
-                        for name, made in self._experts(file, entry, path, wants, read):
-                            yield name, _finite(made, name, path)
-                        continue
-                    packed = self._quantised.get(entry.name)
-                    name = entry.name if packed is None else packed.name
-                    if not wants(name):
-                        continue
-                    weight: Tensor | Scaled = (read(file, entry, path) if packed is None else
-                                               self._made(packed, path, read))
-                    yield name, _finite(weight, name, path)
-                    del weight          # before the next one is made
+                    if entry.name in self._quantised:
+                        yield from self._made(self._quantised[entry.name], path, wants, read)
+                    elif entry.name not in self._beside and wants(entry.name):
+                        yield entry.name, _finite(read(file, entry, path), entry.name, path)
 
     def _check_absent(self, wants: Wants) -> None:
         """Raises ConfigError: the index places a wanted tensor in a shard that lacks it. A head may: where
@@ -154,42 +140,40 @@ class SafetensorsCheckpoint:
                 f"{len(names)} {kind} ({some(names)})" for kind, names in why.items()))
         return lines
 
-    def _experts(self, file: BinaryIO, entry: StoredTensor, path: Path, wants: Wants,
-                 read: Read) -> Iterator[tuple[str, Tensor]]:
-        """The wanted weights of a tensor of MXFP4 blocks, one expert after the other; of scales none."""
-        if entry.name not in self.coded:
-            return
-        where, scales = self.coded[entry.name]
-        parts = [part for part in mxfp4.parts_of(entry.name, entry.shape[0]) if wants(part.name)]
-        other, _ = open_regular(where)
-        with other:
-            for expert, group in itertools.groupby(parts, key=lambda part: part.expert):
-                block_OGB = read(file, _item(entry, expert), path)
-                scale_OG = read(other, _item(scales, expert), where)
-                for part in group:
-                    rows = slice(part.first, None, part.step)
-                    yield part.name, mxfp4.floats(block_OGB[rows], scale_OG[rows])
-
-    def _made(self, packed: _Quantised, path: Path, read: Read) -> Tensor | Scaled:
-        """Read its tensors from whichever shards they are in. Raises ConfigError."""
-        tensors = {}
-        for part, (where, entry) in packed.parts.items():
-            file, _ = open_regular(where)
-            with file:
-                tensors[part] = read(file, entry, where)
+    def _made(self, stored: _Quantised, path: Path, wants: Wants,
+              read: Read) -> Iterator[tuple[str, Tensor | Packed]]:
+        """The wanted weights that these tensors store, which are in any shards. Raises ConfigError."""
         assert self._reader is not None
-        try:
-            weight = self._reader.read(tensors)
-        except ValueError as why:
-            raise ConfigError(f"{path}: tensor {show(packed.name)}: {why}: the file is damaged") from None
-        return weight.floats() if isinstance(weight, Scaled) and not self._keeps_scaled else weight
+        for expert in range(stored.experts):
+            names = [name.format(expert) if self._reader.stacked else name for name in stored.names]
+            if not any(map(wants, names)):
+                continue
+            tensors = {}
+            for part, (where, entry) in stored.parts.items():
+                file, _ = open_regular(where)
+                with file:
+                    tensors[part] = read(file, _item(entry, expert) if self._reader.stacked else entry, where)
+            try:
+                made = self._reader.read(tensors)
+            except ValueError as why:
+                raise ConfigError(f"{path}: tensor {show(names[0])}: {why}: the file is damaged") from None
+            del tensors
+            for first, name in enumerate(names):
+                if wants(name):
+                    weight = made if len(names) == 1 else made[first::len(names)]
+                    if isinstance(weight, Packed) and self._format is None:
+                        weight = weight.floats()
+                    yield name, _finite(weight, name, path)
+                    del weight          # before the next one is made
 
 
 class _Quantised(NamedTuple):
-    """A weight that several tensors store: its name in the model, and where each of its parts is."""
+    """Weights that several tensors store: names in the model, where each part is, and how many experts have such
+    ones."""
 
-    name: str
+    names: tuple[str, ...]
     parts: dict[str, tuple[Path, StoredTensor]]
+    experts: int
 
 
 def _quantised(shards: dict[Path, dict[str, StoredTensor]],
@@ -197,25 +181,26 @@ def _quantised(shards: dict[Path, dict[str, StoredTensor]],
     """Return the weights that the reader makes, by the name of the first tensor of each, and the names of
     their other tensors. Raises ConfigError: one that it does not read, or a type that no weight has."""
     modules: dict[str, dict[str, tuple[Path, StoredTensor]]] = {}
-    names: Collection[str] = () if reader is None else reader.beside
-    for path, stored in shards.items():
-        for entry in stored.values():
-            module, _, part = entry.name.rpartition(".")
-            if part in names:
-                modules.setdefault(module, {})[part] = path, entry
     made: dict[str, _Quantised] = {}
     beside: set[str] = set()
-    for module, found in modules.items():
-        path, entry = next((where for part, where in found.items() if part in ("weight", "weight_packed",
-                            "qweight")), next(iter(found.values())))
-        assert reader is not None
-        parts = reader.parts({part: stored for part, (_, stored) in found.items()}, _what(path, entry))
-        if parts:
-            made[found[parts[0]][1].name] = _Quantised(f"{module}.weight", {p: found[p] for p in parts})
-            beside.update(stored.name for part, (_, stored) in found.items() if part != parts[0])
+    if reader is not None:
+        for path, stored in shards.items():
+            for entry in stored.values():
+                module, _, part = entry.name.rpartition(reader.between)
+                if part in reader.beside:
+                    modules.setdefault(module, {})[part] = path, entry
+        for module, found in modules.items():
+            path, entry = max(found.values(), key=lambda where: where[1].num_bytes)
+            names = reader.names(module)
+            parts = names and reader.parts({part: stored for part, (_, stored) in found.items()}, _what(path, entry))
+            if parts:
+                first = found[parts[0]][1]
+                made[first.name] = _Quantised(names, {p: found[p] for p in parts},
+                                              first.shape[0] if reader.stacked else 1)
+                beside.update(stored.name for part, (_, stored) in found.items() if part != parts[0])
     for path, stored in shards.items():
         for entry in stored.values():
-            if entry.dtype in ("F8_E4M3", "I8", "I32") and entry.name not in made and (
+            if entry.dtype in ("F8_E4M3", "U8", "I8", "I32") and entry.name not in made and (
                     entry.name not in beside):
                 if reader is not None:
                     raise ConfigError(f"{_what(path, entry)}, but config.json says {reader.label}, which has no "
@@ -230,29 +215,6 @@ def _quantised(shards: dict[Path, dict[str, StoredTensor]],
 
 def _what(path: Path, entry: StoredTensor) -> str:
     return f"{path}: tensor {show(entry.name)} is {entry.dtype} of shape {entry.shape}"
-
-
-def _coded(shards: dict[Path, dict[str, StoredTensor]], said: bool) -> dict[str, tuple[Path, StoredTensor]]:
-    """Return, for every tensor of MXFP4 blocks, where its scales are. Raises ConfigError: other tensors of bytes,
-    blocks without scales or of another shape than theirs."""
-    found = {entry.name: (path, entry) for path, stored in shards.items() for entry in stored.values()
-             if entry.dtype == "U8"}
-    coded = {}
-    for name, (path, entry) in found.items():
-        what = f"{path}: tensor {show(name)} is U8 of shape {entry.shape}"
-        of = name.removesuffix(mxfp4.SCALES)
-        if of != name and of + mxfp4.BLOCKS in found:
-            continue
-        if not said or not any(mxfp4.parts_of(name, 1)):
-            raise ConfigError(f"{what}; supported: experts' blocks and scales, of a config.json whose "
-                              "quantization_config says mxfp4")
-        scales = found.get(name.removesuffix(mxfp4.BLOCKS) + mxfp4.SCALES)
-        if scales is None or len(entry.shape) != 4 or entry.shape[3] != mxfp4.BLOCK_BYTES or (
-                scales[1].shape != entry.shape[:3]) or entry.shape[1] % 2:
-            raise ConfigError(f"{what}; expected [experts, rows, blocks, {mxfp4.BLOCK_BYTES}], and scales of "
-                              f"the first three, found {scales and scales[1].shape}")
-        coded[name] = scales
-    return coded
 
 
 def _item(entry: StoredTensor, index: int) -> StoredTensor:
@@ -307,16 +269,15 @@ class _Staged:
 
 
 class GGUFCheckpoint:
-    """One GGUF file. Blocks become float32, or codes; F32, F16 and BF16 tensors keep their type."""
+    """One GGUF file. Blocks become float32, or stay packed; F32, F16 and BF16 tensors keep their type."""
 
-    def __init__(self, files: ModelFiles, packed: bool) -> None:
+    def __init__(self, files: ModelFiles, keeps: Collection[str]) -> None:
         assert files.gguf is not None
-        packs = PACKED if packed else frozenset()
         self.path = files.gguf
         self.config = files.config
         self.eos_ids = files.eos_ids
         self.wanted: list[tuple[GGUFTensor, HFName]] = []
-        codes: dict[str, str] = {}
+        self._formats: dict[str, Format] = {}
         names: set[str] = set()
         for stored in files.gguf_header.tensors.values():
             if stored.name == ROPE_FREQS:                    # is in the config
@@ -327,18 +288,17 @@ class GGUFCheckpoint:
                 raise ConfigError(f"{self.path}: two tensors are {target.name}")
             names.add(target.name)
             self.wanted.append((stored, target))
-            if stored.block in packs and len(stored.shape) - target.experts == 2:
-                codes |= dict.fromkeys(_names(stored, target), stored.block)
-        self.codes: Mapping[str, str] = codes
+            if "u8" in keeps and stored.block in gguf.PACKED and len(stored.shape) - target.experts == 2:
+                self._formats |= dict.fromkeys(_names(stored, target), gguf.format_of(stored.block))
 
-    def scaled(self, name: str) -> Blocks | None:
-        return None
+    def format(self, name: str) -> Format | None:
+        return self._formats.get(name)
 
     def unread(self, ignores: Callable[[str], bool]) -> list[str]:
         return []
 
     def tensors(self, wants: Wants = everything,
-                device: str = "cpu") -> Iterator[tuple[str, Tensor | Codes]]:
+                device: str = "cpu") -> Iterator[tuple[str, Tensor | Packed]]:
         """Every wanted weight once, in the order of the file; merged experts one by one."""
         file, _ = open_regular(self.path)
         with file:
@@ -349,13 +309,13 @@ class GGUFCheckpoint:
                     if not wants(name):
                         continue
                     begin = stored.begin + i * (stored.num_bytes // len(names))
-                    tensor = _read_blocks(file, stored, begin, shape, self.path, codes=name in self.codes)
+                    tensor = _read_blocks(file, stored, begin, shape, self.path, packed=name in self._formats)
                     if target.rope_heads:
                         tensor = _halves(tensor, target.rope_heads)
                     if target.plus and isinstance(tensor, Tensor):
                         tensor = tensor - target.plus
                     tensor = _finite(tensor, name, self.path)
-                    yield name, tensor if isinstance(tensor, Codes) else tensor.to(device)
+                    yield name, tensor.to(device)
                     del tensor
 
 
@@ -373,17 +333,17 @@ def _check_shape(stored: GGUFTensor, target: HFName, config: dict[str, Any], pat
 
 
 def _read_blocks(file: BinaryIO, stored: GGUFTensor, begin: int, shape: tuple[int, ...], path: Path,
-                 codes: bool) -> Tensor | Codes:
-    """`shape` elements from byte `begin` on: read as they are, or as codes, or chunk by chunk into
+                 packed: bool) -> Tensor | Packed:
+    """`shape` elements from byte `begin` on: read as they are, or packed, or chunk by chunk into
     float32."""
     if stored.block in _DTYPES:
         tensor = torch.empty(shape, dtype=_DTYPES[stored.block])
         _read_into(file, begin, _bytes_of(tensor), path)
         return tensor
-    if codes:
+    if packed:
         raw_NB = np.empty((prod(shape) // stored.block_elements, stored.block_bytes), dtype=np.uint8)
         _read_into(file, begin, raw_NB.reshape(-1).data, path)
-        return codes_of(stored.block, raw_NB, shape)
+        return gguf.packed_of(stored.block, raw_NB, shape)
     tensor = torch.empty(shape, dtype=torch.float32)
     out = tensor.view(-1).numpy()
     block_type = GGMLQuantizationType[stored.block]
@@ -429,7 +389,7 @@ def _read_into(file: BinaryIO, begin: int, target: memoryview, path: Path) -> No
 def _finite(weight: Weight, name: str, path: Path) -> Weight:
     """The sum tells: a NaN or an infinity anywhere stays in it. Weights never hold one. The sum of finite
     weights may overflow, so each element is looked at before the file is called damaged."""
-    if isinstance(weight, Codes) and not weight.finite():
+    if isinstance(weight, Packed) and weight.kind == "u8" and not weight.finite():
         raise ConfigError(f"{path}: tensor {show(name)} has scales that are no number or beyond f16, in "
                           "which they are kept: take --dtype float32, or the file is damaged")
     if (isinstance(weight, Tensor) and not weight.sum(dtype=torch.float32).isfinite()

@@ -16,12 +16,9 @@ from penstock.config.base.errors import ConfigError
 from penstock.kernels.fused.layer import LayerOps
 from penstock.kernels.gemm.experts import ExpertOps
 from penstock.kernels.state.scan import Scan
-from penstock.kernels.types import scaled
-from penstock.kernels.types.scaled import Scaled
+from penstock.kernels.types.packed import Packed, joined
 from penstock.model.base import TpGroup
 from penstock.model.parts import ONE, Cut, TpRank, whole
-from penstock.model.weights import codes
-from penstock.model.weights.codes import Codes, Packed
 
 # linear(weight_OI, bias_O or None) -> op. Called once per weight, which it may keep. op(x_TI) returns
 # a new y_TO, which the model changes in place. Packed ones come only from a checkpoint asked for them.
@@ -32,7 +29,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 class Slot:
     """One weight, filled row range by row range: a tensor in the model's dtype, or packed if all that came
-    were."""
+    were, and alike."""
 
     def __init__(
         self, shape: tuple[int, ...], dtype: torch.dtype, done: Callable[[], None]
@@ -63,8 +60,9 @@ class Slot:
         """The finished weight; the slot forgets it."""
         assert self.rows_left == 0
         packed, self.packed = self.packed, {}
-        if self.tensor is None and packed:
-            return _joined([packed[row] for row in sorted(packed)])
+        parts = [packed[row] for row in sorted(packed)]
+        if self.tensor is None and all(part.alike(parts[0]) for part in parts):
+            return joined(parts)
         return self._tensor(packed)
 
     def floats(self) -> Tensor:
@@ -79,13 +77,6 @@ class Slot:
         tensor, self.tensor = self.tensor, None
         assert tensor is not None
         return tensor
-
-
-def _joined(parts: Sequence[Packed]) -> Packed:
-    """Rows of all of them, one after the other; one checkpoint packs in one way."""
-    if isinstance(parts[0], Codes):
-        return codes.joined([part for part in parts if isinstance(part, Codes)])
-    return scaled.joined([part for part in parts if isinstance(part, Scaled)])
 
 
 class Linear:

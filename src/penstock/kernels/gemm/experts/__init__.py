@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.kernels.gemm.experts import reference
 from penstock.kernels.op import DEVICES, Implementation, Op
 from penstock.kernels.triton.lazy import lazy
-from penstock.kernels.types.scaled import Scaled
+from penstock.kernels.types.packed import Packed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +69,8 @@ class ExpertOps(Protocol):
                     weight_TC f32. A token with NaN among its logits gets experts that exist, and NaN.
         """
 
-    def mlp(self, x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor, gate_up: Tensor | Scaled,
-            down: Tensor | Scaled, first: int = 0, biases: Biases | None = None,
+    def mlp(self, x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor, gate_up: Tensor | Packed,
+            down: Tensor | Packed, first: int = 0, biases: Biases | None = None,
             clamped: Clamped | None = None) -> Tensor:
         """out_TD, the sum over a token's experts of weight * down(silu(gate(x)) * up(x)); new, dense.
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.platform import Platform
-from penstock.kernels.types.scaled import Scaled
+from penstock.kernels.types.packed import Packed
 
 if TYPE_CHECKING:
     from penstock.kernels.gemm.experts import Biases, Clamped, Rule
@@ -42,8 +42,8 @@ class ExpertsReference:
     def route(self, logit_TE: Tensor, bias_E: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
         return route(logit_TE, bias_E, rule)
 
-    def mlp(self, x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor, gate_up: Tensor | Scaled,
-            down: Tensor | Scaled, first: int = 0, biases: Biases | None = None,
+    def mlp(self, x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor, gate_up: Tensor | Packed,
+            down: Tensor | Packed, first: int = 0, biases: Biases | None = None,
             clamped: Clamped | None = None) -> Tensor:
         dim = x_TD.shape[1]
         num_experts, out_TD = down.shape[0] // dim, torch.zeros_like(x_TD, dtype=torch.float32)
@@ -66,7 +66,7 @@ class ExpertsReference:
         return out_TD.to(x_TD.dtype)
 
 
-def _rows(weight: Tensor | Scaled, expert: int, rows: int) -> Tensor:
+def _rows(weight: Tensor | Packed, expert: int, rows: int) -> Tensor:
     """float32: one expert's."""
     part = weight[expert * rows : (expert + 1) * rows]
-    return part.floats() if isinstance(part, Scaled) else part.float()
+    return part.floats() if isinstance(part, Packed) else part.float()

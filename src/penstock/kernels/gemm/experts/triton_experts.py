@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.triton.tiles import add_product, parts_of, tile_cols
-from penstock.kernels.types.scaled import Scaled
+from penstock.kernels.types.packed import Packed
 
 if TYPE_CHECKING:
     from penstock.kernels.gemm.experts import Biases, Clamped, Rule
@@ -231,8 +231,8 @@ def blocks(expert_TC: Tensor, first: int, num_experts: int, size: int) -> tuple[
             torch.where(listed_MJ, visit_MJ, -1).int())
 
 
-def mlp(x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor, gate_up: Tensor | Scaled,
-        down: Tensor | Scaled, first: int = 0, biases: Biases | None = None,
+def mlp(x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor, gate_up: Tensor | Packed,
+        down: Tensor | Packed, first: int = 0, biases: Biases | None = None,
         clamped: Clamped | None = None) -> Tensor:
     """Implement `ExpertOps.mlp`. Capturable."""
     (tokens, dim), chosen = x_TD.shape, expert_TC.shape[1]

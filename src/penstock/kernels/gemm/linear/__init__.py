@@ -15,6 +15,7 @@ from penstock.kernels.gemm.linear.panels import NATIVE
 from penstock.kernels.op import DEVICES, Implementation, Op
 from penstock.kernels.platform import KernelError
 from penstock.kernels.triton.lazy import lazy
+from penstock.kernels.types.packed import Packed
 
 Linear: TypeAlias = Callable[[Tensor], Tensor]
 Pack: TypeAlias = Callable[[Tensor, Tensor | None], Linear]
@@ -29,27 +30,21 @@ OP: Op[Pack] = Op("linear", (
 ))
 
 
-def pack_codes(code_OI: Tensor, scale_OGB: Tensor, bias_O: Tensor | None = None) -> Linear:
-    """Pack the float32 weight `code * scale_OGB[.., 0] + scale_OGB[.., 1]`, for float32 rows.
-
-    code_OI     u8, kept in four bits if all are below 16, else in eight
-    scale_OGB   f32 [O, G, 2], kept as f16, so that weights are off by up to 1e-3 of the largest of their
-                group; G divides I, and I / G is even
-    Needs       what `c` needs; there is no other implementation
-    """
-    return NATIVE.codes(code_OI, scale_OGB, bias_O)
-
-
-def pack(weight_OI: Tensor, bias_O: Tensor | None = None, *, backend: str) -> Linear:
+def pack(weight_OI: Tensor | Packed, bias_O: Tensor | None = None, *, backend: str) -> Linear:
     """Prepare a weight for `y_TO = linear(x_TI)`, for any number of rows T >= 1.
 
-    weight_OI   f32|bf16, any strides         bias_O   same dtype, or None
+    weight_OI   f32|bf16, any strides; or packed codes of u8, for float32 rows: they stay in four bits if all
+                are below 16, else in eight, their factors as f16, so that weights are off by up to 1e-3 of the
+                largest of their block, whose columns are even. It needs what `c` needs, whatever `backend` is
+    bias_O      same dtype, or None
     Returns     linear(x_TI) -> y_TO, dtype of the weight, dense; x_TI has the weight's dtype and a
                 dense last dimension. Rows are independent of each other up to rounding.
     Keeps       one copy of the weight: a reference to `weight_OI` (reference) or the packed copy
                 alone (others), so drop the original.
     Raises      KernelError for another dtype or shape, or a backend that does not exist.
     """
+    if isinstance(weight_OI, Packed):
+        return NATIVE.codes(weight_OI, bias_O)
     if weight_OI.dim() != 2 or weight_OI.dtype not in DTYPES:
         raise KernelError(f"linear packs two-dimensional weights of float32 or bfloat16, not "
                           f"{tuple(weight_OI.shape)} of {weight_OI.dtype}")

@@ -7,6 +7,7 @@ multiplies with the same panels.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from penstock.kernels.c.build import entry, library
 from penstock.kernels.op import Unusable, WrongResult
 from penstock.kernels.platform import KernelError, Platform
+from penstock.kernels.types.packed import Packed
 
 SOURCE = Path(__file__).with_name("panels.c")
 _P, _N = ctypes.c_void_p, ctypes.c_int64
@@ -52,18 +54,18 @@ class Panels:
     def _trials(self) -> Iterator[tuple[str, Tensor, Tensor, float]]:
         """(weights, result, what it should be, tolerance) of rows as in decoding and as in a prompt."""
         generator = torch.Generator().manual_seed(0)
-        weight_OI, bias_O, x_TI, scale_OGB = (torch.randn(*shape, generator=generator) for shape in (
-            (37, 32), (37,), (17, 32), (37, 2, 2)))
-        scale_OGB = scale_OGB.half().float()
+        weight_OI, bias_O, x_TI, scale_BOG = (torch.randn(*shape, generator=generator) for shape in (
+            (37, 32), (37,), (17, 32), (2, 37, 2)))
+        scale_OG, shift_OG = scale_BOG.half().float()
         for rows in (3, 17):
             for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
                 w, b, x = weight_OI[:, :19].to(dtype), bias_O.to(dtype), x_TI[:rows, :19].to(dtype)
                 yield str(dtype), self(w, b)(x), F.linear(x.float(), w.float(), b.float()), tolerance
             for most in (16, 256):
                 code_OI = torch.randint(0, most, (37, 32), dtype=torch.uint8, generator=generator)
-                scale_OIB = scale_OGB.repeat_interleave(16, 1)
-                want = F.linear(x_TI[:rows], code_OI * scale_OIB[..., 0] + scale_OIB[..., 1], bias_O)
-                yield f"codes below {most}", self.codes(code_OI, scale_OGB, bias_O)(x_TI[:rows]), want, 1e-5
+                weight = Packed(code_OI, scale_OG, 1, 16, shift_OG)
+                want = F.linear(x_TI[:rows], weight.floats(), bias_O)
+                yield f"codes below {most}", self.codes(weight, bias_O)(x_TI[:rows]), want, 1e-5
 
     def __call__(self, weight_OI: Tensor, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
         width, dtype = self._ask("penstock_panel"), weight_OI.dtype
@@ -71,18 +73,19 @@ class Panels:
         panels_PGWB = _panels(weight_OI, width, pair, whole)
         return self._linear(weight_OI.shape, dtype, panels_PGWB, bias_O)
 
-    def codes(self, code_OI: Tensor, scale_OGB: Tensor, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
-        """Implement `linear.pack_codes`."""
-        width, nibbles = self._ask("penstock_panel"), int(code_OI.max()) < 16
-        inputs, groups = code_OI.shape[1], scale_OGB.shape[1]
-        panels_PGWB = _panels(code_OI, width, *((2, 2) if nibbles else (1, 1)))
+    def codes(self, weight: Packed, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
+        """Implement `linear.pack` of codes of u8."""
+        assert weight.kind == "u8", "codes of e4m3 are floats on a CPU"
+        weight = weight.finer(1, math.gcd(weight.cols, weight.shape[1]))
+        width, nibbles = self._ask("penstock_panel"), int(weight.code_OI.max()) < 16
+        panels_PGWB = _panels(weight.code_OI, width, *((2, 2) if nibbles else (1, 1)))
         if nibbles:
             panels_PGWB = panels_PGWB[..., 0] | panels_PGWB[..., 1] << 4
-        parts = _rounded(scale_OGB, 15 if nibbles else 255)
+        parts = _rounded(weight, 15 if nibbles else 255)
         scales = [_panels(part_OG, width, 1, 1)[..., 0] for part_OG in parts]
         scales_PGBW = torch.stack(scales, 2).to(torch.float16)
-        return self._linear(code_OI.shape, torch.float32, panels_PGWB, bias_O, scales_PGBW,
-                            4 if nibbles else 8, inputs // groups)
+        return self._linear(weight.shape, torch.float32, panels_PGWB, bias_O, scales_PGBW,
+                            4 if nibbles else 8, weight.cols)
 
     def _ask(self, name: str) -> int:
         """One of the numbers that packing goes by."""
@@ -119,10 +122,12 @@ class Product:
         return y_TO
 
 
-def _rounded(scale_OGB: Tensor, most: int) -> tuple[Tensor, Tensor]:
+def _rounded(weight: Packed, most: int) -> tuple[Tensor, Tensor]:
     """Scales rounded to f16, and shifts that make up for it at the code that is nearest to a weight of zero:
     what is left is relative to the weight, not to the shift."""
-    scale_OG, shift_OG = scale_OGB.unbind(-1)
+    scale_OG, shift_OG = weight.scale_RJ, weight.offset_RJ
+    if shift_OG is None or not shift_OG.is_floating_point():
+        shift_OG = scale_OG * (0 if shift_OG is None else -shift_OG)
     kept_OG = scale_OG.half().float()
     zero_OG = (-shift_OG / scale_OG).nan_to_num().clamp(0, most)
     return kept_OG, shift_OG + zero_OG * (scale_OG - kept_OG)

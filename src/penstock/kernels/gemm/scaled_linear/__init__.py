@@ -15,10 +15,10 @@ from penstock.kernels.op import DEVICES, Implementation, Op, Unusable
 from penstock.kernels.platform import KernelError, Platform
 from penstock.kernels.triton.lazy import lazy
 from penstock.kernels.triton.lazy import probe as lazy_probe
-from penstock.kernels.types.scaled import Scaled
+from penstock.kernels.types.packed import Packed
 
 Linear: TypeAlias = Callable[[Tensor], Tensor]
-Pack: TypeAlias = Callable[[Scaled, Tensor | None], Linear]
+Pack: TypeAlias = Callable[[Packed, Tensor | None], Linear]
 
 _LEAST = 89                     # the first architecture that converts e4m3
 
@@ -42,7 +42,7 @@ def takes(cols: int) -> bool:
     return cols % 16 == 0
 
 
-def pack(weight: Scaled, bias_O: Tensor | None = None, *, backend: str) -> Linear:
+def pack(weight: Packed, bias_O: Tensor | None = None, *, backend: str) -> Linear:
     """Prepare a weight for `y_TO = linear(x_TI)`, for any number of rows T >= 1.
 
     weight      its blocks have columns that are a multiple of 16

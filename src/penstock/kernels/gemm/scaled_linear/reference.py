@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.platform import Platform
-from penstock.kernels.types.scaled import Scaled
+from penstock.kernels.types.packed import Packed
 
 
 def probe(platform: Platform) -> str:
@@ -15,7 +15,7 @@ def probe(platform: Platform) -> str:
             if platform.device == "cpu" else "F.linear of the dequantised weight, each time")
 
 
-def pack(weight: Scaled, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
+def pack(weight: Packed, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
     def linear(x_TI: Tensor) -> Tensor:
         bias = None if bias_O is None else bias_O.float()
         return F.linear(x_TI.float(), weight.floats(), bias).to(x_TI.dtype)

@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.kernels.c import device
 from penstock.kernels.triton.lazy import alone
 from penstock.kernels.triton.tiles import add_product, parts_of, tile_cols
-from penstock.kernels.types.scaled import Scaled
+from penstock.kernels.types.packed import Packed
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -64,7 +64,7 @@ CPP_MAX, CHUNK = 16, 64         # rows of the kernel in C++, and inputs that it 
 _WARPS, _AHEAD, _BLOCKS = 8, 4, 264
 
 
-def _in_cpp(x_TI: Tensor, weight: Scaled, element: Tensor, bias_O: Tensor | None, out_TO: Tensor) -> bool:
+def _in_cpp(x_TI: Tensor, weight: Packed, element: Tensor, bias_O: Tensor | None, out_TO: Tensor) -> bool:
     """Whether out_TO has been written: not of many rows, of float32, of odd blocks, or without NVRTC."""
     tokens, (outputs, inputs) = x_TI.shape[0], weight.shape
     several = weight.cols // CHUNK
@@ -82,7 +82,7 @@ def _in_cpp(x_TI: Tensor, weight: Scaled, element: Tensor, bias_O: Tensor | None
     return True
 
 
-def run(x_TI: Tensor, weight: Scaled, bias_O: Tensor | None) -> Tensor:
+def run(x_TI: Tensor, weight: Packed, bias_O: Tensor | None) -> Tensor:
     """y_TO, dtype of x, which is dense in I; T at most FEW_MAX. Capturable."""
     tokens, (outputs, inputs) = x_TI.shape[0], weight.shape
     assert x_TI.stride(1) == 1 and x_TI.shape[1] == inputs, "rows must be dense and fit"
@@ -99,7 +99,7 @@ def run(x_TI: Tensor, weight: Scaled, bias_O: Tensor | None) -> Tensor:
     return out_TO
 
 
-def floats(weight: Scaled, dtype: torch.dtype) -> Tensor:
+def floats(weight: Packed, dtype: torch.dtype) -> Tensor:
     """[O, I]: what the weight means, rounded to `dtype`. Capturable."""
     outputs, inputs = weight.shape
     out_OI = torch.empty(weight.shape, dtype=dtype, device=weight.scale_RJ.device)
@@ -111,7 +111,7 @@ def floats(weight: Scaled, dtype: torch.dtype) -> Tensor:
     return out_OI
 
 
-def pack(weight: Scaled, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
+def pack(weight: Packed, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
     """Implement `Pack`: for more than a few rows cuBLAS, after a dequantised copy."""
     def linear(x_TI: Tensor) -> Tensor:
         if x_TI.shape[0] <= FEW_MAX:
@@ -120,6 +120,6 @@ def pack(weight: Scaled, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
     return linear
 
 
-def pack_in_triton(weight: Scaled, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
+def pack_in_triton(weight: Packed, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
     """Pack as `pack` does; for a few rows Triton's kernel, not that in C++."""
     return alone(pack(weight, bias_O))

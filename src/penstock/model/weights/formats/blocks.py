@@ -6,19 +6,24 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from penstock.config.base.errors import ConfigError, show
-from penstock.model.weights.formats.reader import FLOATS, check
-from penstock.model.weights.fp8 import Blocks
+from penstock.model.weights.formats.reader import FLOATS, Format, WeightReader, check
 from penstock.model.weights.safetensors_file import StoredTensor
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from penstock.kernels.types.scaled import Scaled
+    from penstock.kernels.types.packed import Packed
 
 SCALE = "weight_scale_inv"          # multiplies, in spite of its name
 
 
-class BlocksReader:
+def quantises(name: str) -> bool:
+    """Whether the weight of this name is in fp8 in checkpoints that are: the projections of a layer, not its
+    router, nor the weights of an indexer's heads."""
+    return name.endswith("_proj.weight") and not name.endswith(".weights_proj.weight")
+
+
+class BlocksReader(WeightReader):
     """`quant_method` fp8 with a `weight_block_size`."""
 
     label = "fp8 in blocks"
@@ -30,7 +35,7 @@ class BlocksReader:
                 isinstance(size, list) and len(size) == 2 and all(type(n) is int and n >= 1 for n in size)):
             raise ConfigError(f"{where}: quantised with fp8 of fmt {show(kind)} and weight_block_size "
                               f"{show(size)}; supported: e4m3 in blocks of two dimensions, such as [128, 128]")
-        self.blocks = Blocks(*size)
+        self.format: Format = Format("e4m3", *size)
 
     def parts(self, module: Mapping[str, StoredTensor], where: str) -> tuple[str, ...]:
         entry, scale = module.get("weight"), module.get(SCALE)
@@ -40,18 +45,18 @@ class BlocksReader:
             raise ConfigError(f"{where}; supported: weights of two dimensions with their scales in "
                               f"{show(f'{entry.name}_scale_inv')}, which "
                               + ("no file holds" if scale is None else "is there"))
-        if scale.shape != self.blocks.scales(entry.shape) or scale.dtype not in ("F32", "BF16"):
+        if scale.shape != self.format.scales(entry.shape) or scale.dtype not in ("F32", "BF16"):
             raise ConfigError(f"{where}; its scales are {scale.dtype} of shape {scale.shape}, expected F32 of "
-                              f"{self.blocks.scales(entry.shape)}")
+                              f"{self.format.scales(entry.shape)}")
         return "weight", SCALE
 
-    def read(self, module: Mapping[str, Tensor]) -> Scaled:
-        from penstock.model.weights.formats.values import scaled
+    def read(self, module: Mapping[str, Tensor]) -> Packed:
+        from penstock.model.weights.formats.values import packed
 
-        return scaled(module["weight"], module[SCALE], self.blocks.rows, self.blocks.cols)
+        return packed(module["weight"], module[SCALE], 0, self.format.rows, self.format.cols)
 
 
-class RowsReader:
+class RowsReader(WeightReader):
     """`quant_method` fp8 without a `weight_block_size`, and fbgemm_fp8. Activations are not quantised."""
 
     label = "fp8"
@@ -72,13 +77,13 @@ class RowsReader:
         check(scale, name, FLOATS, scale.shape if scale is not None and one else (rows, 1), where)
         return "weight", name
 
-    def read(self, module: Mapping[str, Tensor]) -> Tensor:
-        from penstock.model.weights.formats.values import in_blocks
+    def read(self, module: Mapping[str, Tensor]) -> Packed:
+        from penstock.model.weights.formats.values import packed
 
         weight = module["weight"]
         [scale] = (tensor for name, tensor in module.items() if name != "weight")
         rows = 1 if scale.numel() > 1 else weight.shape[0]
-        return in_blocks(weight, scale.reshape(-1, 1), None, rows, weight.shape[1])
+        return packed(weight, scale.reshape(-1, 1), 0, rows, weight.shape[1])
 
 
 def fp8_reader(given: Mapping[str, Any], where: str) -> BlocksReader | RowsReader:

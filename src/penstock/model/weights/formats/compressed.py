@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from penstock.config.base.errors import ConfigError, show
-from penstock.model.weights.formats.reader import FLOATS, check, group_size
+from penstock.model.weights.formats.reader import FLOATS, WeightReader, check, group_size
 from penstock.model.weights.safetensors_file import StoredTensor
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from penstock.kernels.types.packed import Packed
 
 PACKED, INT, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
 _FORMATS = (PACKED, INT, FLOAT, "naive-quantized")
@@ -21,7 +23,7 @@ _TAKE = ("supported: pack-quantized int4 and int8, int-quantized int8, float-qua
          "or the unquantised checkpoint")
 
 
-class CompressedReader:
+class CompressedReader(WeightReader):
     """`quant_method` compressed-tensors, of the formats in `_FORMATS`."""
 
     label = "compressed-tensors"
@@ -114,8 +116,8 @@ class CompressedReader:
         found = group_size(stored, groups, size)
         return None if found is None else (stored, found)
 
-    def read(self, module: Mapping[str, Tensor]) -> Tensor:
-        from penstock.model.weights.formats.values import floats, in_blocks, unpacked
+    def read(self, module: Mapping[str, Tensor]) -> Tensor | Packed:
+        from penstock.model.weights.formats.values import groups, packed, unpacked
 
         scale, zero, group_I = (module.get(name) for name in (
             "weight_scale", "weight_zero_point", "weight_g_idx"))
@@ -131,14 +133,13 @@ class CompressedReader:
             zero_OG = 1 << bits - 1 if zero is None else unpacked(zero.T, bits).T[:rows]
             if group_I is not None and int(group_I.min()) < 0:      # written before it was known
                 group_I = None
-            return floats(code_OI[:, :columns], scale, zero_OG, size, group_I)
+            return groups(code_OI[:, :columns], scale, zero_OG, size, group_I)
         weight = module["weight"]
         kind = self._kind(tuple(weight.shape), tuple(scale.shape))
         assert kind is not None
         rows, columns = kind
         blocks = -(-weight.shape[0] // rows), -(-weight.shape[1] // columns)
-        return in_blocks(weight, scale.reshape(blocks), None if zero is None else zero.reshape(blocks), rows,
-                         columns)
+        return packed(weight, scale.reshape(blocks), 0 if zero is None else zero.reshape(blocks), rows, columns)
 
     def _kind(self, shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int] | None:
         """Rows and columns that share a scale."""

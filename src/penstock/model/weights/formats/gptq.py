@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from penstock.config.base.errors import ConfigError, show
-from penstock.model.weights.formats.reader import FLOATS, check, group_size
+from penstock.model.weights.formats.reader import FLOATS, WeightReader, check, group_size
 from penstock.model.weights.safetensors_file import StoredTensor
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from penstock.kernels.types.packed import Packed
 
 _BESIDE = frozenset(("weight", "qweight", "qzeros", "scales", "g_idx"))
 # A word of AWQ has outputs 0, 2, 4, 6, 1, 3, 5, 7: output i is at this place.
@@ -52,7 +54,7 @@ def _module(module: Mapping[str, StoredTensor], where: str, size: int, bits: tup
     return found, each
 
 
-class AwqReader:
+class AwqReader(WeightReader):
     """`quant_method` awq of version gemm."""
 
     label, beside = "AWQ", _BESIDE
@@ -71,21 +73,21 @@ class AwqReader:
         _module(module, where, self._size, (4,), along=False)
         return "qweight", "scales", "qzeros"
 
-    def read(self, module: Mapping[str, Tensor]) -> Tensor:
-        from penstock.model.weights.formats.values import floats, unpacked
+    def read(self, module: Mapping[str, Tensor]) -> Tensor | Packed:
+        from penstock.model.weights.formats.values import groups, unpacked
 
         code_OI, zero_OG = (_in_order(unpacked(module[name], 4)).T for name in ("qweight", "qzeros"))
         scale_OG = module["scales"].T
         size = group_size(code_OI.shape[1], scale_OG.shape[1], self._size)
         assert size is not None
-        return floats(code_OI.contiguous(), scale_OG, zero_OG, size)
+        return groups(code_OI, scale_OG, zero_OG, size)
 
 
 def _in_order(code_IO: Tensor) -> Tensor:
     return code_IO.view(len(code_IO), -1, 8)[:, :, list(_PLACES)].flatten(1)
 
 
-class GptqReader:
+class GptqReader(WeightReader):
     """`quant_method` gptq, and AutoRound's packings that equal it."""
 
     beside = _BESIDE
@@ -112,14 +114,14 @@ class GptqReader:
         check(module["g_idx"], "g_idx", ("I32", "I64"), (module["qweight"].shape[0] * 32 // bits,), where)
         return "qweight", "scales", "qzeros", "g_idx"
 
-    def read(self, module: Mapping[str, Tensor]) -> Tensor:
-        from penstock.model.weights.formats.values import floats, unpacked
+    def read(self, module: Mapping[str, Tensor]) -> Tensor | Packed:
+        from penstock.model.weights.formats.values import groups, unpacked
 
         scale_OG = module["scales"].T
         bits = 32 * module["qzeros"].shape[1] // len(scale_OG)
         code_OI = unpacked(module["qweight"].T, bits)
         # Up to 16 of four bits: v1 stores one less, and a sum is not cut to the bits that it came from.
-        zero_OG = unpacked(module["qzeros"], bits).T.float() + self._plus
+        zero_OG = unpacked(module["qzeros"], bits).T.short() + self._plus
         size = group_size(code_OI.shape[1], scale_OG.shape[1], self._size)
         assert size is not None
-        return floats(code_OI, scale_OG, zero_OG, size, module.get("g_idx"))
+        return groups(code_OI, scale_OG, zero_OG, size, module.get("g_idx"))

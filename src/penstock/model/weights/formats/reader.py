@@ -5,7 +5,9 @@ Readers are chosen before torch is imported: their arithmetic is in `formats.val
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from penstock.config.base.errors import ConfigError, show
 from penstock.model.weights.safetensors_file import StoredTensor
@@ -13,29 +15,58 @@ from penstock.model.weights.safetensors_file import StoredTensor
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from penstock.kernels.types.scaled import Scaled
+    from penstock.kernels.types.packed import Packed
 
 FLOATS = ("F16", "BF16", "F32")         # types of scales
 
 
-class WeightReader(Protocol):
-    """One format: which tensors of a module are its weight, and what they mean.
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How a weight is packed: codes of `bits` bits, of which `rows` x `cols` share what takes four bytes."""
 
-    label    the format's name in the log
-    beside   last parts of the names of the tensors that store a weight
+    kind: Literal["e4m3", "u8"]
+    rows: int
+    cols: int
+    bits: int = 8
+
+    def scales(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Shape of the scales of a weight of this shape: blocks at the right and lower edge are smaller."""
+        return -(-shape[0] // self.rows), -(-shape[1] // self.cols)
+
+    def num_bytes(self, shape: tuple[int, ...]) -> int:
+        """What a weight of this shape takes: at most, as few bits may do."""
+        return prod(shape) * self.bits // 8 + 4 * prod(self.scales(shape))
+
+
+class WeightReader(Protocol):
+    """One format: which tensors store a weight, and what they mean.
+
+    label     the format's name in the log
+    between   what a tensor's name has between its module and its part
+    beside    parts that store a weight
+    stacked   the first axis of each part is the expert
+    format    how weights may stay packed; None: they become floats
     """
 
     label: str
     beside: frozenset[str]
+    between: str = "."
+    stacked: bool = False
+    format: Format | None = None
+
+    def names(self, module: str) -> tuple[str, ...]:
+        """Return the weights that a module's tensors store, whose rows are in turns in what `read` returns; of
+        stacked ones `{}` is the expert."""
+        return (f"{module}.weight",)
 
     def parts(self, module: Mapping[str, StoredTensor], where: str) -> tuple[str, ...]:
         """Return which of a module's tensors `read` takes, the largest first; () where its weight is a
         tensor of floats. Raises ConfigError: quantised in a way that is not read; looks at headers only."""
         ...
 
-    def read(self, module: Mapping[str, Tensor]) -> Tensor | Scaled:
-        """Return the weight [O, I], float32 or in blocks of fp8, on the device of its tensors. Raises
-        ValueError: the tensors contradict each other."""
+    def read(self, module: Mapping[str, Tensor]) -> Tensor | Packed:
+        """Return the weight [O, I], packed or float32, on the device of its tensors. Raises ValueError: the
+        tensors contradict each other."""
         ...
 
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.kernels.types.scaled import Scaled
+from penstock.kernels.types.packed import Packed
 
-
-def scaled(weight_OI: Tensor, scale_RJ: Tensor, rows: int, cols: int) -> Scaled:
-    """Elements of e4m3 with a scale, of float32, for each block of `rows` x `cols`."""
-    return Scaled(weight_OI, scale_RJ.float(), rows, cols)
+# Twice what e2m1 means, counted from the least.
+LEAST = 12
+E2M1 = tuple(LEAST + value for value in (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12))
 
 
 def unpacked(word: Tensor, bits: int) -> Tensor:
@@ -22,42 +21,43 @@ def unpacked(word: Tensor, bits: int) -> Tensor:
     return byte if bits == 8 else torch.stack((byte & 15, byte >> 4), -1).flatten(-2)
 
 
-def floats(code_OI: Tensor, scale_OG: Tensor, zero_OG: Tensor | int, size: int,
-           group_I: Tensor | None = None) -> Tensor:
-    """float32 [O, I]: (code - zero) * scale.
+def groups(code_OI: Tensor, scale_OG: Tensor, zero_OG: Tensor | int, size: int,
+           group_I: Tensor | None = None) -> Packed | Tensor:
+    """The weight (code - zero) * scale, float32 where columns of a group do not lie together.
 
     size      columns of a group; the last one may have fewer
     group_I   the group of each column, where it is not column // size
     Raises    ValueError: a group that has no scale
     """
-    rows, columns = code_OI.shape
-    scale_OG = scale_OG.float()
-    out_OI = code_OI.float()
-    if group_I is not None:
-        if int(group_I.min()) < 0 or int(group_I.max()) >= scale_OG.shape[1]:
-            raise ValueError(f"g_idx names groups {int(group_I.min())} to {int(group_I.max())} of "
-                             f"{scale_OG.shape[1]}")
-        group_I = group_I.long()
-    elif size * scale_OG.shape[1] != columns:
-        group_I = torch.arange(columns, device=code_OI.device) // size
-    if group_I is not None:
-        zero = zero_OG if isinstance(zero_OG, int) else zero_OG.float()[:, group_I]
-        return out_OI.sub_(zero).mul_(scale_OG[:, group_I])
-    out_OGJ = out_OI.view(rows, scale_OG.shape[1], size)
-    out_OGJ.sub_(zero_OG if isinstance(zero_OG, int) else zero_OG.float()[:, :, None])
-    return out_OGJ.mul_(scale_OG[:, :, None]).view(rows, columns)
+    if group_I is None:
+        return packed(code_OI, scale_OG, zero_OG, 1, size)
+    if int(group_I.min()) < 0 or int(group_I.max()) >= scale_OG.shape[1]:
+        raise ValueError(f"g_idx names groups {int(group_I.min())} to {int(group_I.max())} of {scale_OG.shape[1]}")
+    group_I = group_I.long()
+    zero = zero_OG if isinstance(zero_OG, int) else zero_OG.float()[:, group_I]
+    return code_OI.float().sub_(zero).mul_(scale_OG.float()[:, group_I])
 
 
-def in_blocks(weight_OI: Tensor, scale_RJ: Tensor, zero_RJ: Tensor | None, rows: int, cols: int) -> Tensor:
-    """float32 [O, I]: (weight - zero) * scale, of int8 or e4m3, in blocks of `rows` x `cols`."""
-    if weight_OI.dtype == torch.float8_e4m3fn:
-        return scaled(weight_OI, scale_RJ, rows, cols).floats()
-    out_OI = weight_OI.float()
-    if zero_RJ is not None:
-        out_OI -= _spread(zero_RJ.float(), weight_OI.shape, rows, cols)
-    return out_OI.mul_(_spread(scale_RJ.float(), weight_OI.shape, rows, cols))
+def packed(code_OI: Tensor, scale_RJ: Tensor, zero_RJ: Tensor | int, rows: int, cols: int) -> Packed:
+    """(code - zero) * scale of blocks of `rows` x `cols`; codes u8, i8 or, without zeros, e4m3."""
+    scale_RJ = scale_RJ.float().contiguous()
+    if code_OI.dtype == torch.float8_e4m3fn:
+        return Packed(code_OI, scale_RJ, rows, cols)
+    if isinstance(zero_RJ, int):
+        zero_RJ = torch.full_like(scale_RJ, zero_RJ, dtype=torch.int16)
+    zero_RJ = zero_RJ.to(torch.int16).contiguous()
+    if code_OI.dtype == torch.int8:
+        code_OI, zero_RJ = code_OI.view(torch.uint8) ^ 128, zero_RJ + 128
+    return Packed(code_OI.contiguous(), scale_RJ, rows, cols, zero_RJ)
 
 
-def _spread(value_RJ: Tensor, shape: torch.Size, rows: int, cols: int) -> Tensor:
-    """[O, I]: to each element the value of its block."""
-    return value_RJ.repeat_interleave(rows, 0)[:shape[0]].repeat_interleave(cols, 1)[:, :shape[1]]
+def e2m1(byte: Tensor) -> Tensor:
+    """uint8 [.., 2 n]: codes of which `LEAST` means 0 and steps are halves, of two elements in a byte, the low
+    half first."""
+    return torch.tensor(E2M1, dtype=torch.uint8, device=byte.device)[
+        torch.stack((byte & 15, byte >> 4), -1).flatten(-2).int()]
+
+
+def power(byte: Tensor) -> Tensor:
+    """float32: 2 ** (byte - 127), the scales of MX formats; 255 is NaN."""
+    return torch.exp2(byte.float() - 127).where(byte < 255, torch.nan)

@@ -11,10 +11,11 @@ from safetensors.torch import save_file
 
 from penstock.kernels.gemm import experts, linear, scaled_linear
 from penstock.kernels.platform import KernelError
-from penstock.kernels.types.scaled import E4M3, Scaled, joined, quantised
+from penstock.kernels.types.packed import E4M3, Packed, joined, quantised
 from penstock.model import registry
 from penstock.model.weights.checkpoint import open_checkpoint
-from penstock.model.weights.fp8 import Blocks, quantises
+from penstock.model.weights.formats.blocks import quantises
+from penstock.model.weights.formats.reader import Format
 from penstock.model.weights.locate import locate
 
 MOE = {
@@ -44,12 +45,12 @@ NEMOTRON = {
     "mamba_head_dim": 6, "n_groups": 2, "ssm_state_size": 6, "n_routed_experts": 7, "num_experts_per_tok": 3,
     "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 16,
 }
-BLOCKS = Blocks(32, 16)
+BLOCKS = Format("e4m3", 32, 16)
 
 
-def meant(weight: Scaled) -> torch.Tensor:
+def meant(weight: Packed) -> torch.Tensor:
     """Element by element."""
-    element, scale = weight.element_OI.float().tolist(), weight.scale_RJ.tolist()
+    element, scale = weight.code_OI.float().tolist(), weight.scale_RJ.tolist()
     return torch.tensor([[x * scale[i // weight.rows][j // weight.cols] for j, x in enumerate(row)]
                          for i, row in enumerate(element)])
 
@@ -83,7 +84,7 @@ def test_a_nan_among_the_elements_or_scales_is_seen() -> None:
     inf = float("inf")
     for byte, scale, fine in ((0x7F, 1.0, False), (0xFF, 1.0, False), (0x7E, 1.0, True), (0, inf, False)):
         element = torch.tensor([[0, byte]], dtype=torch.uint8).view(E4M3)
-        assert Scaled(element, torch.tensor([[scale]]), 1, 2).finite() == fine
+        assert Packed(element, torch.tensor([[scale]]), 1, 2).finite() == fine
 
 
 def test_blocks_that_kernels_do_not_read_are_refused() -> None:
@@ -93,7 +94,7 @@ def test_blocks_that_kernels_do_not_read_are_refused() -> None:
 
 def build(config: dict[str, Any], dtype: torch.dtype, together: bool) -> Any:
     def pack(weight: Any, bias: Any) -> Any:
-        how = scaled_linear if isinstance(weight, Scaled) else linear
+        how = scaled_linear if isinstance(weight, Packed) else linear
         return how.pack(weight, bias, backend="reference")
     ops = experts.OP.use("reference") if together else None
     return registry.build(config, dtype=dtype, linear=pack, experts=ops)
@@ -143,24 +144,24 @@ def test_experts_that_come_in_one_tensor_are_stacked_too() -> None:
 def test_a_model_in_fp8_equals_its_dequantised_twin(tmp_path, dtype, tolerance) -> None:
     """Of a checkpoint's files: projections and experts are joined whose rows are no multiple of a block's."""
     tensors = {}
-    for name, tensor in registry.dummy_tensors(MOE, 3, scaled=lambda n: BLOCKS if quantises(n) else None):
-        if isinstance(tensor, Scaled):
-            tensors |= {name: tensor.element_OI, f"{name}_scale_inv": tensor.scale_RJ * 10}
+    for name, tensor in registry.dummy_tensors(MOE, 3, formats=lambda n: BLOCKS if quantises(n) else None):
+        if isinstance(tensor, Packed):
+            tensors |= {name: tensor.code_OI, f"{name}_scale_inv": tensor.scale_RJ * 10}
         else:
             tensors[name] = tensor
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(MOE))
     kept, twin = (build(MOE, dtype, together=True) for _ in range(2))
-    for model, scaled in ((kept, True), (twin, False)):
-        checkpoint = open_checkpoint(locate(str(tmp_path)), scaled=scaled)
-        assert (checkpoint.scaled("model.layers.0.self_attn.q_proj.weight") == BLOCKS) == scaled
-        assert checkpoint.scaled("lm_head.weight") is None
+    for model, scaled in ((kept, ["e4m3"]), (twin, [])):
+        checkpoint = open_checkpoint(locate(str(tmp_path)), scaled)
+        assert (checkpoint.format("model.layers.0.self_attn.q_proj.weight") == BLOCKS) == bool(scaled)
+        assert checkpoint.format("lm_head.weight") is None
         for name, weight in checkpoint.tensors():
-            assert isinstance(weight, Scaled) == (scaled and quantises(name)), name
+            assert isinstance(weight, Packed) == bool(scaled and quantises(name)), name
             model.load(name, weight)
         model.finish()
     mlp = kept._layers[1].mlp.visit
-    assert isinstance(mlp.gate_up.value, Scaled) and isinstance(mlp.down.value, Scaled)
+    assert isinstance(mlp.gate_up.value, Packed) and isinstance(mlp.down.value, Packed)
     a, b = logits(kept), logits(twin)
     assert (a - b).abs().max() <= tolerance * b.abs().max()
 
@@ -168,14 +169,14 @@ def test_a_model_in_fp8_equals_its_dequantised_twin(tmp_path, dtype, tolerance) 
 def test_dummy_weights_of_such_a_config_are_in_fp8_where_its_checkpoints_are(tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MOE))
     files = locate(str(tmp_path), load_format="dummy")
-    kept = open_checkpoint(files, scaled=True)
-    weights = dict(registry.dummy_tensors(MOE, 1, scaled=kept.scaled))
-    plain = dict(registry.dummy_tensors(MOE, 1, scaled=open_checkpoint(files).scaled))
-    assert {name for name, w in weights.items() if isinstance(w, Scaled)} == {
+    kept = open_checkpoint(files, ["e4m3"])
+    weights = dict(registry.dummy_tensors(MOE, 1, formats=kept.format))
+    plain = dict(registry.dummy_tensors(MOE, 1, formats=open_checkpoint(files).format))
+    assert {name for name, w in weights.items() if isinstance(w, Packed)} == {
         name for name in weights if quantises(name)} != set()
-    assert not any(isinstance(w, Scaled) for w in plain.values())
+    assert not any(isinstance(w, Packed) for w in plain.values())
     for name, weight in weights.items():
-        floats = weight.floats() if isinstance(weight, Scaled) else weight
+        floats = weight.floats() if isinstance(weight, Packed) else weight
         assert (floats - plain[name]).abs().max() <= 0.07 * plain[name].abs().max(), name
     router = [name for name in weights if name.endswith("mlp.gate.weight")]
-    assert router and not isinstance(weights[router[0]], Scaled)
+    assert router and not isinstance(weights[router[0]], Packed)

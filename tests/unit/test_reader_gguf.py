@@ -8,7 +8,8 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from penstock.kernels.fused import layer
-from penstock.model.weights.codes import PACKED, Codes, codes_bytes, codes_of, joined
+from penstock.kernels.types.packed import Packed, joined
+from penstock.model.weights.formats.gguf import PACKED, format_of, packed_of
 from penstock.model.weights.gguf_file import BLOCKS
 from penstock.model.weights.slots import Slots
 
@@ -16,7 +17,7 @@ HALVES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0],
           "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "MXFP4": []}
 
 
-def some(block: str, outputs: int, inputs: int, seed: int = 0) -> tuple[Codes, torch.Tensor]:
+def some(block: str, outputs: int, inputs: int, seed: int = 0) -> tuple[Packed, torch.Tensor]:
     """Random blocks, and what the gguf package says that they mean."""
     elements, num_bytes = next((e, b) for name, e, b in BLOCKS.values() if name == block)
     rng = np.random.default_rng(seed)
@@ -26,17 +27,17 @@ def some(block: str, outputs: int, inputs: int, seed: int = 0) -> tuple[Codes, t
     if block == "MXFP4":                # one byte, an exponent
         raw_NB[:, 0] = rng.integers(110, 130, len(raw_NB))
     want = dequantize(raw_NB.reshape(1, -1), GGMLQuantizationType[block])[0].reshape(outputs, inputs)
-    return codes_of(block, raw_NB, (outputs, inputs)), torch.from_numpy(want)
+    return packed_of(block, raw_NB, (outputs, inputs)), torch.from_numpy(want)
 
 
 @pytest.mark.parametrize("block", sorted(PACKED))
 def test_codes_mean_what_the_file_says(block):
     codes, want = some(block, 6, 512)
     assert torch.equal(codes.floats(), want) and codes.finite()
-    assert codes_bytes(block, codes.shape) == codes.num_bytes
+    assert format_of(block).num_bytes(codes.shape) == codes.num_bytes
     order = torch.tensor([5, 0, 3])
     assert torch.equal(codes[order].floats(), want[order])
-    codes.scale_OGB[2, 1, 0] = 70_000.0
+    codes.scale_RJ[2, 1] = 70_000.0
     assert not codes.finite()                       # f16 could not hold it
 
 
