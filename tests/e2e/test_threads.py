@@ -32,7 +32,8 @@ def is_engine(pid: int) -> bool:
 
 
 def spent(model: Path, threads: int) -> float:
-    """Processor seconds of an engine for one answer, after it has warmed up."""
+    """Processor seconds of an engine for one answer, after it has warmed up: the least of three, as
+    memory and caches are shared with the busy processes."""
     before = children(os.getpid())
     with LLM(str(model), load_format="dummy", kv_cache_memory_bytes="32M", threads=threads, seed=1) as llm:
         [pid] = [pid for pid in children(os.getpid()) if pid not in before and is_engine(pid)]
@@ -44,9 +45,10 @@ def spent(model: Path, threads: int) -> float:
             return processor_s(pid) - began
 
         answer(20)
-        return answer(150)
+        return min(answer(150) for _ in range(3))
 
 
+@pytest.mark.by_exec        # libgomp reads its limits where it is loaded
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
 def test_threads_beside_busy_processes_take_hardly_more_processor_time_than_one(tmp_path, monkeypatch):
     """With libgomp's own waits it is 3 to 16 times as much."""
@@ -57,7 +59,7 @@ def test_threads_beside_busy_processes_take_hardly_more_processor_time_than_one(
             for _ in os.sched_getaffinity(0)]
     try:
         one = spent(tmp_path, 1)
-        assert spent(tmp_path, 2) < 1.5 * one + 0.1
+        assert spent(tmp_path, 2) < 2 * one + 0.1
     finally:
         for process in busy:
             process.kill()
