@@ -7,6 +7,7 @@ Owns the environments, the server (the demo model, with a chat template that kno
 """
 from __future__ import annotations
 
+import argparse
 import contextlib
 import datetime
 import json
@@ -142,7 +143,12 @@ def table(told: dict[str, dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(names: list[str]) -> int:
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: {', '.join(CLIENTS)}")
+    names = parser.parse_args(argv).names
+    if unknown := [name for name in names if name not in CLIENTS]:
+        parser.error(f"no client {', '.join(unknown)}: there are {', '.join(CLIENTS)}")
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         tokenizer_folder(folder)
