@@ -28,8 +28,8 @@ from penstock.memory.hbm import HbmPool
 from penstock.memory.lateness import Promptly
 from penstock.memory.pool import PageLayout
 from penstock.model.base import AttentionShape, CacheShape, Stage
-from penstock.sim.clock import Clock
-from penstock.sim.executor import SimExecutor
+from penstock.sim.ranks.clock import Clock
+from penstock.sim.ranks.executor import SimExecutor
 
 SHAPE = PageLayout(num_layers=1, num_kv_heads=1, page_size=4, head_dim=4)
 CFG = CoreConfig(page_size=4, rows=3, hbm_pages=12, dram_pages=20, step_tokens=6, overlap=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.sim import jobs
-from penstock.sim.programs import Report
+from penstock.sim.programs.sweeps import Report
 
 
 @pytest.fixture(scope="session", params=[pytest.param(2_000, marks=pytest.mark.sweep),

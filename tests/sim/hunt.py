@@ -12,7 +12,7 @@ import time
 from mutants import BUDGET, COMMAND, COUNTER, MUTANTS, hunt
 
 from penstock.sim import main as command
-from penstock.sim import waste
+from penstock.sim.programs import waste
 
 
 def main(argv: list[str]) -> int:

@@ -18,8 +18,7 @@ from penstock.core.lifecycle import Phase
 from penstock.core.plan import Outcome
 from penstock.sim import jobs
 from penstock.sim import main as command
-from penstock.sim.pair import start
-from penstock.sim.programs import (
+from penstock.sim.programs.sweeps import (
     ANOMALIES,
     MUST_FIRE,
     RARE,
@@ -29,8 +28,9 @@ from penstock.sim.programs import (
     never_taken,
     sweep,
 )
-from penstock.sim.scenario import draw
-from penstock.sim.trace import digest, dump, load, record, replay
+from penstock.sim.programs.trace import digest, dump, load, record, replay
+from penstock.sim.world.pair import start
+from penstock.sim.world.scenario import draw
 
 # Two rare things at once: one run in six is of a pair, and these phases are short. An aimed sweep
 # meets them all.
@@ -75,7 +75,7 @@ CALM = ("pair=1,push_fail=0,deaths=0,cuts=0,keep=0,delay=1,patience=1e9,"
 
 
 def test_a_calm_pair_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.sim.world.STRAYS", 0)
+    monkeypatch.setattr("penstock.sim.world.world.STRAYS", 0)
     sent = 0
     for seed in range(60):
         run = start(draw(seed, CALM))
@@ -243,8 +243,8 @@ def test_a_trace_survives_its_text() -> None:
 
 
 DIGESTS = """
-from penstock.sim.scenario import draw
-from penstock.sim.pair import start
+from penstock.sim.world.scenario import draw
+from penstock.sim.world.pair import start
 runs = [start(draw(seed), record=True) for seed in range(12)]
 print([run.play() and run.digest() for run in runs])
 """

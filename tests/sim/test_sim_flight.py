@@ -29,10 +29,10 @@ from penstock.replay import flight
 from penstock.replay.exact import exact
 from penstock.replay.recorder import Recorder
 from penstock.replay.redact import redact
-from penstock.sim import rerun
-from penstock.sim.pair import start
-from penstock.sim.scenario import draw
-from penstock.sim.world import World
+from penstock.sim.programs import rerun
+from penstock.sim.world.pair import start
+from penstock.sim.world.scenario import draw
+from penstock.sim.world.world import World
 
 
 def fly(seed: int, turns: int, ring: int = 1 << 20, mode: str = "") -> tuple[Recorder, list[str]]:

@@ -27,8 +27,8 @@ from penstock.core.lifecycle import (
     place_after,
 )
 from penstock.core.request import Request
-from penstock.sim.scenario import draw
-from penstock.sim.world import World
+from penstock.sim.world.scenario import draw
+from penstock.sim.world.world import World
 
 Key = tuple[str, str, str]           # phase, place, trigger; "grow" stands for growth inside a phase
 KINDS = ("waits in line", "grows", "waits for steps", "does not wait", "not taken")

@@ -32,15 +32,15 @@ from penstock.core.plan import (
     Tier,
 )
 from penstock.core.settings import CoreConfig
-from penstock.sim import damage
-from penstock.sim.clock import Clock
-from penstock.sim.executor import SimExecutor
-from penstock.sim.model import oracle
-from penstock.sim.programs import sweep
-from penstock.sim.scenario import draw
-from penstock.sim.shrink import shrink
-from penstock.sim.view import View
-from penstock.sim.world import World
+from penstock.sim.programs.shrink import shrink
+from penstock.sim.programs.sweeps import sweep
+from penstock.sim.ranks.clock import Clock
+from penstock.sim.ranks.executor import SimExecutor
+from penstock.sim.ranks.model import oracle
+from penstock.sim.world import damage
+from penstock.sim.world.scenario import draw
+from penstock.sim.world.view import View
+from penstock.sim.world.world import World
 
 CFG = CoreConfig(page_size=2, rows=2, hbm_pages=8, dram_pages=8)
 PROMPT = (11, 12, 13)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from penstock.core.lifecycle import Mode, Phase, Role, edges
-from penstock.sim.programs import Report, Seen, sweep
-from penstock.sim.states import possible
+from penstock.sim.programs.sweeps import Report, Seen, sweep
+from penstock.sim.world.states import possible
 
 Key = tuple[str, str, str]
 

@@ -11,7 +11,7 @@ from penstock.core.plan import Arrived, Outcome, RequestId
 from penstock.core.policy import capacity, queue, reclaim
 from penstock.core.policy.queue import Admission
 from penstock.core.settings import CoreConfig
-from penstock.sim.waiting import WAIT_MAX, Fed, Waiting, fair, overtaken, report
+from penstock.sim.programs.waiting import WAIT_MAX, Fed, Waiting, fair, overtaken, report
 
 MODES = ("model=1,hot_pages=0", "dram_pages=0,model=1,hot_pages=0", "model=1,hot_pages=2",
          "model=3,hot_pages=0", "model=3,hot_pages=2", "model=1,hot_pages=1,always_hosted=1")
@@ -162,5 +162,5 @@ def test_a_core_that_computes_short_prompts_first_whatever_they_cost_is_found(
         monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedule, "_ahead", lambda core, prompts, budget: {
         r.rid: budget for r in prompts[1:]} if len(prompts) > 1 and prompts[1].todo > 2 else {})
-    monkeypatch.setattr("penstock.sim.waiting.LATER_MAX", 0.0)
+    monkeypatch.setattr("penstock.sim.programs.waiting.LATER_MAX", 0.0)
     assert any("a long prompt took" in line for seed in range(12) for line in overtaken(seed))

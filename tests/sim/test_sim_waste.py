@@ -5,7 +5,7 @@ import pytest
 from mutants.registry import COUNTER
 
 from penstock.cli.main import main
-from penstock.sim.waste import WASTE
+from penstock.sim.programs.waste import WASTE
 
 
 def test_calm_workloads_waste_little(capsys: pytest.CaptureFixture[str]) -> None:

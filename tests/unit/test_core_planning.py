@@ -35,9 +35,9 @@ from penstock.core.plan import (
 from penstock.core.policy.queue import Admission
 from penstock.core.request import Request
 from penstock.core.settings import CacheGroup, CoreConfig
-from penstock.sim.pair import Pair
-from penstock.sim.scenario import draw
-from penstock.sim.world import World
+from penstock.sim.world.pair import Pair
+from penstock.sim.world.scenario import draw
+from penstock.sim.world.world import World
 
 FULL = CacheGroup(name="full", page_bytes=0)
 SELECTOR = CacheGroup(name="selector", page_bytes=0, selector=True, slab_pages=2)

@@ -33,7 +33,7 @@ from penstock.core.settings import CacheGroup, CoreConfig
 from penstock.replay import flight
 from penstock.replay.recorder import Recorder
 from penstock.replay.redact import redact
-from penstock.sim.rerun import alike
+from penstock.sim.programs.rerun import alike
 
 
 def answers(plan: StepPlan, hangs: Callable[[Move], bool] = lambda m: False) -> list[Event]:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from penstock.sim.programs import Report
+from penstock.sim.programs.sweeps import Report
 
 COMMAND = (sys.executable, "-m", "penstock.cli.main", "sim", "--jobs", "1", "--json")
 SMALL = 24               # fewer seeds are not worth a process

@@ -15,13 +15,14 @@ import traceback
 from penstock.core.core import Core
 from penstock.replay import flight
 from penstock.replay.exact import exact
-from penstock.sim import jobs, rerun, waiting, waste
-from penstock.sim.pair import start
-from penstock.sim.programs import ANOMALIES, MUST_FIRE, RARE, Report, anomaly, never_met, never_taken, sweep
-from penstock.sim.scenario import draw
-from penstock.sim.shrink import shrink
-from penstock.sim.trace import dump, record
-from penstock.sim.world import MakeCore
+from penstock.sim import jobs
+from penstock.sim.programs import rerun, waiting, waste
+from penstock.sim.programs.shrink import shrink
+from penstock.sim.programs.sweeps import ANOMALIES, MUST_FIRE, RARE, Report, anomaly, never_met, never_taken, sweep
+from penstock.sim.programs.trace import dump, record
+from penstock.sim.world.pair import start
+from penstock.sim.world.scenario import draw
+from penstock.sim.world.world import MakeCore
 
 MEDIUM, LONG = 600, 6_000         # runs that must see each fault but the rare ones, and that must see each
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 
 from mutants import flow, groups, hosted, memory, pair, policy, storage
 from mutants.registry import BUDGET, COUNTER, MODE, MUTANTS, Stale
-from penstock.sim.programs import sweep
-from penstock.sim.waste import findings
+from penstock.sim.programs.sweeps import sweep
+from penstock.sim.programs.waste import findings
 
 __all__ = ["BUDGET", "COMMAND", "COUNTER", "MODE", "MUTANTS", "flow", "groups", "hosted", "hunt", "memory",
            "pair", "policy", "storage"]

@@ -15,9 +15,9 @@ from penstock.core.lifecycle import Lease, Phase
 from penstock.core.plan import Advance, Event, Move, Moved, MoveId, StepId, Tier, Unstore, Used
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
-from penstock.sim.device import Device
-from penstock.sim.executor import SimExecutor
-from penstock.sim.store import SimStore
+from penstock.sim.ranks.device import Device
+from penstock.sim.ranks.executor import SimExecutor
+from penstock.sim.ranks.store import SimStore
 
 
 class _BytesNotVerified(Core):

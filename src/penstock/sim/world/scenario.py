@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from penstock.core.settings import CacheGroup, CoreConfig
-from penstock.sim.executor import Speeds
+from penstock.sim.ranks.executor import Speeds
 
 # Disjoint: a mixed-up id fails at once.
 HBM_BASE, DRAM_BASE, ROW_BASE, DISK_BASE = 1_000, 2_000, 3_000, 4_000

@@ -12,8 +12,8 @@ from random import Random
 
 from penstock.core.lifecycle import Phase
 from penstock.core.plan import RequestId, Tier
-from penstock.sim.executor import SimExecutor
-from penstock.sim.view import Live, Sealed, View
+from penstock.sim.ranks.executor import SimExecutor
+from penstock.sim.world.view import Live, Sealed, View
 
 
 def victim(view: View, rng: Random) -> RequestId | None:

@@ -18,7 +18,7 @@ from penstock.core.pair.decode_side import DecodeSide
 from penstock.core.plan import ONE_PEER, Arrived, MoveId, RequestId, StepId, Tier
 from penstock.core.policy import capacity as capacity  # arithmetic of what can ever fit: it has no state
 from penstock.core.request import Request
-from penstock.sim.device import name_of
+from penstock.sim.ranks.device import name_of
 
 Live = Request            # handles, see `View`
 Pages = PageTable          # of one cache group of a request

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from random import Random
 
 from penstock.core.plan import Lookup, Move, Tier
-from penstock.sim.device import Device, name_of, stored_as
+from penstock.sim.ranks.device import Device, name_of, stored_as
 
 SLOW = 5.0                # so many times slower than a copy in memory counts as slow
 

@@ -14,9 +14,9 @@ from penstock.core.core import Core
 from penstock.core.plan import Event, StepPlan
 from penstock.core.settings import CoreConfig
 from penstock.replay.text import config_of, event_of, plain_config, plain_event
-from penstock.sim.pair import start
-from penstock.sim.scenario import draw
-from penstock.sim.world import MakeCore
+from penstock.sim.world.pair import start
+from penstock.sim.world.scenario import draw
+from penstock.sim.world.world import MakeCore
 
 Batch = tuple[Event, ...]
 

@@ -35,13 +35,13 @@ from penstock.core.plan import (
     RequestId,
     Spilled,
 )
-from penstock.sim.clock import Clock
-from penstock.sim.executor import Wire
-from penstock.sim.scenario import Scenario, of_role
-from penstock.sim.shared import Shared, SharedEngines
-from penstock.sim.view import Live
-from penstock.sim.workload import Expect
-from penstock.sim.world import AIMED, MakeCore, World
+from penstock.sim.ranks.clock import Clock
+from penstock.sim.ranks.executor import Wire
+from penstock.sim.world.scenario import Scenario, of_role
+from penstock.sim.world.shared import Shared, SharedEngines
+from penstock.sim.world.view import Live
+from penstock.sim.world.workload import Expect
+from penstock.sim.world.world import AIMED, MakeCore, World
 
 MESSAGES_MAX = 200            # for each request
 NOBODY, HELD = PeerId(1), 1_000_000           # whose a prompt is until it is asked for, and his transfers

@@ -16,9 +16,9 @@ from penstock.core.lifecycle import ACTIVE, WAITING, Phase, Place, Trigger
 from penstock.core.plan import Advance, Arrived, Event, Finished, Outcome, RequestId, Retired, Token
 from penstock.core.settings import CoreConfig
 from penstock.core.watch import Watcher
-from penstock.sim.scenario import Scenario, draw
-from penstock.sim.view import Live, View, capacity
-from penstock.sim.world import World
+from penstock.sim.world.scenario import Scenario, draw
+from penstock.sim.world.view import Live, View, capacity
+from penstock.sim.world.world import World
 
 GAVE_WAY_MAX = 3                  # ADR 0011
 WAIT_MAX = GAVE_WAY_MAX + 1       # times the work ahead: each time it gives way it may wait once more

@@ -36,12 +36,12 @@ from penstock.core.plan import (
     Used,
 )
 from penstock.core.watch import Watcher
-from penstock.sim import states
-from penstock.sim.executor import SimExecutor
-from penstock.sim.policy import Policy
-from penstock.sim.scenario import Scenario
-from penstock.sim.view import Live, Pages, Sealed, View
-from penstock.sim.workload import Expect
+from penstock.sim.ranks.executor import SimExecutor
+from penstock.sim.world import states
+from penstock.sim.world.policy import Policy
+from penstock.sim.world.scenario import Scenario
+from penstock.sim.world.view import Live, Pages, Sealed, View
+from penstock.sim.world.workload import Expect
 
 Edge = tuple[Phase, Trigger]
 Met = tuple[str, str, str]              # phase, event, phase directly after it

@@ -13,12 +13,12 @@ from typing import Any
 from penstock.core.core import Core
 from penstock.core.lifecycle import Mode, Phase, Role, Trigger, edges
 from penstock.core.settings import CoreConfig
-from penstock.sim.pair import Pair, start
-from penstock.sim.scenario import TIERS, Scenario, draw
-from penstock.sim.shared import SharedEngines
-from penstock.sim.states import possible
-from penstock.sim.view import refusable
-from penstock.sim.world import MakeCore, World
+from penstock.sim.world.pair import Pair, start
+from penstock.sim.world.scenario import TIERS, Scenario, draw
+from penstock.sim.world.shared import SharedEngines
+from penstock.sim.world.states import possible
+from penstock.sim.world.view import refusable
+from penstock.sim.world.world import MakeCore, World
 
 Run = World | SharedEngines
 Edge = tuple[str, str, str, str]       # role, tiers, phase, trigger

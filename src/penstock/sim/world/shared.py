@@ -13,8 +13,8 @@ from typing import Self
 
 from penstock.core.core import Core
 from penstock.core.plan import Arrived, Event, Outcome, Tier
-from penstock.sim.scenario import Scenario
-from penstock.sim.world import Link, MakeCore, World
+from penstock.sim.world.scenario import Scenario
+from penstock.sim.world.world import Link, MakeCore, World
 
 LOST = 0.5                  # chance that what an engine was storing when it died is not stored
 SECOND = 100                # the epochs of the second engine begin behind this

@@ -44,13 +44,13 @@ from penstock.core.plan import (
 )
 from penstock.core.settings import CoreConfig
 from penstock.core.watch import Watcher
-from penstock.sim import damage
-from penstock.sim.clock import Clock
-from penstock.sim.executor import SimExecutor, Wire
-from penstock.sim.judge import Judge
-from penstock.sim.scenario import Scenario
-from penstock.sim.view import Live
-from penstock.sim.workload import Expect, Workload
+from penstock.sim.ranks.clock import Clock
+from penstock.sim.ranks.executor import SimExecutor, Wire
+from penstock.sim.world import damage
+from penstock.sim.world.judge import Judge
+from penstock.sim.world.scenario import Scenario
+from penstock.sim.world.view import Live
+from penstock.sim.world.workload import Expect, Workload
 
 Poke = type[Paused] | type[Dropped] | type[Aborted] | type[Spilled] | type[Promoted]
 POKES: dict[str, Poke] = {

@@ -30,9 +30,9 @@ from penstock.core.plan import (
     Unstore,
 )
 from penstock.core.settings import CoreConfig
-from penstock.sim.clock import Clock
-from penstock.sim.device import Device, Identity, stored_as
-from penstock.sim.store import SimStore
+from penstock.sim.ranks.clock import Clock
+from penstock.sim.ranks.device import Device, Identity, stored_as
+from penstock.sim.ranks.store import SimStore
 
 HOT_USE_STEPS = 4        # steps after which the core is told what rows on the host have missed
 APART = 1.0              # ranks that end the same step or copy further apart than this go their own ways

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from random import Random
 
 from penstock.core.plan import Arrived, Outcome, RequestId
-from penstock.sim.model import oracle
-from penstock.sim.scenario import Scenario
-from penstock.sim.view import capacity
+from penstock.sim.ranks.model import oracle
+from penstock.sim.world.scenario import Scenario
+from penstock.sim.world.view import capacity
 
 
 @dataclass(slots=True)

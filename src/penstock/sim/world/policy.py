@@ -10,7 +10,7 @@ import itertools
 
 from penstock.core.lifecycle import ACTIVE, WAITING, Phase, Place, Trigger
 from penstock.core.plan import Event, Expired, Rates, Tier
-from penstock.sim.view import Live, Pages, Sealed, View
+from penstock.sim.world.view import Live, Pages, Sealed, View
 
 GIVING_WAY = (Trigger.PAUSE, Trigger.DROP)
 

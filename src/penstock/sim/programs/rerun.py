@@ -27,11 +27,11 @@ from penstock.core.plan import (
 )
 from penstock.replay.flight import Log
 from penstock.replay.redact import Held
-from penstock.sim.executor import Speeds
-from penstock.sim.model import oracle
-from penstock.sim.scenario import Scenario, draw
-from penstock.sim.workload import Expect
-from penstock.sim.world import MakeCore, World
+from penstock.sim.ranks.executor import Speeds
+from penstock.sim.ranks.model import oracle
+from penstock.sim.world.scenario import Scenario, draw
+from penstock.sim.world.workload import Expect
+from penstock.sim.world.world import MakeCore, World
 
 TAIL = 8                 # steps after the last recorded one, before what still runs is aborted
 FORCED: dict[str, type[Paused] | type[Dropped] | type[Spilled]] = {

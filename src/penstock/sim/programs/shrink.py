@@ -8,10 +8,10 @@ import re
 from dataclasses import fields
 
 from penstock.core.core import Core
-from penstock.sim.pair import start
-from penstock.sim.programs import describe
-from penstock.sim.scenario import Scenario, draw
-from penstock.sim.world import MakeCore
+from penstock.sim.programs.sweeps import describe
+from penstock.sim.world.pair import start
+from penstock.sim.world.scenario import Scenario, draw
+from penstock.sim.world.world import MakeCore
 
 # What is gone in one go, the largest first.
 WITHOUT = (

@@ -24,7 +24,7 @@ from penstock.core.plan import (
     Spilled,
     Stopped,
 )
-from penstock.sim.view import Live, View
+from penstock.sim.world.view import Live, View
 
 WISHES = (Aborted, Stopped, Paused, Dropped, Spilled, Promoted)
 SAID = {Grant: "granted", Cancel: "cancelled", End: "sent_end", Refused: "refused", Drained: "drained"}

@@ -13,11 +13,11 @@ from typing import NamedTuple
 from penstock.core.core import Core
 from penstock.core.plan import Arrived, Hot, Moved, Retired, Row, StepPlan, Tier
 from penstock.core.settings import CacheGroup
-from penstock.sim.pair import Pair
-from penstock.sim.scenario import Scenario, draw
-from penstock.sim.shared import Shared
-from penstock.sim.workload import Expect
-from penstock.sim.world import MakeCore, World
+from penstock.sim.world.pair import Pair
+from penstock.sim.world.scenario import Scenario, draw
+from penstock.sim.world.shared import Shared
+from penstock.sim.world.workload import Expect
+from penstock.sim.world.world import MakeCore, World
 
 CALM = ("aims=0,aborts=0,stops=0,abort=0,stop=0,turns=0,flushes=0,pauses=0,drops=0,spills=0,fail=0,expire=0,"
         "shy=0,damages=0,jumps=0,disk_pages=0,hold=0,straggle=0,deadline=1e9,draft_tokens=0,ranks=1,prefix_cache=1,"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from penstock.core.plan import Bind, Move, RequestId, Row, StepPlan, Tier
 from penstock.core.settings import CacheGroup
-from penstock.sim.model import identity, kv_value, of_group, sample
+from penstock.sim.ranks.model import identity, kv_value, of_group, sample
 
 DAMAGE = 9_000_003
 _HBM, _DRAM = Tier.HBM, Tier.DRAM        # Python 3.11 takes 0.1 us to find a member of an Enum

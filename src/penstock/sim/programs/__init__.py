@@ -1,0 +1,1 @@
+"""Programs over many runs: sweeps, waste, waiting times, traces, and smaller failures."""

@@ -1,0 +1,1 @@
+"""Fake ranks in virtual time: clock, devices, storage, and a language model of hashes."""
