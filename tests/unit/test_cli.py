@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import textwrap
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ from penstock.config.settings.resolve import resolve
 from penstock.config.settings.tree import SERVE_ONLY, Config, KVConfig
 from penstock.config.settings.unbuilt import ALWAYS, UNBUILT
 from penstock.llm.llm import LLM
+
+HELP_WIDTH = 74         # columns of the help texts
 
 
 def parse(line: str) -> Config:
@@ -368,6 +371,13 @@ def test_serve_help_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None
     for flag in flags():
         if flag.dest != "model.model":
             assert all(s in shown for s in (*flag.spellings, *flag.inverse))
+
+
+def test_help_texts_fit_two_lines() -> None:
+    parser = Parser(prog="penstock serve")
+    add_flags(parser)
+    texts = {action.dest: action.help or "" for action in parser._actions}
+    assert not {dest: text for dest, text in texts.items() if len(textwrap.wrap(text, HELP_WIDTH)) > 2}
 
 
 def test_printed_config_hides_the_key(capsys: pytest.CaptureFixture[str]) -> None:

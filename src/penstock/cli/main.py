@@ -31,7 +31,7 @@ class Command:
 
 COMMANDS = {
     "serve": Command(module="penstock.api.server", model="needed", own_flags=False, serves=True,
-                     help="serve a model over HTTP, in the APIs of OpenAI, Anthropic and SGLang"),
+                     help="serve a model over HTTP: OpenAI's and Anthropic's APIs, SGLang's /generate"),
     "chat": Command(module="penstock.cli.commands", model="optional",
                     help="talk to a model in the terminal, or to a running server"),
     "generate": Command(module="penstock.cli.commands", model="needed",
@@ -108,7 +108,7 @@ def _run(name: str, command: Command, words: list[str]) -> int:
         add_flags(parser, model_required=command.model == "needed", without=without)
         parser.add_argument("--print-config", action="store_true",
                             help="print the resolved config, one `name value` a line, and exit")
-        parser.add_argument(FLAG, metavar="FILE", help="YAML file whose keys are flags without dashes; the "
+        parser.add_argument(FLAG, metavar="FILE", help="YAML file whose keys are flags without -- in front; the "
                             "command line wins")
         with file.blaming():
             words = prepare(file.words, own)

@@ -174,7 +174,7 @@ def _turns_off(name: str) -> bool:
 
 class _Help(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=34, width=100)
+        super().__init__(prog, max_help_position=26, width=100)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         # `--a, --b SIZE` instead of argparse's `--a SIZE, --b SIZE`.

@@ -71,8 +71,8 @@ class ModelConfig:
                          Alias("--tokenizer-path")] = None
     served_model_name: Annotated[tuple[str, ...], "model names in the HTTP API; a response has the requested name, "
                                  "or without one the first (default: the model's)"] = ()
-    dtype: Annotated[Dtype, "compute and KV type. auto: float32 on a CPU; on a GPU the checkpoint's type, or "
-                     "bfloat16 for GGUF and float16. gguf (CPU): float32 compute, weights stay quantised"] = "auto"
+    dtype: Annotated[Dtype, "compute and KV type. auto: float32 on a CPU; on a GPU the checkpoint's (GGUF, float16: "
+                     "bfloat16). gguf (CPU): kept quantised"] = "auto"
     load_format: Annotated[LoadFormat, "file format of the weights; dummy makes random weights from "
                            "config.json"] = "auto"
     quantization: Annotated[Quantization, "not needed: the format of the checkpoint's weights is detected. Another "
@@ -85,9 +85,8 @@ class ModelConfig:
     hf_overrides: Annotated[str | None, "JSON object: fields that replace those of config.json; for longer "
                             "contexts also as --rope-scaling JSON, the rope_scaling alone",
                             Alias("--json-model-override-args")] = None
-    generation_config: Annotated[str, "defaults of sampling parameters. auto: the model's "
-                                 "generation_config.json; none or vllm: temperature and top_p 1; or a folder with "
-                                 "such a file"] = "auto"
+    generation_config: Annotated[str, "sampling defaults. auto: the model's generation_config.json; none or vllm: "
+                                 "temperature 1, top_p 1; or a folder with such a file"] = "auto"
     override_generation_config: Annotated[
         str | None, "JSON object: temperature, top_k, top_p, min_p, repetition_penalty that replace the "
         "model's"] = None
@@ -97,11 +96,10 @@ class ModelConfig:
         "override them", Alias("--chat-template-kwargs")] = None
     tool_call_parser: Annotated[ToolCallParser, "format of the model's tool calls; names of vLLM and SGLang work "
                                 "too; auto detects it from the chat template"] = "auto"
-    reasoning_parser: Annotated[ReasoningParser, "format of reasoning in answers; names of vLLM and SGLang work "
-                                "too; think is <think> (Qwen3, DeepSeek, GLM, Kimi, MiniMax); auto detects it "
-                                "from the chat template"] = "auto"
-    grammar_backend: Annotated[GrammarBackend, "library for structured output (JSON schema, regular expression, "
-                               "grammar); auto is llguidance if it is installed",
+    reasoning_parser: Annotated[ReasoningParser, "format of reasoning. auto: by the chat template; think: <think>. The "
+                                "models of gemma4, kimi_vl, minimax_m3 are not supported"] = "auto"
+    grammar_backend: Annotated[GrammarBackend, "library for structured output (JSON schema, regex, grammar); none: "
+                               "such a request is a 400; auto: llguidance if installed",
                                Alias("--guided-decoding-backend")] = "auto"
     seed: Annotated[int | None, "seed of requests that give none, and of dummy weights (default: random)",
                     Alias("--random-seed")] = None
@@ -110,55 +108,45 @@ class ModelConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVConfig:
     page_size: Annotated[int, "tokens per KV page: 1 to 256", Alias("--block-size")] = 16
-    state_interval: Annotated[int | None, "recurrent models: tokens between two states that are cached for later "
-                              "prompts, a multiple of --page-size (default: the number of tokens whose KV takes "
-                              "a quarter of one state's size, at least 128)"] = None
+    state_interval: Annotated[int | None, "recurrent models: tokens between cached states, a multiple of --page-size "
+                              "(default: KV of a quarter of a state's size, at least 128)"] = None
     kv_cache_memory_bytes: Annotated[int | None, "GPU memory for KV, per rank; without a GPU, CPU memory "
                                      "instead (default: measured at start; see --gpu-memory-utilization)",
                                      Bytes()] = None
     gpu_memory_utilization: Annotated[float | None, "share of the GPU's memory for weights, activations and KV "
                                       "(default: 0.9). On a CPU: share of the free memory for KV (default: 0.3)",
                                       Alias("--mem-fraction-static")] = None
-    kv_offloading_size: Annotated[
-        str | None, "CPU (host) memory for KV: a size (a plain number is GiB), 2x (twice the GPU's KV cache), auto "
-        "(half of the free memory), or 0 for none (default: auto with --kv-storage; auto with a DSA model or "
-        "--sparse-top-k unless --host-decode is off; else 0)", HostSize()] = None
-    host_decode: Annotated[HostDecode | None, "decode requests whose KV is in host memory, for DSA models and "
-                           "with --sparse-top-k. auto: when the GPU's KV cache is full; always: all "
-                           "requests; off: none (default: auto for these, off for other models)"] = None
-    sparse_top_k: Annotated[int | None, "turns on sparse decode for GQA models: tokens that each KV head of "
-                            "each layer reads per step. A request may ask for fewer (default: off; DSA models select "
-                            "by their own indexer)"] = None
+    kv_offloading_size: Annotated[str | None, "CPU (host) memory for KV: GiB, SIZE, 2x the GPU's KV, auto (half of "
+                                  "what is free) or 0 (default: auto with --kv-storage or --host-decode, else 0)",
+                                  HostSize()] = None
+    host_decode: Annotated[HostDecode | None, "DSA models, --sparse-top-k: decode from host memory. auto: when the "
+                           "GPU's KV cache is full; always; off (default: auto, other models off)"] = None
+    sparse_top_k: Annotated[int | None, "sparse decode of GQA models: tokens that each KV head reads per step. A "
+                            "request may ask for fewer (default: off; DSA models select anyway)"] = None
     sparse_block_size: Annotated[int, "tokens that are selected together: 4 to 16, a divisor of --page-size"] = 8
-    sparse_dense_layers: Annotated[tuple[str, ...], "layers that read all of their KV, which stays on the GPU: "
-                                   "0,1 for example"] = ()
-    hot_buffer_tokens: Annotated[int | None, "maximum size in tokens of a hot buffer, the GPU cache of selected "
-                                 "tokens that each request with its KV in host memory has. It starts at one "
-                                 "step's tokens plus a page, grows while GPU pages are free (default: 4 times one "
-                                 "step's tokens; with speculation at least those of all draft positions)"] = None
-    prefix_cache: Annotated[bool, "reuse the KV of earlier requests for prompts that begin alike",
-                            Alias("--enable-prefix-caching"),
-                            Inverse("--disable-radix-cache")] = True
-    kv_storage: Annotated[str | None, "storage for KV that outlives the engine and is shared by engines: "
-                          "file:///DIR, s3://BUCKET/PREFIX, valkey://HOST:PORT, valkey:///SOCKET or "
-                          "mooncake://MASTER:PORT"] = None
+    sparse_dense_layers: Annotated[tuple[str, ...], "layers that do not select: they read all of their KV, which stays "
+                                   "on the GPU, e.g. 0,1"] = ()
+    hot_buffer_tokens: Annotated[int | None, "largest hot buffer, the GPU's cache of tokens that a request in host "
+                                 "memory selects, in tokens (default: 4 times one step's selection)"] = None
+    prefix_cache: Annotated[bool, "reuse the KV of earlier requests for prompts that begin alike, but not KV that a "
+                            "request with --sparse-top-k decoded",
+                            Alias("--enable-prefix-caching"), Inverse("--disable-radix-cache")] = True
+    kv_storage: Annotated[str | None, "storage for KV that outlives the engine: file:///DIR, s3://BUCKET/PREFIX, "
+                          "valkey://HOST:PORT, valkey:///SOCKET, mooncake://MASTER:PORT"] = None
     kv_storage_bytes: Annotated[int | None, "maximum size of a storage folder, over all engines (default: four "
                                 "fifths of the free space at start)", Bytes()] = None
     kv_storage_key: Annotated[str | None, "file with the secret of engines that share stored pages, at least 16 "
                               "characters (default: a key in the folder, or in the user's cache)"] = None
-    kv_storage_policy: Annotated[StoragePolicy, "how long a request waits for stored pages. timeout: "
-                                 "until computing the rest would be faster than reading it; wait_complete: "
-                                 "until all have come; best_effort: until the request is scheduled",
+    kv_storage_policy: Annotated[StoragePolicy, "wait for stored pages. timeout: while reading beats computing; "
+                                 "wait_complete: for all; best_effort: until it can run",
                                  Alias("--hicache-storage-prefetch-policy")] = "timeout"
-    kv_storage_write_policy: Annotated[StorageWrites, "pages to store. write_through: all; "
-                                       "write_through_selective: prefixes that a second request has used; none: "
-                                       "read only, nothing is written or deleted",
+    kv_storage_write_policy: Annotated[StorageWrites, "pages to store. write_through: all; write_through_selective: "
+                                       "prefixes used twice; none: read only",
                                        Alias("--hicache-write-policy")] = "write_through"
     kv_cache_dtype: Annotated[Kept, "type of an MLA KV cache (others have the compute type): auto is the "
                               "compute type; fp8 is fp8_e4m3 with a scale per 128 values"] = "auto"
-    sparse_metadata_dtype: Annotated[Kept, "type of the data by which sparse decode ranks tokens. DSA models: "
-                                     "indexer keys, auto means that of --kv-cache-dtype. --sparse-top-k: key minimum "
-                                     "and maximum of each block, auto means the compute type"] = "auto"
+    sparse_metadata_dtype: Annotated[Kept, "type of indexer keys (DSA; auto: as --kv-cache-dtype) or of key min/max "
+                                     "per block (--sparse-top-k; auto: the compute type)"] = "auto"
 
     @property
     def is_readonly(self) -> bool:
@@ -187,14 +175,13 @@ class KVConfig:
 class ScheduleConfig:
     max_num_seqs: Annotated[int, "maximum number of requests that decode at once",
                             Alias("--max-running-requests", "--parallel", "-np")] = 16
-    max_num_batched_tokens: Annotated[int | None, "token budget of one step, prefill and decode together "
-                                      "(default: 512; on a GPU 8192, or 1024 for small models)",
+    max_num_batched_tokens: Annotated[int | None, "token budget of one step, prefill and decode together (default: "
+                                      "512; on a GPU 8192, or 1024 for models under 36 MiB a layer)",
                                       Alias("--chunked-prefill-size", "--batch-size", "-b")] = None
     async_scheduling: Annotated[bool, "plan step n+1 while step n runs",
                                 Inverse("--disable-overlap-schedule")] = True
-    speculative_method: Annotated[SpeculativeMethod | None, "speculative decoding, with unchanged output. ngram: "
-                                  "prompt lookup; mtp: the model's own MTP head; eagle3: a draft layer from "
-                                  "--speculative-model (default: off)"] = None
+    speculative_method: Annotated[SpeculativeMethod | None, "speculative decoding, same output. ngram: prompt lookup; "
+                                  "mtp: the model's MTP head; eagle3: --speculative-model (default: off)"] = None
     speculative_model: Annotated[str | None, "folder of the eagle3 draft layer",
                                  Alias("--speculative-draft-model-path")] = None
     speculative_tokens: Annotated[int, "maximum number of draft tokens per request and step",
@@ -236,9 +223,8 @@ class DeviceConfig:
     ep: Annotated[int, "expert parallelism: groups of experts over the TP ranks. 1: each rank has columns of all "
                   "experts; 0: as many groups as TP ranks",
                   Alias("--expert-parallel-size", "--ep-size", "-ep")] = 1
-    dp: Annotated[int, "data parallelism: engines (replicas) at this address, each with memory of its own; a prompt "
-                  "goes to the engine that has its prefix cached, else to the least loaded one",
-                  Alias("--data-parallel-size", "--dp-size", "-dp")] = 1
+    dp: Annotated[int, "data parallelism: engines of pp x tp ranks each, at one address. A prompt goes to the one with "
+                  "its prefix, else to the least loaded", Alias("--data-parallel-size", "--dp-size", "-dp")] = 1
     step_timeout_s: Annotated[float, "seconds after which a rank that still computes one step counts as hung",
                               Alias("--watchdog-timeout")] = 300.0
     backends: Annotated[tuple[str, ...], "kernel backends by operation, e.g. linear=reference "
@@ -274,9 +260,8 @@ class ServerConfig:
                                "clipped_max_tokens in usage; off: refuse it with a 400"] = False
     body_bytes_max: Annotated[int | None, "largest request body (default: 16 bytes per token of the context, at "
                               "least 4 MiB)", Bytes()] = None
-    router_dialect: Annotated[RouterDialect, "protocol of a router in front of this server, with or without "
-                              "disaggregation; sglang also hides GET /version, by which the router smg would "
-                              "take this server for vLLM"] = "off"
+    router_dialect: Annotated[RouterDialect, "protocol of a router in front; sglang also hides GET /version, by "
+                              "which the router smg would take this server for vLLM"] = "off"
     metrics_dialect: Annotated[MetricsDialect | None, "export metrics under the names of vLLM or SGLang too, for "
                                "routers and dashboards that know those"] = None
     log_level: Annotated[Literal["debug", "info", "warning", "error"], "least severe messages that are "
@@ -289,8 +274,8 @@ class ServerConfig:
                           Inverse("--disable-uvicorn-access-log")] = None
     log_level_http: Annotated[HttpLogLevel | None, "log level of the HTTP server itself (default: warning)",
                               Alias("--uvicorn-log-level")] = None
-    timeout_keep_alive: Annotated[int, "seconds that an idle connection stays open. Set it above that of clients "
-                                  "and proxies, which else may reuse a connection that this server has closed"] = 65
+    timeout_keep_alive: Annotated[int, "seconds that an idle connection stays open: more than in clients and proxies, "
+                                  "which else may reuse a closed one"] = 65
     drain_s: Annotated[float, "seconds that SIGTERM gives running requests"] = 30.0
 
 
@@ -299,23 +284,21 @@ class PairConfig:
     prefill_replicas: Annotated[int, "prefill instances on this machine; needs --decode-replicas"] = 0
     decode_replicas: Annotated[int, "decode instances on this machine, which answer requests; needs "
                                "--prefill-replicas"] = 0
-    disaggregation_mode: Annotated[PairMode | None, "role of this instance: decode answers HTTP requests and "
-                                   "sends their prompts to prefill instances. Behind a router (--router-dialect) "
-                                   "both answer HTTP"] = None
+    disaggregation_mode: Annotated[PairMode | None, "role of this instance. decode answers HTTP requests and sends "
+                                   "prompts to prefill instances; behind a router both answer HTTP"] = None
     disaggregation_connect: Annotated[tuple[str, ...], "decode: addresses of prefill instances, HOST:PORT, "
                                       "unix:PATH or unix:@NAME, separated by commas; the least loaded one "
                                       "prefills a prompt"] = ()
     disaggregation_listen: Annotated[str | None, "prefill: address to listen on for decode instances, HOST:PORT, "
                                      "unix:PATH or unix:@NAME"] = None
     disaggregation_transfer_backend: Annotated[
-        TransferBackend, "transfer of KV. stream: over the TCP or unix connection of the instances; nixl, mooncake: "
-        "the decode instance reads the prefill instance's memory, unencrypted. Both instances need the same "
-        "value"] = "stream"
+        TransferBackend, "KV transfer, equal on both. stream: their connection; nixl, mooncake: unencrypted reads of "
+        "the prefill instance's memory"] = "stream"
     disaggregation_fallback: Annotated[PairFallback, "decode, without a prefill instance: prefill locally, "
                                        "or refuse prompts with 503"] = "compute"
-    disaggregation_timeout_s: Annotated[float | None, "seconds to wait for the other instance. decode: for the KV "
-                                        "of a prompt, before it prefills locally (default: 300); prefill, behind "
-                                        "a router: for the decode instance that fetches the KV (default: 30)"] = None
+    disaggregation_timeout_s: Annotated[float | None, "seconds. decode: for a prompt's KV, then it prefills locally "
+                                        "(default: 300); prefill, behind a router: for the decode instance (default: "
+                                        "30)"] = None
     disaggregation_allow: Annotated[tuple[str, ...], "decode: hosts that a router may name as prefill instances, "
                                     "separated by commas (default: any)"] = ()
 
@@ -343,9 +326,8 @@ class NodesConfig:
                       "(default: 1, or $WORLD_SIZE under torchrun with one process per machine)"] = None
     node_rank: Annotated[int | None, "number of this machine; machine 0 has the HTTP address (default: 0, or "
                          "torchrun's $RANK)"] = None
-    dist_init_addr: Annotated[str | None, "HOST:PORT on which machine 0 listens for the others, and one port more "
-                              "for each further engine (default: torchrun's $MASTER_ADDR and the port after "
-                              "$MASTER_PORT)"] = None
+    dist_init_addr: Annotated[str | None, "HOST:PORT where machine 0 listens; each further engine takes the next port "
+                              "(default: torchrun's $MASTER_ADDR, port after $MASTER_PORT)"] = None
 
     @property
     def num(self) -> int:
@@ -370,14 +352,14 @@ RANK_SILENCE_S, NODE_SILENCE_S, INSTANCE_SILENCE_S = 6.0, 5.0, 10.0
 class ClusterConfig:
     """What holds between all processes and machines of a deployment: secret, TLS, heartbeats."""
 
-    cluster_key_file: Annotated[str | None, "file with the secret of all nodes and instances, at least 16 "
-                                "characters (default: $PENSTOCK_CLUSTER_KEY)"] = None
+    cluster_key_file: Annotated[str | None, "file with the secret (16 characters or more) of all nodes, or of prefill "
+                                "and decode instances (default: $PENSTOCK_CLUSTER_KEY)"] = None
     cluster_tls: Annotated[bool, "decode instance: connect to prefill instances by TLS. Between machines it is "
                           "needed, or --cluster-insecure"] = False
     cluster_tls_cert: Annotated[str | None, "PEM file with a certificate and its key, for TLS between machines: on "
                                 "the prefill instance and on all nodes. Needed there, or --cluster-insecure"] = None
-    cluster_insecure: Annotated[bool, "allow connections between machines without TLS, which are refused "
-                                "by default: KV and messages are then neither secret nor authenticated"] = False
+    cluster_insecure: Annotated[bool, "allow connections between machines without TLS: KV can then be read and changed "
+                                "on its way"] = False
     heartbeat_timeout_s: Annotated[float | None, "seconds without a heartbeat after which a rank, node or instance "
                                    "counts as dead (default: 6 for ranks, 5 for nodes, 10 for instances)"] = None
 
