@@ -53,7 +53,7 @@ def usage() -> str:
     width = max(map(len, COMMANDS)) + 2
     return "\n".join([
         "usage: penstock COMMAND ...", "",
-        "Serves long-context language models whose KV cache lives in a hierarchy of tiers.", "",
+        "Serves long-context language models; their KV cache is in GPU memory, CPU memory and storage.", "",
         *(f"  {name:{width}}{c.help}" for name, c in COMMANDS.items()), "",
         "  penstock COMMAND --help   flags of one command",
         "  penstock --version        the version"])

@@ -109,14 +109,14 @@ class ModelConfig:
 class KVConfig:
     page_size: Annotated[int, "tokens per KV page: 1 to 256", Alias("--block-size")] = 16
     state_interval: Annotated[int | None, "recurrent models: tokens between cached states, a multiple of --page-size "
-                              "(default: KV of a quarter of a state's size, at least 128)"] = None
+                              "(default: KV of a quarter of a state's bytes, at least 128 tokens)"] = None
     kv_cache_memory_bytes: Annotated[int | None, "GPU memory for KV, per rank; without a GPU, CPU memory "
                                      "instead (default: measured at start; see --gpu-memory-utilization)",
                                      Bytes()] = None
     gpu_memory_utilization: Annotated[float | None, "share of the GPU's memory for weights, activations and KV "
                                       "(default: 0.9). On a CPU: share of the free memory for KV (default: 0.3)",
                                       Alias("--mem-fraction-static")] = None
-    kv_offloading_size: Annotated[str | None, "CPU (host) memory for KV: GiB, SIZE, 2x the GPU's KV, auto (half of "
+    kv_offloading_size: Annotated[str | None, "CPU (host) memory for KV: N (GiB), SIZE, 2x the GPU's, auto (half of "
                                   "what is free) or 0 (default: auto with --kv-storage or --host-decode, else 0)",
                                   HostSize()] = None
     host_decode: Annotated[HostDecode | None, "DSA models, --sparse-top-k: decode from host memory. auto: when the "
