@@ -121,7 +121,8 @@ _VIEW: tuple[tuple[str, tuple[dict[str, str], ...]], ...] = (
     ("KV offloading to host memory, preemption by swap", tuple(
         {**one, "feature": "tier paused"} for one in (_ORDINARY, _HOSTED))),
     ("prefix caching over device and host", tuple({**one, "feature": "cache"} for one in (_ORDINARY, _HOSTED))),
-    ("KV storage (`--kv-storage`): files; S3, Valkey and Mooncake have tests on a CPU", tuple({**one, "feature": "stored"} for one in (_ORDINARY, _HOSTED))),
+    ("KV storage (`--kv-storage`): files; S3, Valkey and Mooncake have tests on a CPU",
+     tuple({**one, "feature": "stored"} for one in (_ORDINARY, _HOSTED))),
     ("pipeline parallelism (`--pp`)", tuple({**one, "across": "pp"} for one in (_ORDINARY, _HOSTED))),
     ("tensor and expert parallelism (`--tp`, `--ep`)", tuple({**one, "across": "tp"} for one in (_ORDINARY, _MANY))),
     ("several machines (`--nnodes`)", tuple(
