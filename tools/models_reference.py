@@ -58,11 +58,14 @@ _FORMATS = {
             "floats on a CPU; blocks on a GPU fp8"),
     "fbgemm_fp8": ("e4m3 with a scale per row", _FLOATS),
     "compressed-tensors": ("`pack-quantized` int4 and int8 (group, channel, asymmetric, `actorder`); "
-                           "`int-quantized` int8; `float-quantized` fp8 (tensor, channel, block)", _FLOATS),
+                           "`int-quantized` int8; `float-quantized` fp8 (tensor, channel, block); "
+                           "`nvfp4-pack-quantized`, `mxfp4-pack-quantized`, `mxfp8-quantized`", _FLOATS),
     "awq": ("`version` gemm, 4 bits, zero points", _FLOATS),
     "gptq": ("4 and 8 bits, `checkpoint_format` gptq and gptq_v2, `desc_act`, `dynamic`", _FLOATS),
     "auto-round": ("4 and 8 bits, `packing_format` auto_round, auto_round:gptqmodel, auto_round:auto_gptq",
                    _FLOATS),
+    "modelopt": ("`quant_algo` FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, MXFP8, NVFP4, W4A16_NVFP4, MIXED_PRECISION "
+                 "of these; also in `hf_quant_config.json`", _FLOATS),
     "mxfp4": ("experts of gpt-oss", _FLOATS),
 }
 _QUANTISED = """
@@ -72,8 +75,8 @@ _QUANTISED = """
 modules in `ignore` or `modules_to_not_convert` need no pattern. Quantised activations are computed in the type
 of `--dtype`. Weights that become floats take their memory as floats, and the log says so once. Tests compare
 each format with weights packed as its definition says; no published checkpoint of one has run here, except
-of fp8 in blocks. Other formats (ModelOpt, NVFP4, bitsandbytes, three bits) are refused by name, and so are experts
-packed in one tensor.
+of fp8 in blocks. Other formats (bitsandbytes, three bits, ModelOpt's int4) are refused by name, and so are experts
+packed in one tensor, ModelOpt's `pre_quant_scale`, and zero points of 4-bit floats.
 
 | `quant_method` | opens | in memory |
 |---|---|---|"""
@@ -87,7 +90,8 @@ _END = """
   `v_scale`, `input_scale`) are skipped. The log says in one line what was not read.
 - A weight or bias in a layer of the model that its family does not have is refused by name: without it the
   model would be another one. Biases of zeros, which AutoGPTQ writes for every matrix, are skipped.
-- `hf_quant_config.json` counts as `quantization_config`."""
+- `hf_quant_config.json` counts as `quantization_config` where config.json has none. Its `kv_cache_quant_algo` is not
+  used: the KV cache has the type of `--kv-cache-dtype`."""
 
 # Published repositories, by family; those of tests/data/configs are read by a test.
 EXAMPLES: dict[str, tuple[str, ...]] = {

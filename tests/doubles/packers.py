@@ -73,6 +73,62 @@ def compressed_fp8(weight: Tensor, channel: bool = True) -> tuple[dict, Tensor]:
     return {"weight": code, "weight_scale": scale}, code.float() * scale
 
 
+E2M1 = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def halves(value: Tensor) -> Tensor:
+    """uint8: the nearest of e2m1, two in a byte, the first in the low half. An even number of columns."""
+    code = (value[..., None] - E2M1).abs().argmin(-1)
+    return (code[:, ::2] | code[:, 1::2] << 4).to(torch.uint8)
+
+
+def meant(byte: Tensor) -> Tensor:
+    return E2M1[torch.stack((byte & 15, byte >> 4), -1).flatten(1).long()]
+
+
+def largest(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Of each group of columns, the last of which may be smaller, and the group of each column."""
+    index = torch.arange(weight.shape[1]) // group
+    return torch.stack([weight[:, index == g].abs().amax(1) for g in range(int(index[-1]) + 1)], 1), index
+
+
+def nvfp4(weight: Tensor, modelopt: bool = False) -> tuple[dict, Tensor]:
+    """Scales of e4m3 and a factor: compressed-tensors stores what divides them, ModelOpt what multiplies."""
+    most, index = largest(weight, 16)
+    factor = most.amax().view(1) / (6 * 448)
+    scale = (most / 6 / factor).to(torch.float8_e4m3fn)
+    if modelopt:
+        kept, names = scale.float() * factor, ("weight", "weight_scale_2")
+    else:
+        factor = 1 / factor
+        kept, names = scale.float() / factor, ("weight_packed", "weight_global_scale")
+    packed = halves(weight / kept[:, index])
+    return {names[0]: packed, "weight_scale": scale, names[1]: factor.view(()) if modelopt else factor,
+            **({} if modelopt else {"input_global_scale": torch.ones(1)})}, meant(packed) * kept[:, index]
+
+
+def mx(weight: Tensor, bits: int) -> tuple[dict, Tensor]:
+    """mxfp4 and mxfp8: 32 columns share a power of two, stored 127 up."""
+    most, index = largest(weight, 32)
+    power = most.log2().floor().int() - (2 if bits == 4 else 8)
+    scale = torch.exp2(power.float())[:, index]
+    stored = {"weight_scale": (power + 127).to(torch.uint8)}
+    if bits == 4:
+        packed = halves(weight / scale)
+        return {"weight_packed": packed, **stored}, meant(packed) * scale
+    code = (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {"weight": code, **stored}, code.float() * scale
+
+
+def modelopt_blocks(weight: Tensor) -> tuple[dict, Tensor]:
+    """FP8_PB_WO: 128 x 128 elements share a scale [R, 1, J, 1]."""
+    up, left = (-(-n // 128) for n in weight.shape)
+    scale = torch.rand(up, left) + weight.abs().amax() / 448
+    wide = scale.repeat_interleave(128, 0)[:len(weight)].repeat_interleave(128, 1)[:, :weight.shape[1]]
+    code = (weight / wide).to(torch.float8_e4m3fn)
+    return {"weight": code, "weight_scale": scale[:, None, :, None]}, code.float() * wide
+
+
 def gptq(weight: Tensor, group: int, bits: int = 4, symmetric: bool = True, less: int = 1,
          order: Tensor | None = None) -> tuple[dict, Tensor]:
     """Along the columns, transposed. less: what a stored zero point is less than the real one. order: the
@@ -105,6 +161,8 @@ def compressed_config(form: str, **weights: Any) -> dict[str, Any]:
 
 
 GROUP = {"strategy": "group", "num_bits": 4}
+SMALL = {"type": "float", "num_bits": 4, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+NVFP4 = {**SMALL, "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "sym": False}
 FORMATS: dict[str, tuple[dict[str, Any], Packer]] = {
     "int4": (compressed_config("pack-quantized", **GROUP, group_size=16), partial(compressed_int, group=16)),
@@ -116,6 +174,11 @@ FORMATS: dict[str, tuple[dict[str, Any], Packer]] = {
     "int8": (compressed_config("int-quantized"), compressed_int8),
     "fp8": (compressed_config("float-quantized", type="float"), compressed_fp8),
     "fbgemm": ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, compressed_fp8),
+    "nvfp4": (compressed_config("nvfp4-pack-quantized", **NVFP4), nvfp4),
+    "mxfp4": (compressed_config("mxfp4-pack-quantized", **SMALL), partial(mx, bits=4)),
+    "mxfp8": (compressed_config("mxfp8-quantized", **{**SMALL, "num_bits": 8}), partial(mx, bits=8)),
+    "modelopt nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, partial(nvfp4, modelopt=True)),
+    "modelopt fp8 blocks": ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, modelopt_blocks),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 8, "zero_point": True, "version": "gemm"},
             partial(awq, group=8)),
     "gptq": (_GPTQ, partial(gptq, group=16, symmetric=False)),

@@ -112,6 +112,7 @@ TOPK = {"sparse_top_k": 96}
 RECALL = {"kv_cache_memory_bytes": "16M", "max_model_len": 1024}
 WORDS = {"kv_cache_memory_bytes": "32M", "kv_offloading_size": "16M", "step_tokens": 256}
 MTP = {"speculative_method": "mtp"}
+EXPERTS_IN = "int4 asymmetric", "awq", "gptq", "modelopt nvfp4"
 KINDS = {
     "ordinary": Kind(make=of_config(ODD), covers=("ordinary", "ordinary")),
     "selecting": Kind(make=of_config(ODD), covers=("selecting", "selecting"), selects=TOPK, always=True),
@@ -142,7 +143,7 @@ KINDS = {
                   rounds=("computed",)) for form in FORMATS},
     **{f"{form}, experts": Kind(make=lambda folder, form=form: packed_checkpoint(folder, {
         **MOE, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "num_experts": 4}, form),
-        rounds=("computed",)) for form in ("int4 asymmetric", "awq", "gptq")},
+        rounds=("computed",)) for form in EXPERTS_IN},
 }
 
 # For each kind and place: layouts of the test, of the sweep, of the soak. A layout has counts of ranks, `n` machines,
@@ -192,8 +193,8 @@ TABLE: dict[tuple[str, str], tuple[str, str, str]] = {
     ("billion", "resident"): ("", "tp2", ""),
     ("billion", "hosted"): ("", "tp2", ""),
     **{(form, "resident"): ("", "tp2 pp2", "") for form in FORMATS},        # one: tests/e2e/test_quantised.py
-    **{(f"{form}, experts", "resident"): ("one", "tp2 tp2.ep2" if form == "awq" else "", "")
-       for form in ("int4 asymmetric", "awq", "gptq")},
+    **{(f"{form}, experts", "resident"): ("one", "tp2 tp2.ep2" if form in ("awq", "modelopt nvfp4") else "", "")
+       for form in EXPERTS_IN},
 }
 # Long on a CPU, and run by `make gpu`.
 ALSO_GPU = {f"{kind}-{place}-{layout}" for kind, place, layouts in (

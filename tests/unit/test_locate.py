@@ -123,13 +123,17 @@ def test_constants_of_a_config_are_read_as_python_and_transformers_write_them(tm
     assert math.isnan(config["a"][0]) and config["c"] == {"__float__": "else"}
 
 
-def test_weights_quantised_by_modelopt_s_own_file_are_refused(tmp_path: Path) -> None:
+def test_what_modelopt_s_own_file_says_is_read_or_refused_by_name(tmp_path: Path) -> None:
     place = folder(tmp_path, "model.safetensors")
     (place / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": null}}')
     assert locate(str(place)).config
+    assert "quantization_config" not in locate(str(place)).config
     (place / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
-    with pytest.raises(ConfigError, match="modelopt with 'NVFP4', which is not supported"):
-        _ = locate(str(place)).config
+    assert locate(str(place)).config["quantization_config"] == {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    for given in ('{"quant_algo": "W4A8_AWQ"}', '"W4A8_AWQ"'):
+        (place / "hf_quant_config.json").write_text(f'{{"quantization": {given}}}')
+        with pytest.raises(ConfigError, match=r"hf_quant_config\.json: .* 'modelopt' with 'W4A8_AWQ', which is not"):
+            _ = locate(str(place)).config
 
 
 @pytest.mark.parametrize("case", CONFIGS)

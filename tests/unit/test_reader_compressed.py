@@ -89,7 +89,7 @@ def test_blocks_and_zero_points_of_eight_bits(tmp_path: Path) -> None:
 
 GOOD = packers.compressed_int(weight(8, 16), 8, symmetric=False)[0]
 REFUSED = {
-    "another format": (config_of("nvfp4-pack-quantized", num_bits=4, type="float"), GOOD, "nvfp4-pack-quantized"),
+    "another format": (config_of("marlin-24", num_bits=4), GOOD, "'marlin-24' with 4 bits"),
     "six bits": (config_of("pack-quantized", num_bits=6), GOOD, "6 bits of type 'int', which is not supported"),
     "no groups": ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, GOOD, "config_groups"),
     "sparse": ({**INT4(group_size=8), "sparsity_config": {"format": "sparse-24-bitmask"}}, GOOD, "sparsity_config"),

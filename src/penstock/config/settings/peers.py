@@ -36,7 +36,8 @@ _MARKS = {
     "mistral": ("magistral",)}
 # Names of formats of weights: theirs of the kernels that compute with them, too.
 _WEIGHTS = {"auto": ("none", "null", ""), "awq": ("awq_marlin",), "gptq": ("gptq_marlin",),
-            "auto-round": ("auto_round", "inc"), "compressed-tensors": ("compressed_tensors", "w8a8_int8", "w8a8_fp8")}
+            "auto-round": ("auto_round", "inc"), "compressed-tensors": ("compressed_tensors", "w8a8_int8", "w8a8_fp8"),
+            "modelopt": ("modelopt_fp4", "modelopt_fp8", "modelopt_mxfp8", "modelopt_mixed")}
 _PARSERS = {"tool_call_parser": _CALLS, "reasoning_parser": _MARKS, "quantization": _WEIGHTS}
 # Names of the peers' for what is not read here.
 _NOT_READ = {

@@ -41,7 +41,8 @@ class Secret:
 
 Dtype = Literal["auto", "float32", "bfloat16", "gguf"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
-Quantization = Literal["auto", "fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq", "auto-round", "mxfp4", "gguf"]
+Quantization = Literal["auto", "fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq", "auto-round", "modelopt",
+                       "mxfp4", "gguf"]
 HostDecode = Literal["auto", "always", "off"]
 ToolCallParser = Literal["auto", "none", "deepseek_v3", "deepseek_v31", "deepseek_v32", "glm", "hermes",
                          "kimi_k2", "llama3_json", "minimax_m2", "mistral", "qwen3_coder", "seed_oss"]

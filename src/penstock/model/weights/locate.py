@@ -61,9 +61,7 @@ class ModelFiles:
         config = overridden(self.own_config, self.overrides, inside=self.wrapper is not None)
         if self.gguf is None or self.overrides:
             check_config(config, path)
-        if self.gguf is None:
-            self._check_quantised(config)
-        return config
+        return config if self.gguf is not None else self._quantised(config)
 
     @property
     def own_config(self) -> dict[str, Any]:
@@ -96,17 +94,16 @@ class ModelFiles:
         heads = ("lm_head.weight", "lm_head.weight_packed", "lm_head.qweight")
         return any(name.endswith(heads) for name in names) if self.safetensors else None
 
-    def _check_quantised(self, config: dict[str, Any]) -> None:
-        """Raises ConfigError: weights in a form that nothing reads, by either of two files."""
-        reader_of(config, f"{self.folder}/config.json")
-        other = self.folder / "hf_quant_config.json"
-        if config.get("quantization_config") or not other.exists():
-            return
-        given = read_json_object(other, _SMALL_BYTES).get("quantization")
-        algorithm = given.get("quant_algo") if isinstance(given, dict) else given
-        if algorithm is not None:
-            raise ConfigError(f"{other}: quantised by modelopt with {show(algorithm)}, which is not "
-                              "supported; take the unquantised checkpoint, or one in block-scaled fp8")
+    def _quantised(self, config: dict[str, Any]) -> dict[str, Any]:
+        """With what ModelOpt says in a file of its own. Raises ConfigError: weights in a form that nothing reads."""
+        other, where = self.folder / "hf_quant_config.json", self.folder / "config.json"
+        if not config.get("quantization_config") and other.exists():
+            given = read_json_object(other, _SMALL_BYTES).get("quantization")
+            given, where = given if isinstance(given, dict) else {"quant_algo": given}, other
+            if given.get("quant_algo") is not None:
+                config = {**config, "quantization_config": {**given, "quant_method": "modelopt"}}
+        reader_of(config, str(where))
+        return config
 
     def name_of(self, name: str) -> str | None:
         """Return the model's name for a tensor of the files, None for one of a tower."""

@@ -25,7 +25,7 @@ _OTHER_BITS = {"F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, 
                "U16": 16, "U32": 32, "U64": 64, "C64": 64, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8}
 # Tensors that every family computes or does without: old buffers of RoPE, static scales of an fp8 KV cache
 # and of activations.
-_BESIDE = re.compile(r"\.rotary_emb\.\w+$|\.(q|k|v|kv|prob|attn|input|output|activation)_scale$")
+_BESIDE = re.compile(r"\.rotary_emb\.\w+$|\.(q|k|v|kv|prob|attn|input|input_global|output|activation)_scale$")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""compressed-tensors, as llm-compressor writes it: int4 and int8 in words, int8 and fp8 as they are.
+"""compressed-tensors, as llm-compressor writes it: int4 and int8 in words, int8 and fp8 as they are, NVFP4 and MX.
 
 Which modules are quantised is read from the files' headers: the config's `ignore` has patterns, and names that
 differ from those in the files.
@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from penstock.config.base.errors import ConfigError, show
-from penstock.model.weights.formats.reader import FLOATS, WeightReader, check, group_size
+from penstock.model.weights.formats.groups import check_groups, grouped, read_groups
+from penstock.model.weights.formats.reader import FLOATS, WeightReader, check, group_size, missing
 from penstock.model.weights.safetensors_file import StoredTensor
 
 if TYPE_CHECKING:
@@ -17,18 +18,23 @@ if TYPE_CHECKING:
 
     from penstock.kernels.types.packed import Packed
 
-PACKED, INT, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
-_FORMATS = (PACKED, INT, FLOAT, "naive-quantized")
-_TAKE = ("supported: pack-quantized int4 and int8, int-quantized int8, float-quantized fp8; take one of these, "
-         "or the unquantised checkpoint")
+PACKED = "pack-quantized"
+# Format -> what weights it may have: type and bits.
+_FORMATS = {
+    PACKED: (("int", 4), ("int", 8)), "int-quantized": (("int", 8),), "float-quantized": (("float", 8),),
+    "naive-quantized": (("int", 8), ("float", 8)), "nvfp4-pack-quantized": (("float", 4),),
+    "mxfp4-pack-quantized": (("float", 4),), "mxfp8-quantized": (("float", 8),)}
+_TAKE = ("supported: pack-quantized int4 and int8, int-quantized int8, float-quantized fp8, nvfp4-pack-quantized, "
+         "mxfp4-pack-quantized, mxfp8-quantized; take one of these, or the unquantised checkpoint")
 
 
 class CompressedReader(WeightReader):
-    """`quant_method` compressed-tensors, of the formats in `_FORMATS`."""
+    """`quant_method` compressed-tensors, of the formats in `_FORMATS`. Weights without zero points only, but for
+    integers."""
 
     label = "compressed-tensors"
-    beside = frozenset(("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx",
-                        "weight_shape", "input_zero_point"))
+    beside = frozenset(("weight", "weight_packed", "weight_scale", "weight_global_scale", "weight_zero_point",
+                        "weight_g_idx", "weight_shape", "input_zero_point"))
 
     def __init__(self, given: Mapping[str, Any], where: str) -> None:
         top, groups = given.get("format"), given.get("config_groups")
@@ -47,9 +53,7 @@ class CompressedReader(WeightReader):
 
     def _group(self, weights: Mapping[str, Any], kind: object, what: str) -> None:
         bits, of, said = weights.get("num_bits"), weights.get("type"), self._said
-        known = kind in _FORMATS and ((of == "float" and bits == 8 and kind != PACKED) or (
-            of == "int" and (bits == 8 or (bits == 4 and kind == PACKED))))
-        if not known:
+        if (of, bits) not in _FORMATS.get(str(kind), ()):
             raise ConfigError(f"{what}, {show(kind)} with {show(bits)} bits of type {show(of)}, which is not "
                               f"supported; {_TAKE}")
         size, block = weights.get("group_size"), weights.get("block_structure")
@@ -66,10 +70,19 @@ class CompressedReader(WeightReader):
             said |= {"rows": block[0], "cols": block[1]}
 
     def parts(self, module: Mapping[str, StoredTensor], where: str) -> tuple[str, ...]:
-        entry, scale = module.get("weight_packed"), module.get("weight_scale")
-        if entry is not None:
-            return self._packed_parts(module, entry, where)
-        entry = module.get("weight")
+        scale = module.get("weight_scale")
+        entry = module.get("weight_packed") or module.get("weight")
+        if entry is not None and scale is not None and grouped(entry, scale):
+            factor = module.get("weight_global_scale")
+            check_groups(entry, scale, factor, "weight_global_scale", where)
+            if "weight_zero_point" in module:
+                raise ConfigError(f"{where} and has zero points; {_TAKE}")
+            [name] = (part for part, stored in module.items() if stored is entry)
+            return (name, "weight_scale", *(("weight_global_scale",) if factor else ()))
+        if "weight_packed" in module:
+            if scale is None:
+                raise missing("weight_scale", where)
+            return self._packed_parts(module, module["weight_packed"], where)
         if entry is None or entry.dtype not in ("F8_E4M3", "I8"):
             return ()
         if len(entry.shape) != 2:
@@ -122,6 +135,10 @@ class CompressedReader(WeightReader):
         scale, zero, group_I = (module.get(name) for name in (
             "weight_scale", "weight_zero_point", "weight_g_idx"))
         assert scale is not None
+        factor, weight = module.get("weight_global_scale"), module.get("weight_packed", module.get("weight"))
+        assert weight is not None
+        if factor is not None or scale.dtype.itemsize == 1:
+            return read_groups(weight, scale if factor is None else scale.float() / factor)
         if "weight_packed" in module:
             bits = self._said["bits"]
             code_OI = unpacked(module["weight_packed"], bits)
@@ -134,7 +151,6 @@ class CompressedReader(WeightReader):
             if group_I is not None and int(group_I.min()) < 0:      # written before it was known
                 group_I = None
             return groups(code_OI[:, :columns], scale, zero_OG, size, group_I)
-        weight = module["weight"]
         kind = self._kind(tuple(weight.shape), tuple(scale.shape))
         assert kind is not None
         rows, columns = kind

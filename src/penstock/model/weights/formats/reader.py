@@ -82,7 +82,12 @@ def check(entry: StoredTensor | None, name: str, dtypes: tuple[str, ...], shape:
           where: str) -> None:
     """Raises ConfigError: a tensor that is missing, or of another type or shape than its weight needs."""
     if entry is None:
-        raise ConfigError(f"{where}, and no file holds its {show(name)}: the checkpoint is not complete")
+        raise missing(name, where)
     if entry.dtype not in dtypes or entry.shape != shape:
         raise ConfigError(f"{where}; its {name} is {entry.dtype} of shape {entry.shape}, expected "
                           f"{' or '.join(dtypes)} of {shape}")
+
+
+def missing(name: str, where: str) -> ConfigError:
+    """Return what to raise of a weight one of whose tensors no file holds."""
+    return ConfigError(f"{where}, and no file holds its {show(name)}: the checkpoint is not complete")

@@ -8,6 +8,7 @@ from penstock.config.base.errors import ConfigError, show
 from penstock.model.weights.formats.blocks import RowsReader, fp8_reader
 from penstock.model.weights.formats.compressed import CompressedReader
 from penstock.model.weights.formats.gptq import AwqReader, GptqReader
+from penstock.model.weights.formats.modelopt import ModelOptReader
 from penstock.model.weights.formats.mxfp4 import Mxfp4Reader
 from penstock.model.weights.formats.reader import Format, WeightReader
 
@@ -18,6 +19,7 @@ READERS: dict[str, Callable[[Mapping[str, Any], str], WeightReader]] = {
     "awq": AwqReader,
     "gptq": GptqReader,
     "auto-round": GptqReader,
+    "modelopt": ModelOptReader,
     "mxfp4": Mxfp4Reader,
 }
 
