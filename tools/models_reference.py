@@ -32,7 +32,7 @@ CPU.
 
 - **GPU** *yes*: tests on a GPU run tiny models with layers of these kinds. *not tested*: no test has run on
   one what this family alone does.
-- **TP**: `--tp`, tensor parallelism. `--pp` works with every family.
+- **TP**: `--tp`, tensor parallelism; *CPU*: refused on a GPU. `--pp` works with every family.
 - **Sparse**: `--sparse-top-k N` selects blocks of KV in layers that see all tokens; an indexer of the model
   selects by itself, without a flag. Both decode from host memory.
 - **Weights**: *fp8* is e4m3 in blocks (`weight_block_size`). The formats under "Quantised weights" open in
@@ -154,7 +154,7 @@ def example(family: str) -> Spec:
 def _row(family: str) -> str:
     spec = example(family)
     cells = (f"`{family}`", f"`{registry.FAMILIES[family][0]}`", ", ".join(EXAMPLES.get(family, ())) or "-",
-             _layers(spec), "yes", _gpu(spec), "no" if _refused(spec, tp=2) else "yes", _sparse(spec),
+             _layers(spec), "yes", _gpu(spec), _tp(spec), _sparse(spec),
              _weights(family))
     return f"| {' | '.join(cells)} |"
 
@@ -168,6 +168,12 @@ def _refused(spec: Spec, **options: object) -> bool:
     except ConfigError:
         return True
     return False
+
+
+def _tp(spec: Spec) -> str:
+    if _refused(spec, tp=2):
+        return "no"
+    return "CPU" if _refused(spec, tp=2, device="cuda") else "yes"
 
 
 def _layers(spec: Spec) -> str:
@@ -212,8 +218,7 @@ def view() -> str:
     alike: dict[tuple[str, ...], list[str]] = {}
     for family in sorted(registry.FAMILIES, key=lambda name: (name not in EXAMPLES, name)):
         spec = example(family)
-        tp = "no" if _refused(spec, tp=2) else "yes"
-        alike.setdefault((_layers(spec), "yes", _gpu(spec), tp, _sparse(spec)), []).append(family)
+        alike.setdefault((_layers(spec), "yes", _gpu(spec), _tp(spec), _sparse(spec)), []).append(family)
     lines = ["| attention | families (`model_type`) | for example | CPU | GPU | TP | sparse decode | GGUF |",
              "|---|---|---|---|---|---|---|---|"]
     for (layers, *cells), families in sorted(alike.items()):

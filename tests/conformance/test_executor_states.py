@@ -251,14 +251,15 @@ def of_another_layer(mp):
 
 
 def read(mp, change):
-    """`change` of the tails of the convolutions that a step goes on from, [rows, taps - 1, channels]."""
+    """`change` of the tails of the convolutions that a step goes on from, [rows and parts, taps - 1, channels]."""
     right, shape = states.StepStates.__call__, model("split").spec.states.scan
 
     def call(self, layer, tokens):
         found = right(self, layer, tokens)
-        held, tail = found.from_B[found.from_B >= 0], (shape.taps - 1) * shape.channels
-        tail_BWX = found.pool_PE[held, :tail].view(len(held), shape.taps - 1, shape.channels)
-        found.pool_PE[held, :tail] = change(tail_BWX).flatten(1)
+        held, tail = found.from_B[found.from_B >= 0], (shape.taps - 1) * shape.part_channels
+        pool_PRE = found.pool_PE.view(len(found.pool_PE), shape.parts, -1)
+        tail_BWX = pool_PRE[held, :, :tail].view(-1, shape.taps - 1, shape.part_channels)
+        pool_PRE[held, :, :tail] = change(tail_BWX).view(len(held), shape.parts, tail)
         return found
     mp.setattr(states.StepStates, "__call__", call)
 

@@ -27,7 +27,8 @@ class Dense:
         self.keys: dict[int, Tensor] = {}
         self.chosen: dict[int, list[Tensor]] = {}
         self.scores: dict[int, list[Tensor]] = {}
-        self.states = {int(layer): torch.full((1, group.head_dim), float("nan"), device=where.DEVICE)
+        self.states = {int(layer): torch.full((1, group.num_kv_heads * group.head_dim), float("nan"),
+                                              device=where.DEVICE)
                        for group in groups if group.snapshot for layer in group.layers}
         self.begun: set[int] = set()            # layers with a state
 

@@ -58,6 +58,18 @@ LATENT = {**GLM, "first_k_dense_replace": 1, "n_routed_experts": 4, "n_group": 1
           "n_shared_experts": 1, "num_experts_per_tok": 2}
 # States in front of the last stage and on it.
 STATES_6 = {**STATES, "num_hidden_layers": 6, "layer_types": STATES["layer_types"][:2] * 3}
+# Three key heads of two heads each: 2 + 1 on two ranks, by files of Qwen3.5; one key head of six, which all ranks have,
+# and experts, by those of Granite; two key heads of two in single layers.
+STATES_3 = {**STATES, "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "linear_num_key_heads": 3,
+            "linear_num_value_heads": 6}
+GRANITE = {**CONFIG, "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid",
+           "num_hidden_layers": 4, "layer_types": STATES["layer_types"], "mamba_n_heads": 6, "mamba_n_groups": 1,
+           "mamba_d_state": 6, "mamba_expand": 3, "num_local_experts": 4, "num_experts_per_tok": 2,
+           "intermediate_size": 24, "shared_intermediate_size": 32, "position_embedding_type": "rope"}
+NEMOTRON = {**CONFIG, "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "mamba_num_heads": 4,
+            "hybrid_override_pattern": "M*EM-*", "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 6,
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 16, "tie_word_embeddings": False}
 # Shapes of real models, with random weights: SmolLM2-135M, and experts of a billion.
 DEMO = {**CONFIG, "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
         "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "max_position_embeddings": 8192,
@@ -121,6 +133,9 @@ KINDS = {
     "experts": Kind(make=of_config(MOE), covers=("experts", "experts"), selects=TOPK),
     "sinks": Kind(make=of_config(SINKS), covers=("experts", "experts"), selects=TOPK),
     "states": Kind(make=of_config(STATES), covers=("states", "states"), selects=TOPK, options={"state_interval": 32}),
+    "states-3": Kind(make=of_config(STATES_3), selects=TOPK, options={"state_interval": 32}),
+    "granite": Kind(make=of_config(GRANITE), options={"state_interval": 32}),
+    "nemotron": Kind(make=of_config(NEMOTRON), options={"state_interval": 32}),
     "blocks": Kind(make=lambda folder: (fp8_checkpoint(folder, ODD),) * 2, covers=("ordinary", "ordinary"),
                    weights="fp8"),
     "blocks-experts": Kind(make=lambda folder: (fp8_checkpoint(folder, MOE),) * 2, covers=("experts", "experts"),
@@ -175,8 +190,12 @@ TABLE: dict[tuple[str, str], tuple[str, str, str]] = {
                             "tp2.pp2 tp3"),
     ("sinks", "resident"): ("pp2", "one>one pp3 tp3 tp4.ep2", ""),
     ("sinks", "hosted"): ("one>one", "one pp2", ""),
-    ("states", "resident"): ("pp2+ngram", "one pp2 one>one pp3>pp3+ngram", "pp2>pp2"),
-    ("states", "hosted"): ("one", "pp2 one>one", "pp2>pp2"),
+    ("states", "resident"): ("pp2+ngram tp2", "one pp2 one>one pp3>pp3+ngram pp2>tp2 tp2.n2", "pp2>pp2 tp2.pp2+ngram"),
+    ("states", "hosted"): ("one", "pp2 one>one tp2 pp2>tp2", "pp2>pp2 tp2.n2"),
+    ("states-3", "resident"): ("tp3>tp2", "tp2.pp2+ngram tp2>one", "tp3.pp2"),
+    ("states-3", "hosted"): ("", "tp2.pp2", ""),
+    ("granite", "resident"): ("tp2", "tp3>tp2", "tp3.pp2+ngram"),
+    ("nemotron", "resident"): ("", "tp2 tp2>pp2", "tp2.pp2+ngram"),
     ("blocks", "resident"): ("", "tp2", ""),
     ("blocks-experts", "resident"): ("", "tp2 tp3", ""),
     ("packed", "resident"): ("pp2.l31", "tp2 tp3.pp2", ""),
@@ -186,7 +205,7 @@ TABLE: dict[tuple[str, str], tuple[str, str, str]] = {
     ("recall-mtp", "hosted"): ("one", "pp2 tp2", ""),
     ("latent-mtp", "resident"): ("pp2", "tp2.pp2 pp2.n2", ""),
     ("latent-mtp", "hosted"): ("tp2", "pp3", ""),
-    ("states-mtp", "resident"): ("pp3", "pp2.n2", ""),
+    ("states-mtp", "resident"): ("pp3", "pp2.n2 tp2.pp2", ""),
     ("eagle3", "resident"): ("pp3 tp2", "tp3.pp2 tp2.n2", ""),
     ("demo-shape", "resident"): ("", "tp2", ""),
     ("demo-shape", "hosted"): ("", "tp2", ""),
@@ -208,7 +227,7 @@ ALSO_GPU = {f"{kind}-{place}-{layout}" for kind, place, layouts in (
     ("recall", "hosted", "tp2 one>one one>pp2"),
     ("blocks", "resident", "tp2"), ("blocks-experts", "resident", "tp2 tp3"), ("demo-shape", "resident hosted", "tp2"),
     ("billion", "resident hosted", "tp2")) for place in place.split() for layout in layouts.split()}
-STORED = {"one", "pp2", "tp2", "pp2.n2", "one>one", "pp2>tp2", "pp2>pp2"}       # that ask storage too
+STORED = {"one", "pp2", "tp2", "pp2.n2", "one>one", "pp2>tp2", "pp2>pp2", "tp3>tp2"}        # that ask storage too
 ATTEMPTS = 20
 
 
@@ -231,7 +250,8 @@ def across(ends: Sequence[Options]) -> str:
 
 
 def stored(kind: str, layout: str) -> bool:
-    return layout in STORED and kind in ("ordinary", "selecting", "latent", "experts", "states")
+    return layout in STORED and kind in (
+        "ordinary", "selecting", "latent", "experts", "states", "states-3", "granite", "nemotron")
 
 
 def row(kind: str, place: str, layout: str, marks: Sequence[pytest.MarkDecorator]) -> Any:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dense_attend import Dense
+from rank_threads import LLAMA, SCAN, STATES, Threads, packed, parts
 
 from penstock.config.request.selection import selection_of
 from penstock.config.settings.tree import Config, DeviceConfig, KVConfig, ModelConfig, NodesConfig
@@ -20,26 +22,22 @@ from penstock.exec.load.layout import caches_of
 from penstock.exec.load.sizing import groups_of
 from penstock.exec.pipeline.nodes import Write
 from penstock.exec.pipeline.remote_node import NodeHost, NodePages
-from penstock.exec.step.links import nodes_of, split
-from penstock.kernels.gemm import scaled_linear
+from penstock.exec.step.links import nodes_of
 from penstock.kernels.gemm.experts import OP, ExpertOps
 from penstock.kernels.op import Unusable
 from penstock.kernels.types.packed import Packed, quantised
 from penstock.memory.dram import DramPool
 from penstock.model import registry
+from penstock.model import scan as scans
 from penstock.model.base import Stage
-from penstock.model.parts import TpRank, even
+from penstock.model.parts import Cut, TpRank
+from penstock.model.scan import StateSpec
 from penstock.model.weights.formats.blocks import quantises
 from penstock.model.weights.formats.table import format_of
 from penstock.model.weights.locate import locate
 from penstock.model.weights.slots import Slots
 from penstock.transfer.pages import PoolPages, Span
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 136,
-    "num_hidden_layers": 4, "num_attention_heads": 12, "num_key_value_heads": 4,
-    "head_dim": 8, "max_position_embeddings": 64,
-    "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}
 QWEN2 = {**LLAMA, "model_type": "qwen2", "num_attention_heads": 14, "num_key_value_heads": 2,
          "tie_word_embeddings": True}
 QWEN3 = {**LLAMA, "model_type": "qwen3", "num_attention_heads": 9, "num_key_value_heads": 3}
@@ -56,8 +54,8 @@ MINIMAX = {**LLAMA, "model_type": "minimax_m2", "head_dim": 8, "rotary_dim": 4, 
            "num_local_experts": 9, "num_experts_per_tok": 2}
 GLM = {**LATENT, "model_type": "glm_moe_dsa", "indexer_types": ["full", "shared", "full", "shared"]}
 FAMILIES = {"llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3, "qwen3_moe": MOE,
-            "deepseek_v32": LATENT, "glm_moe_dsa": GLM}
-SUMMED = ("o_proj.bias", "down_proj.bias")                  # added by one TP rank, of all that have the columns
+            "deepseek_v32": LATENT, "glm_moe_dsa": GLM, **STATES}
+SUMMED = ("o_proj.bias", "down_proj.bias", "out_proj.bias")     # added by one TP rank, of all that have the columns
 WHOLE = ("embed_tokens.weight", "norm.weight", "norm.bias", "mlp.gate.weight", "correction_bias",
          "_a_proj.weight", "_a_proj.bias", "_with_mqa.weight", "_with_mqa.bias",
          "indexer.wq_b.weight", "indexer.wk.weight",
@@ -66,22 +64,20 @@ WHOLE = ("embed_tokens.weight", "norm.weight", "norm.bias", "mlp.gate.weight", "
 EXPERTS = OP.use("reference")
 
 
-def parts(pp: int, tp: int, ranges: int = 1, block: int = 16) -> list[Stage]:
-    tp_ranks = [TpRank(i, tp, ranges, block) for i in range(tp)]
-    return [replace(stage, tp_rank=tp_rank) for stage in split(even(4, pp)) for tp_rank in tp_ranks]
-
-
 def kept_by(config: dict[str, Any], ranks: list[Stage]) -> dict[str, list[torch.Tensor]]:
     """Of each weight for each rank that has its layer or table a mask of what it keeps."""
     shapes, found = dict(registry.tensor_shapes(config)), {}
     for rank in ranks:
-        mine = dict(registry.cuts_of(config, rank))
+        mine: dict[str, list[tuple[Cut, ...]]] = {}
+        for name, cuts in registry.cuts_of(config, rank):
+            mine.setdefault(name, []).append(cuts)
         for name in {*mine, *(n for n in shapes if n.startswith(tuple(
                 f"model.layers.{i}." for i in range(rank.first, rank.end))))}:
             mask = torch.zeros(shapes[name], dtype=torch.int64)
-            if name in mine:
-                assert tuple(cut.of for cut in mine[name]) == shapes[name]
-                mask[tuple(cut.range for cut in mine[name])] = 1
+            for cuts in mine.get(name, ()):
+                assert tuple(cut.of for cut in cuts) == shapes[name]
+                mask[tuple(cut.range for cut in cuts)] += 1
+            assert (mask <= 1).all(), name
             found.setdefault(name, []).append(mask)
     return found
 
@@ -90,11 +86,14 @@ def check_weights(config: dict[str, Any], pp: int, tp: int, ranges: int) -> None
     tied = config.get("tie_word_embeddings", False)
     for name, masks in kept_by(config, parts(pp, tp, ranges)).items():
         count = sum(masks)
-        if name.endswith(WHOLE):
+        if name.endswith(WHOLE) and ".mamba." not in name:
             times = (1 + (pp > 1)) if tied and "embed" in name else 1
             assert (count == tp * times).all(), name
         elif ".k_proj" in name or ".v_proj" in name:
             assert (count >= 1).all(), name
+        elif ".mamba.in_proj." in name or ".mamba.conv1d." in name:         # queries and keys are on each
+            assert ((count == 1) | (count == tp)).all(), name
+            assert tp == 1 or (count == tp).sum() == 2 * 6 * math.prod(count.shape[1:]), name
         elif name.endswith(SUMMED):
             assert len(masks) == tp and masks[0].all() and not sum(masks[1:], torch.zeros(1)).any(), name
         else:
@@ -199,7 +198,7 @@ class Here:
         return bytes(found)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "deepseek_v32"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "deepseek_v32", "qwen3_next"])
 @pytest.mark.parametrize("pp, tp, num", [
     (2, 1, 2), (3, 1, 2), (2, 2, 2), (1, 2, 2), (1, 3, 2), (2, 3, 4), (2, 2, 4), (4, 3, 3), (1, 5, 5)])
 def test_each_machine_has_its_layers_and_heads_of_host_pages_once(family, pp, tp, num):
@@ -214,7 +213,7 @@ def test_each_element_of_weights_and_pages_is_where_it_should_be(family, tp):
         for ranges in {1, tp, 2 if tp % 2 == 0 else 1} if family in ("qwen3_moe", "deepseek_v32") else {1}:
             check_weights(config, pp, tp, ranges)
         check_pages(config, pp, tp)
-    if "head_dim" in config:
+    if "head_dim" in config and family not in STATES:
         check_heads(config, tp)
 
 
@@ -248,37 +247,6 @@ def test_a_part_of_packed_weights_means_the_part():
 
 
 # ---------------------------------------------------------------- TP ranks as threads
-class Threads:
-    """`model.base.TpGroup` of TP ranks that are threads, in turns."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self._at, self._given = size, threading.Barrier(size, timeout=60), {}
-
-    def _all(self, index: int, x: torch.Tensor) -> list[torch.Tensor]:
-        self._given[index] = x.clone()
-        self._at.wait()
-        found = [self._given[i] for i in range(self.size)]
-        self._at.wait()
-        return found
-
-    def of(self, index: int) -> Any:
-        all_of = self._all
-
-        class One:
-            def all_reduce(self, x_TD):
-                x_TD.copy_(sum(all_of(index, x_TD)))
-
-            def all_gather(self, x_BV, num):
-                return torch.cat(all_of(index, x_BV), 1)
-        return One()
-
-
-def packed(weight: torch.Tensor | Packed, bias: torch.Tensor | None) -> Any:
-    if isinstance(weight, Packed):
-        return scaled_linear.pack(weight, bias, backend="reference")
-    return lambda x_TI: F.linear(x_TI, weight, bias)
-
-
 def logits(config: dict[str, Any], tp: int, ranges: int = 1, together: ExpertOps | None = None) \
         -> list[torch.Tensor]:
     """Of a chunk and then a token, by TP rank. together: as on a device, experts are one operation, and weights
@@ -290,13 +258,13 @@ def logits(config: dict[str, Any], tp: int, ranges: int = 1, together: ExpertOps
         index = stage.tp_rank.index
         model = registry.build(config, dtype=torch.float32, stage=stage,
                                tp_group=tp_group.of(index) if tp > 1 else None, experts=together,
-                               linear=packed)
+                               linear=packed, scan=SCAN)
         for name, tensor in registry.dummy_tensors(
                 config, 7, model.wants, formats=lambda name: blocks if quantises(name) else None):
             model.load(name, replace(tensor, scale_RJ=tensor.scale_RJ * 8) if isinstance(tensor, Packed) else
                        tensor * (torch.linspace(0.5, 1.5, len(tensor)) if "norm" in name else 8))
         model.finish()
-        attend, ids = Dense(model.attention), torch.arange(12) * 3 % 61
+        attend, ids = Dense(model.attention, model.groups), torch.arange(12) * 3 % 61
         found[index] = torch.cat([
             model.logits(model.forward(ids[at], torch.arange(at.start, at.stop), attend))
             for at in (slice(0, 11), slice(11, 12))])
@@ -322,7 +290,7 @@ def test_ranks_norm_all_heads_of_minimax_together(tp):
 
 
 @pytest.mark.parametrize("tp", [2, 3, 5])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "deepseek_v32"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "deepseek_v32", *STATES])
 def test_lanes_compute_what_the_model_does_and_the_same_on_each(family, tp):
     for ranges in {1, tp} if family in ("qwen3_moe", "deepseek_v32") else {1}:
         for together in (None, EXPERTS) if family in ("qwen3_moe", "deepseek_v32") else (None,):
@@ -393,9 +361,29 @@ def experts_visited_on_two_lanes(monkeypatch):
     monkeypatch.setattr(TpRank, "experts", experts)
 
 
+def gates_of_the_other_ranks_heads(monkeypatch):
+    real = StateSpec._rows
+
+    def rows(self, files, wanted, parts, together):
+        other = parts if parts.size == parts.of else parts._replace(
+            first=parts.of - parts.end, end=parts.of - parts.first)
+        return real(self, files, wanted, other if "z" in wanted else parts, together)
+    monkeypatch.setattr(StateSpec, "_rows", rows)
+
+
+def a_norm_of_the_ranks_own_heads(monkeypatch):
+    real = scans.Scanned.__init__
+
+    def made(self, *args):
+        real(self, *args)
+        self.tp_group = None
+    monkeypatch.setattr(scans.Scanned, "__init__", made)
+
+
 @pytest.mark.parametrize("fault, family", [
     (a_bias_on_each_lane, "llama"), (heads_that_are_off_by_one, "llama"),
-    (experts_visited_on_two_lanes, "qwen3_moe")],
+    (experts_visited_on_two_lanes, "qwen3_moe"), (a_bias_on_each_lane, "bamba"),
+    *((gates_of_the_other_ranks_heads, family) for family in STATES), (a_norm_of_the_ranks_own_heads, "bamba")],
     ids=lambda x: getattr(x, "__name__", x))
 def test_a_fault_of_lanes_is_seen(monkeypatch, fault, family):
     fault(monkeypatch)

@@ -11,7 +11,7 @@ from penstock.config.settings.refuse_model import OF_MODEL, WORDS, ModelFacts, c
 
 DENSE = ModelFacts(name="tiny", load_format="safetensors", layers=4)
 LATENT = replace(DENSE, topk=16, kv_heads=False)
-STATES = replace(DENSE, state_bytes=1 << 16)
+STATES = replace(DENSE, state_bytes=1 << 16, state_parts=2)
 ALL_BUT = {"sparse_top_k": 512, "sparse_dense_layers": ["0", "1", "2"]}
 
 # One row for every entry of OF_MODEL, in its order: a model, options refused for it, options at the edge.
@@ -38,7 +38,8 @@ CASES: tuple[tuple[ModelFacts, dict[str, object], dict[str, object]], ...] = (
     (replace(DENSE, experts=2), {"tp": 3, "ep": 3}, {"tp": 4, "ep": 2}),
     (DENSE, {"state_interval": 512}, {}),
     (DENSE, {"speculative_method": "mtp"}, {"speculative_method": "ngram"}),
-    (STATES, {"tp": 2}, {"pp": 2}),
+    (STATES, {"tp": 3}, {"tp": 2}),
+    (STATES, {"tp": 2, "device": "cuda"}, {"tp": 2, "device": "cpu"}),
     (replace(STATES, state_bytes=1 << 20), {"disaggregation_mode": "prefill"}, {}),
 )
 

@@ -107,8 +107,9 @@ def numbers_of(spec: Spec) -> dict[str, int]:
     """Return what refusals compare of a model: words as in `ModelFacts`."""
     attention, moe = spec.attention, spec.moe
     widths = [spec.width, *([moe.width, *([moe.shared_width] if moe.shared_width else [])] if moe else [])]
-    state = 0 if spec.states is None else 4 * spec.states.scan.elements
-    return {"topk": attention.shape(ONE).topk, "state_bytes": state, "heads": attention.num_heads,
+    scan = None if spec.states is None else spec.states.scan
+    return {"topk": attention.shape(ONE).topk, "state_bytes": 0 if scan is None else 4 * scan.part_elements,
+            "state_parts": 0 if scan is None else scan.parts, "heads": attention.num_heads,
             "mtp": int(spec.mtp is not None), "experts": moe.num_experts if moe else 0,
             "vocab": spec.vocab_size, "width": min(widths)}
 

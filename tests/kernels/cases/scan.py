@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cases import TOLERANCE, Case, Workload
-from penstock.kernels.state.scan import Scan, ScanSpec, ScanWeights
+from penstock.kernels.state.scan import Scan, ScanSpec, ScanWeights, reference
 from penstock.kernels.types.states import States
 
 # Tokens of a row, whether it goes on, every how many tokens and behind the last it leaves a state; or where.
@@ -27,6 +27,8 @@ _SHAPES = {
     "ssd": ScanSpec(heads=6, key_heads=2, key_dim=16, value_dim=8, taps=4, delta=False),
     "ssd bounded": ScanSpec(heads=2, key_heads=1, key_dim=9, value_dim=64, taps=3, delta=False, least=0.2,
                             most=0.9),
+    "delta split": ScanSpec(heads=4, key_heads=1, key_dim=12, value_dim=20, taps=3, delta=True, split=2),
+    "ssd split": ScanSpec(heads=6, key_heads=2, key_dim=16, value_dim=8, taps=4, delta=False, split=3),
 }
 
 
@@ -52,8 +54,9 @@ def make(dtype: torch.dtype, spec: ScanSpec, rows: tuple[_Row, ...], device: str
         own = [from_[-1]] if goes_on and i % 2 else []
         to += [-1 if not leaves else own.pop() if own else pages.pop() for leaves in left]
     pool = torch.full((200, 2, spec.elements), float("nan"))
-    pool[[page for page in from_ if page >= 0], 1] = torch.randn(
-        sum(page >= 0 for page in from_), spec.elements, generator=draw)
+    for page in (page for page in from_ if page >= 0):      # parts of one key head have the same inputs
+        held = reference.taken(torch.randn(spec.elements, generator=draw), spec)
+        pool[page, 1] = reference.kept(*held, spec)
     tokens = starts[-1]
     x = torch.randn(tokens, spec.channels + 2 * spec.heads, generator=draw).to(dtype).to(device)
     x, step, write = torch.split(x, [spec.channels, spec.heads, spec.heads], 1)

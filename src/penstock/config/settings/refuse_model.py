@@ -25,7 +25,8 @@ class ModelFacts:
     heads               query heads
     experts, vocab      of a layer, 0: it has none; words that it knows
     width               columns of its narrowest MLP
-    state_bytes         of one layer's state, of its layers that have one; 0: none has
+    state_bytes         of the part of one layer's state that a key head has, of layers that have one; 0: none has
+    state_parts         of a layer's state, which TP ranks may divide
     mtp                 layers in its files that draft, of a kind that is known
     """
 
@@ -41,6 +42,7 @@ class ModelFacts:
     vocab: int = 1 << 15
     width: int = 1 << 12
     state_bytes: int = 0
+    state_parts: int = 0
     mtp: int = 0
 
     @property
@@ -52,7 +54,7 @@ class ModelFacts:
 
 STATE_MAX = (1 << 20) - 1024    # of a frame of a pair's stream, `transfer.codec.PAYLOAD_MAX` at least
 WORDS = {"name": "NAME", "last": "N-1", "quantised": "FORMAT", **dict.fromkeys(        # in docs, without a model
-    ("layers", "context", "topk", "heads", "experts", "vocab", "width", "state_bytes"), "N")}
+    ("layers", "context", "topk", "heads", "experts", "vocab", "width", "state_bytes", "state_parts"), "N")}
 
 
 def _dense(config: Config) -> set[int]:
@@ -123,10 +125,14 @@ OF_MODEL: tuple[Refusal[ModelFacts], ...] = (
             "this model has no layers that keep a state: leave it out"),
     Refusal(lambda c, m: c.schedule.speculative_method == "mtp" and not m.mtp,
             ("schedule.speculative_method",), "this model's files have no MTP layer: take ngram"),
-    Refusal(lambda c, m: c.device.tp > 1 and bool(m.state_bytes), ("device.tp",),
-            "layers of this model keep a recurrent state, which is not split over TP ranks: take --pp"),
+    Refusal(lambda c, m: c.device.tp > m.state_parts > 0, ("device.tp",),
+            "the recurrent states of this model have {state_parts} parts, and each TP rank needs one or more: take "
+            "--tp {state_parts} at most, and --pp for more ranks"),
+    Refusal(lambda c, m: c.device.tp > 1 and bool(m.state_bytes) and c.device.device == "cuda",
+            ("device.tp", "device.device"),
+            "recurrent states are split over TP ranks on a CPU only so far: take --pp on a GPU"),
     Refusal(lambda c, m: c.pair.disaggregation_mode is not None and m.state_bytes > STATE_MAX,
-            ("pair.disaggregation_mode",), "a layer's state of this model has {state_bytes} bytes, and a "
+            ("pair.disaggregation_mode",), "a key head's state of this model has {state_bytes} bytes, and a "
             f"message between instances has at most {STATE_MAX}: leave it out"),
 )
 

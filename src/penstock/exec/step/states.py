@@ -45,7 +45,7 @@ class StatePools:
 
     def __init__(self, groups: Sequence[CacheShape], device: Sequence[BlockPool]) -> None:
         # Of each layer: its group, and the pool [P, E].
-        self._layers = {layer: (g, pool.pages[:, i, 0, 0, 0])
+        self._layers = {layer: (g, pool.pages[:, i].view(pool.num_pages, -1))
                         for g, (group, pool) in enumerate(zip(groups, device, strict=True))
                         if group.snapshot for i, layer in enumerate(group.layers)}
         self._groups = {g for g, _ in self._layers.values()}

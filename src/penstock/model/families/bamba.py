@@ -8,7 +8,7 @@ from penstock.config.base.errors import ConfigError
 from penstock.kernels.state.scan import ScanSpec
 from penstock.model.base import GlobalLayer
 from penstock.model.families.common import read_attention, read_spec
-from penstock.model.scan import StateSpec
+from penstock.model.scan import StateSpec, split_of
 from penstock.model.transformer import Spec
 from penstock.model.weights.fields import Fields
 
@@ -56,14 +56,9 @@ def mamba(layers: frozenset[GlobalLayer], *, name: str, heads: int, key_heads: i
     if heads % key_heads:
         raise ConfigError(f"config.json: {heads} heads of Mamba must be a multiple of its {key_heads} groups")
     scan = ScanSpec(heads=heads, key_heads=key_heads, key_dim=key_dim, value_dim=dim, taps=taps, delta=False,
-                    least=limits[0], most=limits[1])
-    # In files: gates, then values, keys and queries, then steps.
-    values, keys = heads * dim, key_heads * key_dim
-    channels = (*range(values + keys, values + 2 * keys), *range(values, values + keys), *range(values))
-    order = (*(values + i for i in channels), *range(values),
-             *range(values + scan.channels, values + scan.channels + heads))
-    return StateSpec(layers=layers, name=name, scan=scan, order=order, channels=channels,
-                     projections=(("in_proj", len(order)),), bias=bias, conv_bias=conv_bias)
+                    least=limits[0], most=limits[1], split=split_of(heads, key_heads))
+    return StateSpec(layers=layers, name=name, scan=scan, projections=(("in_proj", "zvkqs"),), channels="vkq",
+                     bias=bias, conv_bias=conv_bias)
 
 
 def _limits(fields: Fields) -> tuple[float, float]:

@@ -3,7 +3,6 @@ others have gated attention."""
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate, pairwise
 
 from penstock.config.base.errors import ConfigError
 from penstock.kernels.state.scan import ScanSpec
@@ -12,7 +11,7 @@ from penstock.model.families.common import layers_of, num_chosen, read_attention
 from penstock.model.moe import MoESpec
 from penstock.model.mtp import QWEN
 from penstock.model.rope import rotated_dim
-from penstock.model.scan import StateSpec
+from penstock.model.scan import StateSpec, split_of
 from penstock.model.transformer import Spec
 from penstock.model.weights.fields import Fields
 
@@ -59,40 +58,20 @@ def _states(fields: Fields, fused: bool) -> StateSpec | None:
     layers = frozenset(GlobalLayer(i) for i in range(num) if types[i] == STATE)
     if len(layers) == num:
         fields.refuse("layer_types", f"one layer of {FULL} at least")
+    heads, key_heads = fields.size("linear_num_value_heads", 32), fields.size("linear_num_key_heads", 16)
+    if heads % key_heads:
+        raise ConfigError(f"config.json: linear_num_value_heads = {heads} must be a multiple of "
+                          f"linear_num_key_heads = {key_heads}")
     scan = ScanSpec(
-        heads=fields.size("linear_num_value_heads", 32), key_heads=fields.size("linear_num_key_heads", 16),
-        key_dim=fields.size("linear_key_head_dim", 128), value_dim=fields.size("linear_value_head_dim", 128),
-        taps=fields.size("linear_conv_kernel_dim", 4, least=2), delta=True)
-    if scan.heads % scan.key_heads:
-        raise ConfigError(f"config.json: linear_num_value_heads = {scan.heads} must be a multiple of "
-                          f"linear_num_key_heads = {scan.key_heads}")
-    values = scan.heads * scan.value_dim
+        heads=heads, key_heads=key_heads, key_dim=fields.size("linear_key_head_dim", 128),
+        value_dim=fields.size("linear_value_head_dim", 128), taps=fields.size("linear_conv_kernel_dim", 4, least=2),
+        delta=True, split=split_of(heads, key_heads))
     if not layers:
         return None
-    if fused:
-        projections: tuple[tuple[str, int], ...] = (
-            ("in_proj_qkvz", scan.channels + values), ("in_proj_ba", 2 * scan.heads))
-        return StateSpec(layers=layers, name="linear_attn", scan=scan, projections=projections,
-                         order=_by_head(scan))
-    projections = (("in_proj_qkv", scan.channels), ("in_proj_z", values), ("in_proj_b", scan.heads),
-                   ("in_proj_a", scan.heads))
-    return StateSpec(layers=layers, name="linear_attn", scan=scan, projections=projections,
-                     order=(*range(scan.channels + values + 2 * scan.heads),))
-
-
-def _by_head(scan: ScanSpec) -> tuple[int, ...]:
-    """In files what a key head has lies together: q, k, v and z of its heads, then b and a of its heads."""
-    each = scan.heads // scan.key_heads
-    sizes = (scan.key_dim, scan.key_dim, each * scan.value_dim, each * scan.value_dim, each, each)
-    parts: list[list[int]] = [[] for _ in sizes]
-    ends = [*accumulate(sizes[:4], initial=0)], [*accumulate(sizes[4:], initial=0)]
-    first = 0
-    for offsets, at in ((ends[0], 0), (ends[1], 4)):
-        for head in range(scan.key_heads):
-            for i, (begin, end) in enumerate(pairwise(offsets)):
-                parts[at + i] += range(first + head * offsets[-1] + begin, first + head * offsets[-1] + end)
-        first += scan.key_heads * offsets[-1]
-    return tuple(row for part in parts for row in part)
+    return StateSpec(
+        layers=layers, name="linear_attn", scan=scan, together=fused,
+        projections=(("in_proj_qkvz", "qkvz"), ("in_proj_ba", "bs")) if fused else
+        (("in_proj_qkv", "qkv"), ("in_proj_z", "z"), ("in_proj_b", "b"), ("in_proj_a", "s")))
 
 
 def _moe(fields: Fields, layers: list[GlobalLayer], chosen: int, experts: int) -> MoESpec:

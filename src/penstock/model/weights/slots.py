@@ -157,7 +157,7 @@ class Slots:
         self.experts = experts
         self.tp_rank = tp_rank
         self.scan, self.tp_group = scan, tp_group
-        self._places: dict[str, tuple[Slot, int, tuple[Cut, ...]]] = {}
+        self._places: dict[str, list[tuple[Slot, int, tuple[Cut, ...]]]] = {}
         self._foreign: dict[str, tuple[int, ...]] = {}
         self._seen: set[str] = set()
         self.num_bytes = 0                  # of what has come and is kept
@@ -168,21 +168,26 @@ class Slots:
         order: Tensor | None = None, adds: bool | None = None,
     ) -> Linear:
         """Fuses `prefix.weight` (and `prefix.bias`) of every prefix, in this order, of each the rows and
-        columns of its cuts; output i is then row order[i] of that. Where columns are cut, outputs are summed
-        over the TP ranks, and one `adds` the bias; None: the first does."""
+        columns of its cuts; output i is then row order[i] of that. A prefix may come again for other rows.
+        Where columns are cut, outputs are summed over the TP ranks, and one `adds` the bias; None: the first
+        does."""
         kept, columns = [_cut(n) for n in rows], _cut(cols)
         if adds is None:
             adds = isinstance(cols, int) or self.tp_rank.index == 0
         made = Linear((sum(cut.size for cut in kept), columns.size), bias and adds, self, order)
         first = 0
         for prefix, cut in zip(prefixes, kept, strict=True):
-            self._places[f"{prefix}.weight"] = (made.weight, first, (cut, columns))
+            self._place(f"{prefix}.weight", made.weight, first, (cut, columns))
             if made.bias is not None:
-                self._places[f"{prefix}.bias"] = (made.bias, first, (cut,))
+                self._place(f"{prefix}.bias", made.bias, first, (cut,))
             elif bias:
                 self.foreign(f"{prefix}.bias", (cut.of,))
             first += cut.size
         return made
+
+    def _place(self, name: str, slot: Slot, first_row: int, cuts: tuple[Cut, ...]) -> None:
+        """This part of the weight goes there."""
+        self._places.setdefault(name, []).append((slot, first_row, cuts))
 
     def foreign(self, name: str, shape: tuple[int, ...]) -> None:
         """A weight of this stage that another TP rank has."""
@@ -193,7 +198,7 @@ class Slots:
         kept, columns = _cut(rows), _cut(cols)
         made = Table((len(prefixes) * kept.size, columns.size), self.dtype)
         for i, prefix in enumerate(prefixes):
-            self._places[f"{prefix}.weight"] = (made.slot, i * kept.size, (kept, columns))
+            self._place(f"{prefix}.weight", made.slot, i * kept.size, (kept, columns))
         return made
 
     def biases(self, prefixes: Sequence[str], rows: int | Cut) -> Vector:
@@ -201,23 +206,28 @@ class Slots:
         cut = _cut(rows)
         made = Vector((len(prefixes) * cut.size,), self.dtype, None, 0.0)
         for i, prefix in enumerate(prefixes):
-            self._places[f"{prefix}.bias"] = (made.slot, i * cut.size, (cut,))
+            self._place(f"{prefix}.bias", made.slot, i * cut.size, (cut,))
         return made
 
     def vector(
-        self, name: str, shape: tuple[int | Cut, ...], *, order: Tensor | None = None,
+        self, name: str, shape: tuple[int | Cut | Sequence[Cut], ...], *, order: Tensor | None = None,
         dtype: torch.dtype | None = None, plus: float = 0.0,
     ) -> Vector:
         """`dtype`: where it is not the model's; `plus` is added to what the file has. Cuts and `order` as of
-        `linear`."""
-        cuts = tuple(map(_cut, shape))
-        made = Vector(tuple(cut.size for cut in cuts), dtype or self.dtype, order, plus)
-        self._places[name] = (made.slot, 0, cuts)
+        `linear`; of the first dimension there may be several."""
+        first, *others = [size if isinstance(size, Sequence) and not isinstance(size, Cut) else [_cut(size)]
+                          for size in shape]
+        rest = tuple(cut for [cut] in others)
+        made = Vector((sum(cut.size for cut in first), *(cut.size for cut in rest)), dtype or self.dtype, order, plus)
+        row = 0
+        for cut in first:
+            self._place(name, made.slot, row, (cut, *rest))
+            row += cut.size
         return made
 
     def table(self, name: str, shape: tuple[int, int]) -> Table:
         made = Table(shape, self.dtype)
-        self._places[name] = (made.slot, 0, tuple(map(whole, shape)))
+        self._place(name, made.slot, 0, tuple(map(whole, shape)))
         return made
 
     def bundle(self, name: str, pieces: list[str], shape: tuple[int, ...],
@@ -250,8 +260,7 @@ class Slots:
         if name in self._seen:
             raise ConfigError(f"the checkpoint holds {name!r} twice")
         self._seen.add(name)
-        if name in self._places:
-            slot, first_row, cuts = self._places[name]
+        for slot, first_row, cuts in self._places.get(name, ()):
             part = _part(tensor, cuts)
             self.num_bytes += (part.num_bytes if isinstance(part, Packed) else
                                part.numel() * slot.dtype.itemsize)
@@ -277,12 +286,13 @@ class Slots:
     def _shape(self, name: str) -> tuple[int, ...]:
         """As the checkpoint has it."""
         foreign = self._foreign.get(name)
-        return tuple(cut.of for cut in self._places[name][2]) if foreign is None else foreign
+        return tuple(cut.of for cut in self._places[name][0][2]) if foreign is None else foreign
 
     def cuts(self) -> Iterator[tuple[str, tuple[Cut, ...]]]:
-        """What is kept here of each weight."""
-        for name, (_, _, cuts) in self._places.items():
-            yield name, cuts
+        """What is kept here of each weight; once for each of its parts."""
+        for name, places in self._places.items():
+            for _, _, cuts in places:
+                yield name, cuts
 
     def missing(self) -> list[str]:
         return [name for name in self._places if name not in self._seen]

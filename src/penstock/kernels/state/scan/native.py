@@ -20,7 +20,7 @@ _SOURCE = Path(__file__).with_name("scan.c")
 def probe(platform: Platform) -> str:
     """Builds the kernel and compares one small step with the reference."""
     _, compiler = library(_SOURCE, platform.cache)
-    spec = ScanSpec(heads=2, key_heads=1, key_dim=5, value_dim=19, taps=3, delta=True)
+    spec = ScanSpec(heads=2, key_heads=1, key_dim=5, value_dim=19, taps=3, delta=True, split=2)
     generator = torch.Generator().manual_seed(0)
     x, step, write, conv, decay, add = (torch.randn(shape, generator=generator) for shape in (
         (4, spec.channels), (4, 2), (4, 2), (3, spec.channels), (2,), (2,)))
@@ -47,7 +47,8 @@ def scan(x_TX: Tensor, step_TN: Tensor, write_TN: Tensor | None, weights: ScanWe
         x_TX, step_TN, write_TN, out_TNV, weights.conv_WX, weights.bias_X, weights.decay_N, weights.step_N,
         weights.skip_N, pool, states.start_B, states.from_B, states.to_T, y, gate), (
         x_TX.stride(0), step_TN.stride(0), 0 if write_TN is None else write_TN.stride(0), pool.stride(0),
-        len(states.starts) - 1, tokens, spec.heads, spec.key_heads, spec.key_dim, spec.value_dim, spec.taps),
+        len(states.starts) - 1, tokens, spec.heads, spec.key_heads, spec.key_dim, spec.value_dim, spec.taps,
+        spec.parts),
         (spec.least, spec.most))
     entry(_SOURCE, "penstock_scan", ctypes.c_int)(
         args, x_TX.dtype is torch.bfloat16, torch.get_num_threads())

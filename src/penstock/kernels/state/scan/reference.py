@@ -19,9 +19,7 @@ def scan(x_TX: Tensor, step_TN: Tensor, write_TN: Tensor | None, weights: ScanWe
     to_T = states.to_T.tolist()
     for (first, end), page in zip(pairwise(states.starts), states.from_B.tolist(), strict=True):
         held_E = states.pool_PE[page].clone() if page >= 0 else states.pool_PE.new_zeros(spec.elements)
-        tail = (spec.taps - 1) * spec.channels
-        tail_WX = held_E[:tail].view(-1, spec.channels)
-        z_NSV = held_E[tail:].view(spec.heads, spec.key_dim, spec.value_dim)
+        tail_WX, z_NSV = taken(held_E, spec)
         for t in range(first, end):
             taps_WX = torch.cat((tail_WX, x_TX[t:t + 1].float()))
             tail_WX, y_X = taps_WX[1:], (taps_WX * weights.conv_WX).sum(0)
@@ -37,8 +35,28 @@ def scan(x_TX: Tensor, step_TN: Tensor, write_TN: Tensor | None, weights: ScanWe
             o_NV = (z_NSV * q_NS[:, :, None]).sum(1)
             out_TNV[t] = o_NV if weights.skip_N is None else o_NV + weights.skip_N[:, None] * v_NV
             if to_T[t] >= 0:
-                states.pool_PE[to_T[t]] = torch.cat((tail_WX.flatten(), z_NSV.flatten()))
+                states.pool_PE[to_T[t]] = kept(tail_WX, z_NSV, spec)
     return out_TNV
+
+
+def taken(held_E: Tensor, spec: ScanSpec) -> tuple[Tensor, Tensor]:
+    """The inputs [W - 1, X] and states [N, S, V] of a state in its parts."""
+    held_RE, tail = held_E.view(spec.parts, -1), (spec.taps - 1) * spec.part_channels
+    tail_RWY = held_RE[:, :tail].view(spec.parts, -1, spec.part_channels)
+    q_RWS, k_RWS, v_RWV = torch.split(tail_RWY, [spec.key_dim, spec.key_dim, spec.each * spec.value_dim], 2)
+    tail_WX = torch.cat([part.transpose(0, 1).flatten(1) for part in (
+        q_RWS[::spec.split], k_RWS[::spec.split], v_RWV)], 1)
+    return tail_WX, held_RE[:, tail:].reshape(spec.heads, spec.key_dim, spec.value_dim)
+
+
+def kept(tail_WX: Tensor, z_NSV: Tensor, spec: ScanSpec) -> Tensor:
+    """The reverse."""
+    keys = spec.key_heads * spec.key_dim
+    q_WX, k_WX, v_WX = torch.split(tail_WX, [keys, keys, spec.heads * spec.value_dim], 1)
+    q_WRS, k_WRS = (part.view(len(part), spec.key_heads, -1).repeat_interleave(spec.split, 1)
+                    for part in (q_WX, k_WX))
+    tail_WRY = torch.cat((q_WRS, k_WRS, v_WX.view(len(v_WX), spec.parts, -1)), 2)
+    return torch.cat((tail_WRY.transpose(0, 1).flatten(1), z_NSV.reshape(spec.parts, -1)), 1).flatten()
 
 
 def _parts(y_X: Tensor, spec: ScanSpec) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,7 +3,10 @@
  * A task of the scan is COLUMNS values of one head over all tokens of a row: its part of the state stays in the
  * first-level cache. Key by key, each in registers: what the state answers, then what it becomes.
  *
- *   X channels   W taps   N heads   K key heads   S key dim   V value dim
+ * A state lies in parts [R, E], each of some heads of one key head: the inputs of its Y channels [W - 1, Y], then
+ * its heads' states [N / R, S, V].
+ *
+ *   X channels   W taps   N heads   K key heads   S key dim   V value dim   R parts   Y channels of a part
  */
 #include <math.h>
 #include "vectors.h"
@@ -16,11 +19,11 @@ typedef struct {
     void *out;                              /* [T, N, V] */
     const float *conv, *bias;               /* [W, X], [X] or NULL */
     const float *decay, *add, *skip;        /* [N]; skip: or NULL */
-    float *pool;                            /* [P, E] */
+    float *pool;                            /* [P, R * E] */
     const int64_t *starts, *from, *to;      /* [B + 1], [B], [T] */
     float *y, *gate;                        /* [T, X], [T, N, 2]: convolved; what is kept, what is written */
     int64_t x_stride, step_stride, write_stride, page_stride;       /* elements */
-    int64_t rows, tokens, heads, key_heads, key_dim, value_dim, taps;
+    int64_t rows, tokens, heads, key_heads, key_dim, value_dim, taps, parts;
     float least, most;
 } Scan;
 
@@ -36,6 +39,34 @@ INLINE int64_t channels(const Scan *s)
     return 2 * s->key_heads * s->key_dim + s->heads * s->value_dim;
 }
 
+INLINE int64_t part_channels(const Scan *s)
+{
+    return 2 * s->key_dim + s->heads / s->parts * s->value_dim;
+}
+
+INLINE int64_t part_elements(const Scan *s)
+{
+    return (s->taps - 1) * part_channels(s) + s->heads / s->parts * s->key_dim * s->value_dim;
+}
+
+/* Inputs of one token, `x` [X], into the state at `page`, as those of its tap w; out: out of it. Parts of one key
+ * head have the same queries and keys. */
+INLINE void tap(const Scan *s, float *page, int64_t w, float *x, int out)
+{
+    const int64_t keys = s->key_heads * s->key_dim, values = s->heads / s->parts * s->value_dim;
+    for (int64_t part = 0; part < s->parts; part++) {
+        float *held = page + part * part_elements(s) + w * part_channels(s);
+        const int64_t split = s->parts / s->key_heads, key = part / split * s->key_dim;
+        const int64_t from[] = { key, keys + key, 2 * keys + part * values };
+        const int64_t count[] = { s->key_dim, s->key_dim, values };
+        for (int i = 0; i < 3; held += count[i++])
+            if (!out)
+                memcpy(held, x + from[i], count[i] * sizeof(float));
+            else if (i == 2 || part % split == 0)
+                memcpy(x + from[i], held, count[i] * sizeof(float));
+    }
+}
+
 /* The inputs of token t of a row that begins at `first`, or of one before it, out of its state: floats in `room`,
  * or where they are. */
 INLINE const float *inputs(const Scan *s, int64_t row, int64_t first, int64_t t, int64_t width, int bf16,
@@ -43,8 +74,9 @@ INLINE const float *inputs(const Scan *s, int64_t row, int64_t first, int64_t t,
 {
     if (t < first) {
         if (s->from[row] >= 0)
-            return s->pool + s->from[row] * s->page_stride + (s->taps - 1 + t - first) * width;
-        memset(room, 0, width * sizeof(float));
+            tap(s, s->pool + s->from[row] * s->page_stride, s->taps - 1 + t - first, room, 1);
+        else
+            memset(room, 0, width * sizeof(float));
         return room;
     }
     if (!bf16)
@@ -100,7 +132,9 @@ static void scan(const Scan *s, int64_t row, int64_t n, int64_t column, int bf16
 {
     const int64_t dim = s->key_dim, values = s->value_dim, width = channels(s), keys = s->key_heads * dim;
     const int64_t left = values - column, wide = left < COLUMNS ? left : COLUMNS;
-    const int64_t at = (s->taps - 1) * width + n * dim * values + column;
+    const int64_t each = s->heads / s->parts;
+    const int64_t at = n / each * part_elements(s) + (s->taps - 1) * part_channels(s)
+                     + n % each * dim * values + column;
     const int64_t head = n / (s->heads / s->key_heads) * dim;
     float state[dim * COLUMNS], value[COLUMNS], out[COLUMNS];
 
@@ -144,8 +178,8 @@ static void keep(const Scan *s, int64_t row, int bf16)
     float room[width];
     for (int64_t t = s->starts[row + 1] - 1; t >= first; t--)
         for (int64_t w = 0; s->to[t] >= 0 && w < s->taps - 1; w++)
-            memmove(s->pool + s->to[t] * s->page_stride + w * width,
-                    inputs(s, row, first, t - s->taps + 2 + w, width, bf16, room), width * sizeof(float));
+            tap(s, s->pool + s->to[t] * s->page_stride, w,
+                (float *)inputs(s, row, first, t - s->taps + 2 + w, width, bf16, room), 0);
 }
 
 int penstock_scan(const Scan *s, int bf16, int threads)

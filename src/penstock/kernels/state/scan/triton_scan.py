@@ -2,6 +2,7 @@
 tokens, one after the other. Imported only where a CUDA device was asked for.
 
     T tokens of the step   B rows   X channels   N heads   K key heads   V value dim   S key dim   W taps
+    R parts of a state, each [inputs of its channels, states of its heads]
 """
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ VALUES = 32             # of a head's state, that one program has
 @triton.jit(do_not_specialize_on_alignment=["start_B", "row_T", "from_B"])
 def convolve(x, conv, bias, pool, start_B, row_T, from_B, y, x_token, page, CHANNELS: tl.constexpr,
              KEYS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TAPS: tl.constexpr,
+             EACH: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, SPLIT: tl.constexpr,
              DELTA: tl.constexpr, BIAS: tl.constexpr, EPSILON: tl.constexpr, BLOCK: tl.constexpr):
     """y_TX float32 of one token and one head: queries, keys, then values."""
     follow()
@@ -30,13 +32,16 @@ def convolve(x, conv, bias, pool, start_B, row_T, from_B, y, x_token, page, CHAN
     i = tl.arange(0, BLOCK)
     own = i < tl.where(is_key, KEY_DIM, VALUE_DIM)
     c = first + i
+    n = part - 2 * KEYS
+    kept = tl.where(is_key, part % KEYS * SPLIT * SIZE + part // KEYS * KEY_DIM,
+                    n // EACH * SIZE + 2 * KEY_DIM + n % EACH * VALUE_DIM) + i
     row = tl.load(row_T + t)
     begins, held = tl.load(start_B + row), tl.load(from_B + row)
     total = tl.zeros([BLOCK], tl.float32)
     for w in tl.static_range(TAPS):
         at = t - (TAPS - 1) + w
         new = tl.load(x + at * x_token + c, mask=tl.where(at >= begins, own, False), other=0.0).to(tl.float32)
-        old = tl.load(pool + held * page + (at - begins + TAPS - 1) * CHANNELS + c,
+        old = tl.load(pool + held * page + (at - begins + TAPS - 1) * WIDTH + kept,
                       mask=tl.where(at < begins, tl.where(held >= 0, own, False), False), other=0.0)
         total += tl.where(at >= begins, new, old) * tl.load(conv + w * CHANNELS + c, mask=own, other=0.0)
     if BIAS:
@@ -50,10 +55,10 @@ def convolve(x, conv, bias, pool, start_B, row_T, from_B, y, x_token, page, CHAN
 
 
 @triton.jit
-def _leave_inputs(x, pool, to_T, first, end, held, c, own, x_token, page, CHANNELS: tl.constexpr,
+def _leave_inputs(x, pool, to_T, first, end, held, c, kept, own, x_token, page, WIDTH: tl.constexpr,
                   TAPS: tl.constexpr, ROUND: tl.constexpr):
-    """The inputs of these channels that a state ends with, into each page that a token leaves. The last ones
-    first: the page that the row comes from, which earlier ones ask, is the first that it leaves."""
+    """The inputs of these channels that a state ends with, into each page that a token leaves, where `kept` says.
+    The last ones first: the page that the row comes from, which earlier ones ask, is the first that it leaves."""
     w = tl.arange(0, ROUND)[:, None]
     for back in range(0, end - first):
         t = end - 1 - back
@@ -62,17 +67,18 @@ def _leave_inputs(x, pool, to_T, first, end, held, c, own, x_token, page, CHANNE
             at = t - (TAPS - 2) + w
             mine = (w < TAPS - 1) & own[None, :]
             new = tl.load(x + at * x_token + c[None, :], mask=mine & (at >= first), other=0.0).to(tl.float32)
-            old = tl.load(pool + held * page + (at - first + TAPS - 1) * CHANNELS + c[None, :],
+            old = tl.load(pool + held * page + (at - first + TAPS - 1) * WIDTH + kept[None, :],
                           mask=mine & (at < first) & (held + 0 * w >= 0), other=0.0)
             tl.debug_barrier()
-            tl.store(pool + to * page + w * CHANNELS + c[None, :], tl.where(at >= first, new, old), mask=mine)
+            tl.store(pool + to * page + w * WIDTH + kept[None, :], tl.where(at >= first, new, old), mask=mine)
 
 
 @triton.jit(do_not_specialize_on_alignment=["start_B", "from_B", "to_T"])
 def walk(x, y, step, write, decay, add, skip, pool, start_B, from_B, to_T, out, x_token, step_token,
          write_token, page, least, most, HEADS: tl.constexpr, CHANNELS: tl.constexpr, KEYS: tl.constexpr,
-         KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TAPS: tl.constexpr, ROUND: tl.constexpr,
-         DELTA: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr):
+         KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TAPS: tl.constexpr, EACH: tl.constexpr,
+         WIDTH: tl.constexpr, SIZE: tl.constexpr, ROUND: tl.constexpr, DELTA: tl.constexpr, KEY_BLOCK: tl.constexpr,
+         VALUE_BLOCK: tl.constexpr):
     """One row, one head, some of its values."""
     follow()
     row, n, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -81,7 +87,8 @@ def walk(x, y, step, write, decay, add, skip, pool, start_B, from_B, to_T, out, 
     i, j = tl.arange(0, KEY_BLOCK), block * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK)
     own = (i < KEY_DIM)[:, None] & (j < VALUE_DIM)[None, :]
     own_s, own_v = (i < KEY_DIM)[:, None], (j < VALUE_DIM)[None, :]
-    at_z = (TAPS - 1) * CHANNELS + (n * KEY_DIM + i[:, None]) * VALUE_DIM + j[None, :]
+    begin = n // EACH * SIZE
+    at_z = begin + (TAPS - 1) * WIDTH + (n % EACH * KEY_DIM + i[:, None]) * VALUE_DIM + j[None, :]
     z = tl.load(pool + held * page + at_z, mask=own & (held + 0 * at_z >= 0), other=0.0)
     tl.debug_barrier()
     key = n // (HEADS // KEYS)
@@ -108,10 +115,13 @@ def walk(x, y, step, write, decay, add, skip, pool, start_B, from_B, to_T, out, 
         to = tl.load(to_T + t)
         if to >= 0:
             tl.store(pool + to * page + at_z, z, mask=own)
-    _leave_inputs(x, pool, to_T, first, end, held, c_v, j < VALUE_DIM, x_token, page, CHANNELS, TAPS, ROUND)
-    if n % (HEADS // KEYS) + block == 0:
-        _leave_inputs(x, pool, to_T, first, end, held, c_q, i < KEY_DIM, x_token, page, CHANNELS, TAPS, ROUND)
-        _leave_inputs(x, pool, to_T, first, end, held, c_k, i < KEY_DIM, x_token, page, CHANNELS, TAPS, ROUND)
+    _leave_inputs(x, pool, to_T, first, end, held, c_v, begin + 2 * KEY_DIM + n % EACH * VALUE_DIM + j,
+                  j < VALUE_DIM, x_token, page, WIDTH, TAPS, ROUND)
+    if n % EACH + block == 0:           # of each part: those of one key head have its inputs all
+        _leave_inputs(x, pool, to_T, first, end, held, c_q, begin + i, i < KEY_DIM, x_token, page, WIDTH, TAPS,
+                      ROUND)
+        _leave_inputs(x, pool, to_T, first, end, held, c_k, begin + KEY_DIM + i, i < KEY_DIM, x_token, page, WIDTH,
+                      TAPS, ROUND)
 
 
 def scan(x_TX: Tensor, step_TN: Tensor, write_TN: Tensor | None, weights: ScanWeights, states: States,
@@ -122,11 +132,12 @@ def scan(x_TX: Tensor, step_TN: Tensor, write_TN: Tensor | None, weights: ScanWe
     y_TX = torch.empty(tokens, spec.channels, dtype=torch.float32, device=x_TX.device)
     out_TNV = x_TX.new_empty(tokens, spec.heads, spec.value_dim)
     shape = {"CHANNELS": spec.channels, "KEYS": spec.key_heads, "KEY_DIM": spec.key_dim,
-             "VALUE_DIM": spec.value_dim, "TAPS": spec.taps, "DELTA": spec.delta}
+             "VALUE_DIM": spec.value_dim, "TAPS": spec.taps, "DELTA": spec.delta,
+             "EACH": spec.each, "WIDTH": spec.part_channels, "SIZE": spec.part_elements}
     convolve[tokens, 2 * spec.key_heads + spec.heads](
         x_TX, weights.conv_WX, weights.bias_X, pool, states.start_B, states.row_T, states.from_B, y_TX,
         x_TX.stride(0), pool.stride(0), **shape, BIAS=weights.bias_X is not None, EPSILON=EPS,
-        BLOCK=triton.next_power_of_2(max(spec.key_dim, spec.value_dim)), num_warps=1, **early())
+        SPLIT=spec.split, BLOCK=triton.next_power_of_2(max(spec.key_dim, spec.value_dim)), num_warps=1, **early())
     values = min(VALUES, triton.next_power_of_2(spec.value_dim))
     walk[len(states.starts) - 1, spec.heads, triton.cdiv(spec.value_dim, values)](
         x_TX, y_TX, step_TN, write_TN, weights.decay_N, weights.step_N, weights.skip_N, pool, states.start_B,
