@@ -53,17 +53,20 @@ refused with status 400. Where the levels of a config disagree about a tied head
 
 # `quant_method` -> what opens, and what its weights are once loaded.
 _FLOATS = "floats of `--dtype`"
+_CODES = "floats of `--dtype`; codes with `--dtype gguf`"
 _FORMATS = {
     "fp8": ("e4m3 with `weight_block_size`, or with a scale per tensor or row and `activation_scheme`",
             "floats on a CPU; blocks on a GPU fp8"),
     "fbgemm_fp8": ("e4m3 with a scale per row", _FLOATS),
     "compressed-tensors": ("`pack-quantized` int4 and int8 (group, channel, asymmetric, `actorder`); "
                            "`int-quantized` int8; `float-quantized` fp8 (tensor, channel, block); "
-                           "`nvfp4-pack-quantized`, `mxfp4-pack-quantized`, `mxfp8-quantized`", _FLOATS),
-    "awq": ("`version` gemm, 4 bits, zero points", _FLOATS),
-    "gptq": ("4 and 8 bits, `checkpoint_format` gptq and gptq_v2, `desc_act`, `dynamic`", _FLOATS),
+                           "`nvfp4-pack-quantized`, `mxfp4-pack-quantized`, `mxfp8-quantized`",
+                           "floats of `--dtype`; int4 and int8 codes with `--dtype gguf`"),
+    "awq": ("`version` gemm, 4 bits, zero points", _CODES),
+    "gptq": ("4 and 8 bits, `checkpoint_format` gptq and gptq_v2, `desc_act`, `dynamic`",
+             f"{_CODES} and without `desc_act`"),
     "auto-round": ("4 and 8 bits, `packing_format` auto_round, auto_round:gptqmodel, auto_round:auto_gptq",
-                   _FLOATS),
+                   _CODES),
     "modelopt": ("`quant_algo` FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, MXFP8, NVFP4, W4A16_NVFP4, MIXED_PRECISION "
                  "of these; also in `hf_quant_config.json`", _FLOATS),
     "mxfp4": ("experts of gpt-oss", _FLOATS),
@@ -77,6 +80,9 @@ of `--dtype`. Weights that become floats take their memory as floats, and the lo
 each format with weights packed as its definition says; no published checkpoint of one has run here, except
 of fp8 in blocks. Other formats (bitsandbytes, three bits, ModelOpt's int4) are refused by name, and so are experts
 packed in one tensor, ModelOpt's `pre_quant_scale`, and zero points of 4-bit floats.
+
+`--dtype gguf` on a CPU keeps integers as the codes of the file, with scales rounded to f16 and float32 compute: int4
+takes a quarter of bfloat16's memory. Groups of an odd number of columns or of several sizes become floats.
 
 | `quant_method` | opens | in memory |
 |---|---|---|"""

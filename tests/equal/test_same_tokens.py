@@ -154,6 +154,9 @@ KINDS = {
     "eagle3": Kind(make=of_config(SHARED), drafts={"speculative_method": "eagle3"}),
     "demo-shape": Kind(make=lambda folder: (large_checkpoint(folder, DEMO),) * 2, selects=TOPK),
     "billion": Kind(make=lambda folder: (large_checkpoint(folder, BILLION),) * 2, selects=TOPK),
+    "codes": Kind(make=lambda folder: (packed_checkpoint(folder, {
+        **MOE, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "num_experts": 4,
+        "intermediate_size": 96}, "int4 asymmetric")[0],) * 2, rounds=("computed",), options={"dtype": "gguf"}),
     **{form: Kind(make=lambda folder, form=form: packed_checkpoint(folder, {**CONFIG, "num_hidden_layers": 2}, form),
                   rounds=("computed",)) for form in FORMATS},
     **{f"{form}, experts": Kind(make=lambda folder, form=form: packed_checkpoint(folder, {
@@ -211,6 +214,7 @@ TABLE: dict[tuple[str, str], tuple[str, str, str]] = {
     ("demo-shape", "hosted"): ("", "tp2", ""),
     ("billion", "resident"): ("", "tp2", ""),
     ("billion", "hosted"): ("", "tp2", ""),
+    ("codes", "resident"): ("tp2", "pp2 tp2.ep2", ""),
     **{(form, "resident"): ("", "tp2 pp2", "") for form in FORMATS},        # one: tests/e2e/test_quantised.py
     **{(f"{form}, experts", "resident"): ("one", "tp2 tp2.ep2" if form in ("awq", "modelopt nvfp4") else "", "")
        for form in EXPERTS_IN},
@@ -334,7 +338,7 @@ def test_tokens_are_those_of_one_rank(models: Models, wanted: Callable[..., list
     one, (ends, more), asked = KINDS[kind], read(layout), KINDS[kind].asked()
     if where.DEVICE == "cpu" and kind in ("demo-shape", "billion"):
         pytest.skip("a CPU takes minutes")
-    if where.DEVICE == "cuda" and (one.weights == "packed" or kind.partition(",")[0] in FORMATS or "g64" in layout):
+    if where.DEVICE == "cuda" and ("dtype" in one.options or kind.partition(",")[0] in FORMATS or "g64" in layout):
         pytest.skip("packed weights, and stages of the ends of a pair, on a CPU only so far")
     selects = place == "hosted" or one.always
     options, decode = {**pools(one, place, selects), **one.drafts}, {}

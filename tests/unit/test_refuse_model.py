@@ -68,7 +68,7 @@ def test_refusal_trips_alone_and_not_at_its_edge(index: int) -> None:
     ({"pp": 5}, "--pp 5, no --pp-layers: this model has 4 layers, of which each stage takes one or more"),
     ({"quantization": "awq"}, "--quantization awq: the weights of tiny are floats, and weights are not quantised when "
      "they are loaded: leave the flag out, or take a checkpoint in that format"),
-    ({"dtype": "gguf"}, "--dtype gguf: tiny is not a .gguf file: leave the flag out")])
+    ({"dtype": "gguf"}, "--dtype gguf: tiny is neither a .gguf file nor quantised as integers: leave the flag out")])
 def test_what_was_given_and_what_is_allowed_is_said(options: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError) as e:
         check_model(from_options("tiny", options), DENSE)

@@ -19,6 +19,7 @@ class ModelFacts:
 
     quantised           the format of its weights in config.json, gguf, or "": they are floats
     name, load_format   of `ModelFiles`              layers    all of them, whatever the stage
+    integers            quantised as integers, other than in a GGUF, that may stay packed
     context             tokens of prompt and output that its files allow, stretched by a RoPE scaling
     topk                tokens that the model itself chooses for each query; 0: it reads all
     kv_heads            its KV is keys and values of KV heads, in one cache group; else MLA KV entries
@@ -34,6 +35,7 @@ class ModelFacts:
     load_format: str
     layers: int
     quantised: str = ""
+    integers: bool = False
     context: int = 1 << 20
     topk: int = 0
     kv_heads: bool = True
@@ -79,8 +81,8 @@ OF_MODEL: tuple[Refusal[ModelFacts], ...] = (
     Refusal(lambda c, m: c.model.quantization not in ("auto", m.quantised), ("model.quantization",),
             "the weights of {name} are {quantised}, and weights are not quantised when they are loaded: leave the "
             "flag out, or take a checkpoint in that format"),
-    Refusal(lambda c, m: c.model.dtype == "gguf" and m.load_format != "gguf", ("model.dtype",),
-            "{name} is not a .gguf file: leave the flag out"),
+    Refusal(lambda c, m: c.model.dtype == "gguf" and m.load_format != "gguf" and not m.integers, ("model.dtype",),
+            "{name} is neither a .gguf file nor quantised as integers: leave the flag out"),
     Refusal(lambda c, m: c.kv.sparse_top_k is not None and not m.topk and not m.kv_heads,
             ("kv.sparse_top_k",), "block selection needs keys and values per KV head in one cache group, "
             "and this model has others: leave it out"),

@@ -73,8 +73,8 @@ def _platform(config: Config) -> Platform:
 
 
 def _check_packable(config: Config, files: ModelFiles) -> None:
-    """Raises ConfigError: not of a GGUF with weights that can stay codes, or nothing here multiplies them."""
-    there = {tensor.block for tensor in files.gguf_header.tensors.values()}
+    """Raises ConfigError: a GGUF without weights that can stay codes, or nothing here multiplies them."""
+    there = {tensor.block for tensor in files.gguf_header.tensors.values()} if files.gguf is not None else PACKED
     if not there & PACKED:
         raise ConfigError(f"--dtype gguf: {files.name} has no weights of {', '.join(sorted(PACKED))}, only "
                           f"of {', '.join(sorted(there))}: leave the flag out")
@@ -85,11 +85,10 @@ def _check_packable(config: Config, files: ModelFiles) -> None:
 
 
 def kept_packed(config: Config, files: ModelFiles, log: Callable[[str], object]) -> tuple[str, ...]:
-    """Which kinds of weights stay packed: codes of a GGUF where that was asked for, blocks of fp8 on a device
+    """Which kinds of weights stay packed: integers where that was asked for, blocks of fp8 on a device
     with kernels for them. Raises ConfigError."""
     if config.model.dtype == "gguf":
-        if files.load_format == "gguf":                 # `check_model` refuses others
-            _check_packable(config, files)
+        _check_packable(config, files)
         return ("u8",)
     form = None if files.gguf is not None else format_of(files.config, f"{files.folder}/config.json")
     if form is None or config.device.device != "cuda":

@@ -42,6 +42,7 @@ from penstock.model.weights.locate import ModelFiles, files_of, locate
 from penstock.model.weights.slots import LinearFactory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "gguf": torch.float32}
+_MAY_STAY = " (--dtype gguf keeps blocks packed, scales rounded to f16)"
 TRIM_BYTES = 64 << 20         # weights loaded between two trims of the heap
 PROGRESS_S = 10.0             # between two lines of the log that say how far it is
 TURN_S = 0.0005               # for which a thread keeps the interpreter while weights are read
@@ -91,11 +92,12 @@ def facts_of(files: ModelFiles) -> ModelFacts:
     """What refusals ask of a model. Raises ConfigError: no model of a family that is known."""
     noted = Noted(files.config)
     spec = families.read_spec_of(noted)
+    reader = None if files.gguf is not None else reader_of(files.config, str(files.folder))
     noted.check(files.overrides, files.own_config, files.name, inside=files.wrapper is not None)
     return ModelFacts(name=files.name, load_format=files.load_format, layers=spec.num_layers,
                       quantised=method_of(files.config) if files.gguf is None else "gguf",
-                      context=spec.rope.max_position, kv_heads="paged_attention" in spec.attention.ops,
-                      **families.numbers_of(spec))
+                      integers=reader is not None and reader.kind == "u8", context=spec.rope.max_position,
+                      kv_heads="paged_attention" in spec.attention.ops, **families.numbers_of(spec))
 
 
 def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype, stage: Stage | None = None) -> int:
@@ -182,7 +184,7 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object], tp_g
         families.dummy_tensors(checkpoint.config, config.model.seed or 0, model.wants, device=device,
                                formats=checkpoint.format, drafts=drafts)
         if load_format == "dummy" else checkpoint.tensors(model.wants, device))
-    become = form_of(checkpoint.config) if load_format == "safetensors" else ""
+    become = form_of(config, checkpoint.config) if load_format == "safetensors" else ""
     log(f"model: {name} has {show_size(need)} of weights to load" +
         f"; {become} become {show_dtype(dtype)}" * bool(become))
     if stage is None or (stage.embeds and stage.tp_rank.index == 0):    # once, of several ranks
@@ -219,11 +221,13 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object], tp_g
                   fp8)
 
 
-def form_of(config: Mapping[str, Any]) -> str:
+def form_of(config: Config, model: Mapping[str, Any]) -> str:
     """Name, for the log, weights that are quantised in the files and floats once loaded; "" where none are, or
     they may stay quantised."""
-    reader = reader_of(config, "config.json")
-    return "" if reader is None or reader.format else f"its quantised weights ({reader.label})"
+    reader = reader_of(model, "config.json")
+    if reader is None or reader.format or config.model.dtype == "gguf":
+        return ""
+    return f"its quantised weights ({reader.label})"
 
 
 def _whole(config: Config, checkpoint: Checkpoint, dtype: torch.dtype, pack: LinearFactory,
@@ -279,12 +283,12 @@ def kept_as(config: Config, dtype: torch.dtype, fp8: bool) -> str:
 
 def _check_weights_fit(config: Config, files: ModelFiles, checkpoint: Checkpoint, dtype: torch.dtype,
                        parts: Sequence[Stage | None]) -> None:
-    """Of the ranks here. They, and, but for codes, the largest once more, in four bytes an element at least:
+    """Of the ranks here. They, and, but for codes of a GGUF, the largest once more, in four bytes an element at least:
     as it came, and its rows until they are packed. Raises ConfigError."""
     need = sum(weight_bytes(checkpoint, dtype, part) for part in parts)
     shapes = dict(pair for part in parts for pair in families.tensor_shapes(checkpoint.config, part))
     kinds = {form.kind for name in shapes if (form := checkpoint.format(name))}
-    more = 0 if "u8" in kinds else 4 * max(map(math.prod, shapes.values()))
+    more = 0 if "u8" in kinds and files.gguf is not None else 4 * max(map(math.prod, shapes.values()))
     cuda = config.device.device == "cuda"
     gpus = range(min(len(parts), torch.cuda.device_count()))        # that this process sees
     here = machine.probe()
@@ -300,6 +304,9 @@ def _check_weights_fit(config: Config, files: ModelFiles, checkpoint: Checkpoint
 
 def _other_form(config: Config, files: ModelFiles) -> str:
     """Which weights of a GGUF are floats where others stay codes, or that they could stay codes."""
+    if files.load_format == "safetensors" and config.model.dtype != "gguf" and config.device.device == "cpu":
+        reader = reader_of(files.config, str(files.folder))
+        return _MAY_STAY if reader is not None and reader.kind == "u8" else ""
     if files.load_format != "gguf" or config.device.device != "cpu":
         return ""
     tensors = files.gguf_header.tensors.values()
@@ -308,7 +315,7 @@ def _other_form(config: Config, files: ModelFiles) -> str:
                                if t.block not in (*PACKED, "F32") and len(t.shape) > 1)
         return f" (those of {', '.join(floats)}, and what is fused with them, as float32)" if floats else ""
     can = any(t.block in PACKED for t in tensors)
-    return " (--dtype gguf keeps blocks packed, scales rounded to f16)" if can else ""
+    return _MAY_STAY if can else ""
 
 
 def _trim_heap() -> None:

@@ -96,14 +96,12 @@ class SafetensorsCheckpoint:
         if not any(self.shards.values()):
             raise ConfigError(f"{files.folder}: the safetensors files hold no tensors")
         self._reader = reader_of(self.config, f"{files.folder}/config.json")
-        found = None if self._reader is None else self._reader.format
-        self._format = found if found is not None and found.kind in keeps else None
         self._quantised, self._beside = _quantised(self.shards, self._reader)
-        self._packed = {name for stored in self._quantised.values() for name in stored.names
-                        } if self._format else set()
+        self._formats = {name: stored.format for stored in self._quantised.values() for name in stored.names
+                         if stored.format is not None and stored.format.kind in keeps}
 
     def format(self, name: str) -> Format | None:
-        return self._format if name in self._packed else None
+        return self._formats.get(name)
 
     def tensors(self, wants: Wants = everything,
                 device: str = "cpu") -> Iterator[tuple[str, Tensor | Packed]]:
@@ -161,19 +159,20 @@ class SafetensorsCheckpoint:
             for first, name in enumerate(names):
                 if wants(name):
                     weight = made if len(names) == 1 else made[first::len(names)]
-                    if isinstance(weight, Packed) and self._format is None:
+                    if isinstance(weight, Packed) and name not in self._formats:
                         weight = weight.floats()
                     yield name, _finite(weight, name, path)
                     del weight          # before the next one is made
 
 
 class _Quantised(NamedTuple):
-    """Weights that several tensors store: names in the model, where each part is, and how many experts have such
-    ones."""
+    """Weights that several tensors store: names in the model, where each part is, how many experts have such
+    ones, and how they may stay packed."""
 
     names: tuple[str, ...]
     parts: dict[str, tuple[Path, StoredTensor]]
     experts: int
+    format: Format | None
 
 
 def _quantised(shards: dict[Path, dict[str, StoredTensor]],
@@ -192,11 +191,12 @@ def _quantised(shards: dict[Path, dict[str, StoredTensor]],
         for module, found in modules.items():
             path, entry = max(found.values(), key=lambda where: where[1].num_bytes)
             names = reader.names(module)
-            parts = names and reader.parts({part: stored for part, (_, stored) in found.items()}, _what(path, entry))
+            entries = {part: stored for part, (_, stored) in found.items()}
+            parts = names and reader.parts(entries, _what(path, entry))
             if parts:
                 first = found[parts[0]][1]
                 made[first.name] = _Quantised(names, {p: found[p] for p in parts},
-                                              first.shape[0] if reader.stacked else 1)
+                                              first.shape[0] if reader.stacked else 1, reader.format_of(entries))
                 beside.update(stored.name for part, (_, stored) in found.items() if part != parts[0])
     for path, stored in shards.items():
         for entry in stored.values():

@@ -26,7 +26,7 @@ def quantises(name: str) -> bool:
 class BlocksReader(WeightReader):
     """`quant_method` fp8 with a `weight_block_size`."""
 
-    label = "fp8 in blocks"
+    label, kind = "fp8 in blocks", "e4m3"
     beside = frozenset(("weight", SCALE))
 
     def __init__(self, given: Mapping[str, Any], where: str) -> None:

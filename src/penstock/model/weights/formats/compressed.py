@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config.base.errors import ConfigError, show
 from penstock.model.weights.formats.groups import check_groups, grouped, read_groups
-from penstock.model.weights.formats.reader import FLOATS, WeightReader, check, group_size, missing
+from penstock.model.weights.formats.reader import FLOATS, Format, WeightReader, check, group_size, integers, missing
 from penstock.model.weights.safetensors_file import StoredTensor
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class CompressedReader(WeightReader):
     """`quant_method` compressed-tensors, of the formats in `_FORMATS`. Weights without zero points only, but for
     integers."""
 
-    label = "compressed-tensors"
+    label, kind = "compressed-tensors", "u8"
     beside = frozenset(("weight", "weight_packed", "weight_scale", "weight_global_scale", "weight_zero_point",
                         "weight_g_idx", "weight_shape", "input_zero_point"))
 
@@ -119,6 +119,15 @@ class CompressedReader(WeightReader):
                   where)
             found.append("weight_g_idx")
         return tuple(found)
+
+    def format_of(self, module: Mapping[str, StoredTensor]) -> Format | None:
+        entry, scale = module.get("weight_packed") or module["weight"], module["weight_scale"]
+        if entry.dtype == "I32" and "weight_g_idx" not in module:
+            bits = self._said["bits"]
+            found = self._columns(entry.shape[1] * 32 // bits, scale.shape[1])
+            return None if found is None else integers(bits, 1, *found)
+        block = self._kind(entry.shape, scale.shape) if entry.dtype == "I8" else None
+        return None if block is None else integers(8, block[0], entry.shape[1], block[1])
 
     def _columns(self, stored: int, groups: int) -> tuple[int, int] | None:
         """Columns, and those of a group. The last word may be filled up: groups say by how much."""

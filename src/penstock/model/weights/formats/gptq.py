@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from penstock.config.base.errors import ConfigError, show
-from penstock.model.weights.formats.reader import FLOATS, WeightReader, check, group_size
+from penstock.model.weights.formats.reader import FLOATS, Format, WeightReader, check, group_size, integers
 from penstock.model.weights.safetensors_file import StoredTensor
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def _module(module: Mapping[str, StoredTensor], where: str, size: int, bits: tup
 class AwqReader(WeightReader):
     """`quant_method` awq of version gemm."""
 
-    label, beside = "AWQ", _BESIDE
+    label, beside, kind = "AWQ", _BESIDE, "u8"
 
     def __init__(self, given: Mapping[str, Any], where: str) -> None:
         version, bits = given.get("version", "gemm"), given.get("bits", given.get("w_bit"))
@@ -72,6 +72,10 @@ class AwqReader(WeightReader):
             return ()
         _module(module, where, self._size, (4,), along=False)
         return "qweight", "scales", "qzeros"
+
+    def format_of(self, module: Mapping[str, StoredTensor]) -> Format | None:
+        bits, size = _module(module, "", self._size, (4,), along=False)
+        return integers(bits, 1, module["qweight"].shape[0], size)
 
     def read(self, module: Mapping[str, Tensor]) -> Tensor | Packed:
         from penstock.model.weights.formats.values import groups, unpacked
@@ -90,7 +94,7 @@ def _in_order(code_IO: Tensor) -> Tensor:
 class GptqReader(WeightReader):
     """`quant_method` gptq, and AutoRound's packings that equal it."""
 
-    beside = _BESIDE
+    beside, kind = _BESIDE, "u8"
 
     def __init__(self, given: Mapping[str, Any], where: str) -> None:
         method, bits = given.get("quant_method"), given.get("bits")
@@ -103,7 +107,7 @@ class GptqReader(WeightReader):
                                  f"packing_format {show(packing)}; supported: {', '.join(_AUTOROUND)}")
                               + " of 4 or 8 bits; take such a checkpoint, or the unquantised one")
         self.label = "GPTQ" if method == "gptq" else "AutoRound"
-        self._size, self._plus = _number(given, "group_size"), _PLUS[form]
+        self._size, self._plus, self._ordered = _number(given, "group_size"), _PLUS[form], bool(given.get("desc_act"))
 
     def parts(self, module: Mapping[str, StoredTensor], where: str) -> tuple[str, ...]:
         if "qweight" not in module:
@@ -113,6 +117,10 @@ class GptqReader(WeightReader):
             return "qweight", "scales", "qzeros"
         check(module["g_idx"], "g_idx", ("I32", "I64"), (module["qweight"].shape[0] * 32 // bits,), where)
         return "qweight", "scales", "qzeros", "g_idx"
+
+    def format_of(self, module: Mapping[str, StoredTensor]) -> Format | None:
+        bits, size = _module(module, "", self._size, (4, 8), along=True)
+        return None if self._ordered else integers(bits, 1, module["qweight"].shape[0] * 32 // bits, size)
 
     def read(self, module: Mapping[str, Tensor]) -> Tensor | Packed:
         from penstock.model.weights.formats.values import groups, unpacked

@@ -45,13 +45,15 @@ class WeightReader(Protocol):
     between   what a tensor's name has between its module and its part
     beside    parts that store a weight
     stacked   the first axis of each part is the expert
-    format    how weights may stay packed; None: they become floats
+    kind      in which weights may stay packed; None: they become floats
+    format    of all quantised weights, where the config says it
     """
 
     label: str
     beside: frozenset[str]
     between: str = "."
     stacked: bool = False
+    kind: Literal["e4m3", "u8"] | None = None
     format: Format | None = None
 
     def names(self, module: str) -> tuple[str, ...]:
@@ -63,6 +65,10 @@ class WeightReader(Protocol):
         """Return which of a module's tensors `read` takes, the largest first; () where its weight is a
         tensor of floats. Raises ConfigError: quantised in a way that is not read; looks at headers only."""
         ...
+
+    def format_of(self, module: Mapping[str, StoredTensor]) -> Format | None:
+        """Return how a module's weight, of which `parts` has taken tensors, may stay packed; None: as floats."""
+        return self.format
 
     def read(self, module: Mapping[str, Tensor]) -> Tensor | Packed:
         """Return the weight [O, I], packed or float32, on the device of its tensors. Raises ValueError: the
@@ -91,3 +97,9 @@ def check(entry: StoredTensor | None, name: str, dtypes: tuple[str, ...], shape:
 def missing(name: str, where: str) -> ConfigError:
     """Return what to raise of a weight one of whose tensors no file holds."""
     return ConfigError(f"{where}, and no file holds its {show(name)}: the checkpoint is not complete")
+
+
+def integers(bits: int, rows: int, columns: int, size: int) -> Format | None:
+    """Return the format of integers whose groups of `size` of `columns` share a scale; None where kernels do not
+    read them: groups of an odd number, or of several sizes."""
+    return None if size % 2 or columns % size else Format("u8", rows, size, bits)

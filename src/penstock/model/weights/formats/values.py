@@ -23,13 +23,13 @@ def unpacked(word: Tensor, bits: int) -> Tensor:
 
 def groups(code_OI: Tensor, scale_OG: Tensor, zero_OG: Tensor | int, size: int,
            group_I: Tensor | None = None) -> Packed | Tensor:
-    """The weight (code - zero) * scale, float32 where columns of a group do not lie together.
+    """The weight (code - zero) * scale, of float32 where columns of a group do not lie together.
 
     size      columns of a group; the last one may have fewer
     group_I   the group of each column, where it is not column // size
     Raises    ValueError: a group that has no scale
     """
-    if group_I is None:
+    if group_I is None or group_I.equal(torch.arange(len(group_I), device=group_I.device) // size):
         return packed(code_OI, scale_OG, zero_OG, 1, size)
     if int(group_I.min()) < 0 or int(group_I.max()) >= scale_OG.shape[1]:
         raise ValueError(f"g_idx names groups {int(group_I.min())} to {int(group_I.max())} of {scale_OG.shape[1]}")
