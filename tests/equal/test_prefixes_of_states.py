@@ -1,5 +1,5 @@
 """Prefixes of any length of a model with states, found by tensor-parallel ranks on the device, on the host and in
-storage, have the tokens of one process that finds nothing."""
+storage, have the tokens of one process that finds nothing. So have those of states that are larger than a frame."""
 from __future__ import annotations
 
 import pytest
@@ -7,6 +7,7 @@ from pair_engines import engines
 from pipeline_engine import STATES, checkpoint
 
 from penstock.engine.wire import Flush
+from penstock.transfer import session
 
 INTERVAL = 16
 MODEL = {**STATES, "linear_num_key_heads": 3, "linear_num_value_heads": 6}     # 2 + 1 on two ranks
@@ -56,3 +57,14 @@ def test_any_prefix_is_found_up_to_the_last_boundary(model, want, layout, tmp_pa
                     break
             else:
                 raise AssertionError(f"nothing of {LENGTHS[number]} tokens in storage")
+
+
+@pytest.mark.parametrize("after", [2, pytest.param(1, marks=pytest.mark.sweep)])
+def test_states_that_are_larger_than_a_frame_arrive_by_heads(model, want, after, tmp_path, monkeypatch):
+    """A part of a state has 432 bytes, a layer's three."""
+    monkeypatch.setattr(session, "PAYLOAD_MAX", 900)
+    with engines(model, tmp_path, ({"tp": 3}, {"tp": after}), **OPTIONS, kv_offloading_size="8M") as pair:
+        assert pair.say(ASKED) == want
+        pair.settle()
+        frames = pair.ends[0].loop.stats()
+        assert pair.asked.loop.stats()["pair_delivered_total"] >= len(ASKED), frames

@@ -348,8 +348,8 @@ def test_pages_of_another_machine_go_several_in_a_message(chunk: int, messages: 
         sum(units for _, _, units in write.spans) * 2 * 2 * 8 for write in kept]
     out = memoryview(bytearray(len(data)))
     monkeypatch.setattr(NodePages, "_having", lambda *_: [
-        (None, range(1, 3), slice(0, 1)), (SimpleNamespace(ask=ask), range(1, 3), slice(1, 3))])
-    pages._local = SimpleNamespace(read=lambda tier, group, own, some, found: None)     # leaves zeros
+        (None, range(1, 3), range(1), slice(0, 1)), (SimpleNamespace(ask=ask), range(1, 3), range(2), slice(1, 3))])
+    pages._local = SimpleNamespace(read=lambda tier, group, own, some, found, heads: None)      # leaves zeros
     pages.read(Tier.DRAM, Group(0), range(1, 3), spans, out)
     at = 0
     for span in spans:
@@ -358,6 +358,30 @@ def test_pages_of_another_machine_go_several_in_a_message(chunk: int, messages: 
         was, has = (np.frombuffer(of, np.uint8, size, at).reshape(shape) for of in (data, out))
         assert (has[:, 1:] == was[:, 1:]).all() and not has[:, 0].any()
         at += size
+
+
+def test_some_heads_of_a_page_go_to_the_machines_that_have_them() -> None:
+    """Heads 1 to 3 of five: the last one of the first machine, which has two, and two of the other's three."""
+    whole = PageLayout(num_layers=2, num_kv_heads=5, page_size=8, head_dim=4, planes=1, unit=8)
+    kept: dict[tuple[int, tuple[int, int]], bytes] = {}
+
+    def node(number: int) -> SimpleNamespace:
+        def ask(make):
+            message = make(1)
+            if isinstance(message, nodes.Write):
+                kept[number, message.heads] = message.body
+            return kept[number, message.heads]
+        return SimpleNamespace(ask=ask)
+
+    caches = [SimpleNamespace(parts=[SimpleNamespace(whole=replace(whole, num_kv_heads=num))], origins=[(0, first)])
+              for num, first in ((2, 0), (3, 2))]
+    pages = NodePages(SimpleNamespace(layouts=[whole]), [*zip(map(node, (1, 2)), caches, strict=True)], None)
+    data = memoryview(bytes(range(3 * 16)))
+    pages.write(Tier.DRAM, Group(0), range(1, 2), [Span(5, 0, 1)], data, range(1, 4))
+    assert kept == {(1, (1, 1)): data[:16], (2, (0, 2)): data[16:]}
+    out = memoryview(bytearray(len(data)))
+    pages.read(Tier.DRAM, Group(0), range(1, 2), [Span(5, 0, 1)], out, range(1, 4))
+    assert out == data
 
 
 def test_every_tensor_parallel_rank_of_the_last_stage_gets_the_vocabulary():

@@ -190,11 +190,12 @@ class Here:
         at = (Tier(asked.tier), Group(asked.group), range(first, first + num),
               [Span(*span) for span in asked.spans])
         if isinstance(asked, Write):
-            self._pages.write(*at, memoryview(asked.body))
+            self._pages.write(*at, memoryview(asked.body), range(asked.heads[0], sum(asked.heads)))
             return b""
         whole = self._pages._pools[at[:2]][0][0].part.whole
-        found = bytearray(num * sum(span.units for span in at[3]) * whole.unit_bytes // whole.num_layers)
-        self._pages.read(*at, memoryview(found))
+        found = bytearray(num * asked.heads[1] * sum(span.units for span in at[3]) * whole.unit_bytes
+                          // (whole.num_layers * whole.num_kv_heads))
+        self._pages.read(*at, memoryview(found), range(asked.heads[0], sum(asked.heads)))
         return bytes(found)
 
 

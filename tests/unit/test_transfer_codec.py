@@ -30,8 +30,8 @@ MESSAGES = [
         attention=(1 << 63) - 1),
     First(9, 2, [(-0.5, 1, [(4, -0.5), (9, -1.0)])], 16, 32, 48),
     Prompted(9, 2, Scores(7, b"\0" * 8, b"\1\0\0\0" * 2, b"", b"")),
-    Memory(b"where it lies"), Offer(9, 2, 1, (0, 3, 16, 2), b"\5" * 8, 15, 1 << 20), Taken(15)]
-HEAD = PageHead(9, 2, 1, PageSlice(0, 3, 16, 2), 0)
+    Memory(b"where it lies"), Offer(9, 2, 1, (0, 3, 16, 2, 0, 0), b"\5" * 8, 15, 1 << 20), Taken(15)]
+HEAD = PageHead(9, 2, 1, PageSlice(2, 1, 16, 1, 4, 3), 0)
 
 
 def page(payload: bytes) -> PageHead:

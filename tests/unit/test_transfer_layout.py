@@ -102,6 +102,24 @@ def test_a_grant_takes_a_piece_only_when_it_is_next() -> None:
             assert wrong.layers <= 2 and wrong.unit + wrong.units <= units.stop
 
 
+def test_a_cell_that_is_larger_than_a_piece_goes_by_heads() -> None:
+    """Five heads of 10 bytes, pieces of 25."""
+    order = list(pieces(range(1, 3), (1, 1), [range(1), range(1, 2)], 50, 25, 5))
+    assert order == [PageSlice(layer, 1, unit, 1, head, min(2, 5 - head))
+                     for unit in (1, 2) for layer in (0, 1) for head in (0, 2, 4)]
+    stages = common_layer_spans([1, 1], [1, 1])
+    for i, right in enumerate(order):
+        for wrong in {p for q in order for p in (q, q._replace(head=q.head + 1), q._replace(heads=6),
+                                                 q._replace(units=2), q._replace(layers=2))} - {right}:
+            progress = GroupProgress(range(1, 3), stages, 5)
+            for p in order[:i]:
+                progress.take(p)
+            with pytest.raises(ProtocolError):
+                progress.take(wrong)
+            progress.take(right)                # and nothing was counted
+            assert progress.done == (right == order[-1])
+
+
 def test_a_grant_that_lacks_its_last_piece_is_not_done() -> None:
     order = list(pieces(range(5), (2, 2), [range(3)], 10, 20))
     progress = GroupProgress(range(5), common_layer_spans([3], [3]))
@@ -135,9 +153,9 @@ def fill(ranks: list[list[HbmPool]], pages: list[int], first: int, value) -> Non
 @pytest.mark.parametrize(("ours", "theirs"), [((3,), (3,)), ((1, 2), (3,)), ((2, 1), (1, 2)),
                                               ((3,), (1, 1, 1))])
 @pytest.mark.parametrize(("tp_a", "tp_b"), [(1, 1), (2, 1), (1, 3), (3, 2), (2, 5), (5, 2)])
-@pytest.mark.parametrize("cells", [5, 50, 1000])            # of a piece: some layers of a page, two pages, all
+@pytest.mark.parametrize("cells", [.7, 5, 50, 1000])        # of a piece: two heads, some layers, two pages, all
 def test_bytes_arrive_where_their_position_is(size_a: int, size_b: int, unit: int, ours, theirs, tp_a: int,
-                                              tp_b: int, cells: int) -> None:
+                                              tp_b: int, cells: float) -> None:
     """Page sizes, stages, TP ranks and units: what is read at a position there was written at it here, on each
     TP rank that has its head."""
     start, tokens, first = 48, 21, 48 // unit
@@ -151,10 +169,10 @@ def test_bytes_arrive_where_their_position_is(size_a: int, size_b: int, unit: in
     fill(from_, pages[0], first, lambda layer, head, u: 100 * u + 10 * head + layer)
     fill(to, pages[1], first, lambda layer, head, u: -1)
     for p in pieces(units, (facts[0].page_units, facts[1].page_units), common_layer_spans(ours, theirs),
-                    facts[0].cell_bytes, cells * facts[0].cell_bytes):
-        out = memoryview(bytearray(p.layers * p.units * facts[0].cell_bytes))
-        source.read(Tier.HBM, Group(0), p.of_layers, place(*facts, start, pages[0], p), out)
-        target.write(Tier.HBM, Group(0), p.of_layers, place(*facts[::-1], start, pages[1], p), out)
+                    facts[0].cell_bytes, int(cells * facts[0].cell_bytes), 3):
+        out = memoryview(bytearray(facts[0].bytes_of(p)))
+        source.read(Tier.HBM, Group(0), p.of_layers, place(*facts, start, pages[0], p), out, p.of_heads)
+        target.write(Tier.HBM, Group(0), p.of_layers, place(*facts[::-1], start, pages[1], p), out, p.of_heads)
     want = pools(b, theirs, tp_b)
     fill(want, pages[1], first, lambda layer, head, u: 100 * u + 10 * head + layer if u in units else -1)
     for [pool], [right] in zip(to, want, strict=True):

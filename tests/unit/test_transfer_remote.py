@@ -156,8 +156,8 @@ def test_one_that_changes_a_page_is_seen(ends, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("message", [
-    Memory(b"?"), Taken(3), Offer(1, 1, 0, (0, 1, 0, 1), b"12345678", SLOTS, 1),
-    Offer(1, 1, 0, (0, 1, 0, 1), b"12345678", 0, SLOT_BYTES + 1)])
+    Memory(b"?"), Taken(3), Offer(1, 1, 0, (0, 1, 0, 1, 0, 0), b"12345678", SLOTS, 1),
+    Offer(1, 1, 0, (0, 1, 0, 1, 0, 0), b"12345678", 0, SLOT_BYTES + 1)])
 @pytest.mark.parametrize("reads", [True, False])
 def test_what_no_end_says_ends_the_connection(message, reads, ends) -> None:
     prefill, decode = pair(ends, Copies().open if reads else None)

@@ -32,14 +32,14 @@ from penstock.transfer.messages import (
     Taken,
 )
 
-VERSION = 11
+VERSION = 12
 FRAME_BYTES_MAX = 1 << 20
 MESSAGE_BYTES_MAX = 16 << 20
 TOKENS_MAX = 64                         # that an End may carry
 _HEAD = struct.Struct("<BBxxIQQ")       # kind; more of it follows; bytes of the body; epoch; counter
 _MAC_BYTES = 32
 HEAD_BYTES = _HEAD.size + _MAC_BYTES
-_PAGE = struct.Struct("<QQHHHxxQIxxxxQ")   # transfer; generation; group; piece; checksum
+_PAGE = struct.Struct("<QQHHHHQIHxxQ")   # transfer; generation; group; piece; checksum
 PAGE_HEAD_BYTES = _PAGE.size
 PAYLOAD_MAX = FRAME_BYTES_MAX - HEAD_BYTES - PAGE_HEAD_BYTES
 
@@ -104,7 +104,9 @@ class Sealer:
 
     def page(self, head: PageHead, payload_bytes: int) -> bytes:
         """What goes before the payload, whose checksum is in `head`."""
-        page = _PAGE.pack(head.transfer, head.generation, head.group, *head.piece, head.checksum)
+        p = head.piece
+        page = _PAGE.pack(head.transfer, head.generation, head.group, p.layer, p.layers, p.head, p.unit, p.units,
+                          p.heads, head.checksum)
         return self._seal(0, False, len(page) + payload_bytes, page) + page
 
     def _seal(self, kind: int, more: bool, length: int, covered: bytes) -> bytes:
@@ -161,10 +163,10 @@ class SealedFrameReader:
             raise ProtocolError(f"a page frame of {length} bytes")
         page = self._fill(0, PAGE_HEAD_BYTES)
         self._authenticate(page)
-        transfer, generation, group, layer, layers, unit, units, digest = _PAGE.unpack(page)
+        transfer, generation, group, layer, layers, head, unit, units, heads, digest = _PAGE.unpack(page)
         payload = self._fill(PAGE_HEAD_BYTES, length)
-        return PageFrame(PageHead(transfer, generation, group, PageSlice(layer, layers, unit, units), digest),
-                         payload)
+        piece = PageSlice(layer, layers, unit, units, head, heads)
+        return PageFrame(PageHead(transfer, generation, group, piece, digest), payload)
 
     def _part(self, kind: int, more: int, length: int) -> Any:
         body = self._fill(0, length)

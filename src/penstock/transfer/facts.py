@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.memory.pool import PageLayout
+from penstock.transfer.layout import PageSlice
 
 Info = dict[Annotated[str, Meta(max_length=256)],
             Annotated[str, Meta(max_length=4096)] | int | float | bool | None]
@@ -32,8 +33,11 @@ class GroupFacts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
     @property
     def cell_bytes(self) -> int:
-        """Bytes of one page in one layer."""
+        """Bytes of one unit in one layer."""
         return self.num_kv_heads * self.planes * self.head_dim * self.itemsize
+
+    def bytes_of(self, piece: PageSlice) -> int:
+        return piece.layers * piece.units * (piece.heads or self.num_kv_heads) * (self.cell_bytes // self.num_kv_heads)
 
     @property
     def is_state(self) -> bool:

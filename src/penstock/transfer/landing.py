@@ -85,7 +85,7 @@ class GrantTable:
                 return
             landing = self._open.setdefault((move.transfer, move.generation), _Generation())
             granted = landing.groups.setdefault(
-                move.group, _Granted(GroupProgress(units, self._stages[move.group]), []))
+                move.group, _Granted(GroupProgress(units, self._stages[move.group], group.num_kv_heads), []))
             granted.into.append((move, units.stop))
             (whole, stop), *others = granted.into
             assert all(m.first == whole.first and m.dst is not whole.dst and end <= stop for m, end in others), (
@@ -111,7 +111,7 @@ class GrantTable:
             if granted is None:
                 raise ProtocolError(f"group {head.group} is not granted to transfer {head.transfer}")
             group, piece = self._facts.groups[head.group], head.piece
-            if len(payload) != piece.units * piece.layers * group.cell_bytes:
+            if len(payload) != group.bytes_of(piece):
                 raise ProtocolError(f"{len(payload)} bytes for {piece}")
             granted.progress.take(piece)
             landing.bytes += len(payload)
@@ -124,7 +124,7 @@ class GrantTable:
                 if part.units > 0:
                     spans = place(group, self._theirs.groups[head.group], move.first, move.dst_pages, part)
                     self._pages.write(move.dst, move.group, part.of_layers, spans,
-                                      payload[:part.units * part.layers * group.cell_bytes])
+                                      payload[:group.bytes_of(part)], part.of_heads)
 
     def landed(self, epoch: int, transfer: int, generation: int) -> TransferResult | None:
         """What has become of a generation whose end was said; None: no request waits for it."""

@@ -96,14 +96,15 @@ class Memory(_Message, frozen=True):
 class Offer(_Message, frozen=True):
     """Prefill to decode: a piece of a push lies in a slot of its buffer until it is Taken.
 
-    piece    layer, layers, unit, units; its bytes are dense page by page (`layout.page_parts`)
+    piece    layer, layers, unit, units, head, heads, see `layout.PageSlice`; its bytes are dense page by page
+             (`layout.page_parts`)
     digest   xxh3-64 of the bytes, big-endian; zeros where they lie in memory of both ends
     """
 
     transfer: Number
     generation: Number
     group: Annotated[int, Meta(ge=0, lt=64)]
-    piece: tuple[Number, Number, Number, Number]
+    piece: tuple[Number, Number, Number, Number, Number, Number]
     digest: Annotated[bytes, Meta(min_length=8, max_length=8)]
     slot: Annotated[int, Meta(ge=0, le=255)]
     length: Annotated[int, Meta(ge=1, le=8 << 20)]

@@ -37,11 +37,14 @@ class Span(NamedTuple):
 class PageBytes(Protocol):
     """Where bytes of pages are. Calls come from a link's threads, never two at once for one page."""
 
-    def read(self, tier: Tier, group: Group, layers: range, spans: Sequence[Span], out: memoryview) -> None:
-        """These layers of each span into `out` of just their size, one span after the other, each dense."""
+    def read(self, tier: Tier, group: Group, layers: range, spans: Sequence[Span], out: memoryview,
+             heads: range | None = None) -> None:
+        """These layers of each span into `out` of just their size, one span after the other, each dense. heads:
+        of them; None: all."""
         ...
 
-    def write(self, tier: Tier, group: Group, layers: range, spans: Sequence[Span], data: memoryview) -> None:
+    def write(self, tier: Tier, group: Group, layers: range, spans: Sequence[Span], data: memoryview,
+              heads: range | None = None) -> None:
         """The reverse. When it returns, `data` may be used for something else."""
         ...
 
@@ -75,19 +78,21 @@ class PoolPages:
         pinned.wait(memory.numel())
         return pinned
 
-    def read(self, tier: Tier, group: Group, layers: range, spans: Sequence[Span], out: memoryview) -> None:
+    def read(self, tier: Tier, group: Group, layers: range, spans: Sequence[Span], out: memoryview,
+             heads: range | None = None) -> None:
         """Each head from the first rank that has it."""
         done = 0
         copies: list[_Pair] = []
-        for heads, pairs in self._views(tier, group, layers, spans, out):
-            if heads.stop > done:
+        for own, pairs in self._views(tier, group, layers, spans, out, heads):
+            if own.stop > done:
                 copies += pairs
-                done = heads.stop
+                done = own.stop
         self._copy(copies, up=False)
 
-    def write(self, tier: Tier, group: Group, layers: range, spans: Sequence[Span], data: memoryview) -> None:
+    def write(self, tier: Tier, group: Group, layers: range, spans: Sequence[Span], data: memoryview,
+              heads: range | None = None) -> None:
         """To every rank that has it on its device, and once to the host."""
-        self._copy([pair for _, pairs in self._views(tier, group, layers, spans, data) for pair in pairs],
+        self._copy([pair for _, pairs in self._views(tier, group, layers, spans, data, heads) for pair in pairs],
                    up=True)
 
     def _copy(self, pairs: Sequence[_Pair], *, up: bool) -> None:
@@ -138,18 +143,25 @@ class PoolPages:
             of.pinned = torch.empty(1 << ends[-1].bit_length(), dtype=torch.uint8, pin_memory=True)
         return [of.pinned[end - view.numel():end].view(view.shape) for view, end in zip(views, ends, strict=True)]
 
-    def _views(self, tier: Tier, group: Group, layers: range, spans: Sequence[Span], data: memoryview) \
-            -> Iterator[tuple[slice, list[_Pair]]]:
-        """Return, for each rank that has these layers: its heads, and uint8 [P, layers, their number, C, units, B] of
-        them in its pages and in `data`. In the order of heads, all of them; of the same memory once."""
+    def _views(self, tier: Tier, group: Group, layers: range, spans: Sequence[Span], data: memoryview,
+               heads: range | None) -> Iterator[tuple[slice, list[_Pair]]]:
+        """Return, for each rank that has some of these heads of these layers: which of them, and uint8 [P, layers,
+        their number, C, units, B] in its pages and in `data`. In the order of heads, all of them; of the same memory
+        once."""
         done, whole_data = 0, np.frombuffer(data, dtype=np.uint8)
         for pool, pages in self._pools[tier, group]:
             layer, whole = layers.start - pool.part.layer, pool.part.whole
             if not (pool.writes and 0 <= layer and layer + len(layers) <= pool.layout.num_layers):
                 continue
-            heads = slice(pool.part.head, pool.part.head + pool.layout.num_kv_heads)
-            assert heads.start <= done, f"no rank has head {done} of {layers}"
-            done, at = heads.stop, 0
+            wanted = range(whole.num_kv_heads) if heads is None else heads
+            begin_head = max(wanted.start, pool.part.head)
+            end_head = min(wanted.stop, pool.part.head + pool.layout.num_kv_heads)
+            if begin_head >= end_head:
+                continue
+            own = slice(begin_head - wanted.start, end_head - wanted.start)
+            in_pool = slice(begin_head - pool.part.head, end_head - pool.part.head)
+            assert own.start <= done, f"no rank has head {done} of {layers}"
+            done, at = own.stop, 0
             pairs: list[_Pair] = []
             # A GPU copies what is in one piece at both ends without a kernel: not pages with a gap between.
             joined = not isinstance(pages, Tensor) or pages.is_contiguous()
@@ -157,15 +169,15 @@ class PoolPages:
             for (page, offset, units), n in _runs(spans, joined):
                 if begin != (offset, units):
                     begin = offset, units
-                    view = pages[:, layer:layer + len(layers), :, :, offset:offset + units]
+                    view = pages[:, layer:layer + len(layers), in_pool, :, offset:offset + units]
                 first = pool.index(page)
                 pool.index(page + n - 1)
-                shape = n, len(layers), whole.num_kv_heads, *view.shape[3:]
+                shape = n, len(layers), len(wanted), *view.shape[3:]
                 size = math.prod(shape)
-                pairs.append((view[first:first + n], whole_data[at:at + size].reshape(shape)[:, :, heads]))
+                pairs.append((view[first:first + n], whole_data[at:at + size].reshape(shape)[:, :, own]))
                 at += size
             assert at == len(whole_data), f"{len(whole_data)} bytes for {at} of {layers}"
-            yield heads, pairs
+            yield own, pairs
         assert done, f"no rank has all layers of {layers}"
 
 

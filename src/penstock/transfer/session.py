@@ -86,7 +86,8 @@ class Session:
         units = whole_units(move.first, move.tokens, group.unit, states=group.is_state)
         there = self._paired.theirs.groups[move.group]
         push = _Push(move, pieces(units, (group.page_units, there.page_units), self._layers[move.group],
-                                  group.cell_bytes, PAYLOAD_MAX if self._offers is None else SLOT_BYTES),
+                                  group.cell_bytes, PAYLOAD_MAX if self._offers is None else SLOT_BYTES,
+                                  group.num_kv_heads),
                      len(units) * group.num_layers * group.cell_bytes)
         with self._news:
             over = self._over
@@ -298,16 +299,16 @@ class Session:
         carrier = self._offers
         slot = -1 if carrier is None else self._free.popleft()
         whole = self._staging if carrier is None else carrier.buffer[slot * SLOT_BYTES:]
-        payload = whole[:piece.layers * piece.units * group.cell_bytes]
+        payload = whole[:group.bytes_of(piece)]
         spans = place(group, self._paired.theirs.groups[move.group], move.first, move.src_pages, piece)
-        self._pages.read(move.src, move.group, piece.of_layers, spans, payload)
+        self._pages.read(move.src, move.group, piece.of_layers, spans, payload, piece.of_heads)
         digest = 0 if carrier is not None and carrier.shared else checksum(payload)
         if slot < 0:
             head = PageHead(move.transfer, move.generation, move.group, piece, digest)
             self._stream.sendall(self._paired.sealer.page(head, len(payload)))
             self._stream.sendall(payload)
         else:
-            at = piece.layer, piece.layers, piece.unit, piece.units
+            at = piece.layer, piece.layers, piece.unit, piece.units, piece.head, piece.heads
             for frame in self._paired.sealer.message(Offer(
                     move.transfer, move.generation, move.group, at, digest.to_bytes(8), slot, len(payload))):
                 self._stream.sendall(frame)

@@ -154,14 +154,14 @@ class Agent:
                 self._pages = PoolPages(ranks.seen(core, self._own, handles))
             case nodes.NodeStack(rank):
                 ranks.processes[rank - ranks.mine.start].send_signal(signal.SIGUSR2)
-            case nodes.Read(number, tier, group, layers, spans):
-                found = bytearray(self._size(group, layers[1] * sum(units for _, _, units in spans)))
+            case nodes.Read(number, tier, group, layers, heads, spans):
+                found = bytearray(self._size(group, layers[1] * heads[1] * sum(units for _, _, units in spans)))
                 self._pages.read(Tier(tier), Group(group), range(layers[0], sum(layers)),
-                                 [Span(*span) for span in spans], memoryview(found))
+                                 [Span(*span) for span in spans], memoryview(found), range(heads[0], sum(heads)))
                 link.say(nodes.NodeBytes(number, bytes(found)))
-            case nodes.Write(number, tier, group, layers, spans, body):
+            case nodes.Write(number, tier, group, layers, heads, spans, body):
                 self._pages.write(Tier(tier), Group(group), range(layers[0], sum(layers)),
-                                  [Span(*span) for span in spans], memoryview(body))
+                                  [Span(*span) for span in spans], memoryview(body), range(heads[0], sum(heads)))
                 link.say(nodes.NodeBytes(number))
             case nodes.Bye():
                 self._asked = True
@@ -169,9 +169,9 @@ class Agent:
                 raise AssertionError(f"{type(message).__name__} to an agent that runs")
 
     def _size(self, group: int, cells: int) -> int:
-        """Bytes of so many units of a layer, of all heads that this node has."""
+        """Bytes of so many units of a head of a layer."""
         whole = self._own[0].parts[group].whole
-        return cells * whole.unit_bytes // max(1, whole.num_layers)
+        return cells * whole.planes * whole.head_dim * whole.dtype.itemsize
 
 
 def _give(sock: socket.socket, body: bytes) -> None:

@@ -28,7 +28,7 @@ from penstock.model.weights.locate import files_of
 from penstock.transfer.codec import Kinds, SealedFrameReader, Sealer, connection_keys
 from penstock.transfer.streams import Connection, LinkSettings, read_certificate, secure
 
-VERSION = 3
+VERSION = 4
 CHUNK = 1 << 19                 # bytes of a channel, or of pages that are whole, in one message
 BEATS = 4                       # in the time after which silence is an end
 FRONT, BEFORE, AFTER, TOKENS = range(4)         # ends that a rank has
@@ -114,9 +114,10 @@ class NodeStack(_Message, frozen=True):
 
 
 class Read(_Message, frozen=True):
-    """Send these layers of parts of pages: answered by Bytes, part after part, of all heads of the node.
+    """Send these layers of parts of pages: answered by Bytes, part after part.
 
     layers   the first, as the node counts them, and their number
+    heads    the same of heads
     spans    of each part its page, the first of its units, and their number
     """
 
@@ -124,6 +125,7 @@ class Read(_Message, frozen=True):
     tier: str
     group: Number
     layers: tuple[Number, Number]
+    heads: tuple[Number, Number]
     spans: list[tuple[Number, Number, Number]]
 
 
@@ -134,6 +136,7 @@ class Write(_Message, frozen=True):
     tier: str
     group: Number
     layers: tuple[Number, Number]
+    heads: tuple[Number, Number]
     spans: list[tuple[Number, Number, Number]]
     body: bytes
 

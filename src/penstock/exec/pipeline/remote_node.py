@@ -320,46 +320,55 @@ class NodePages:
         """parts: of each machine, in order, the caches of its first rank; None: this one, with `local`."""
         self._whole, self._parts, self._local = whole, parts, local
 
-    def read(self, tier: Tier, group: Group, layers: range, spans: Sequence[Span], out: memoryview) -> None:
-        for some, dense in self._messages(group, layers, spans, out):
+    def read(self, tier: Tier, group: Group, layers: range, spans: Sequence[Span], out: memoryview,
+             heads: range | None = None) -> None:
+        wanted = self._wanted(group, heads)
+        for some, dense in self._messages(group, layers, spans, out, wanted):
             done = 0
-            for node, own, heads in self._having(group, layers):
-                if heads.stop <= done:
+            for node, own, here, at_heads in self._having(group, layers, wanted):
+                if at_heads.stop <= done:
                     continue
-                parts = [whole[:, heads] for whole in dense]
+                parts = [whole[:, at_heads] for whole in dense]
                 if node is None:
                     found: bytes | bytearray = bytearray(sum(part.size for part in parts))
-                    self._local.read(tier, group, own, some, memoryview(found))
+                    self._local.read(tier, group, own, some, memoryview(found), here)
                 else:
-                    found = node.ask(lambda number, own=own, some=some: nodes.Read(  # type: ignore[misc]
-                        number, tier.value, group, (own.start, len(own)), list(map(tuple, some))))
+                    found = node.ask(lambda number, own=own, here=here, some=some: nodes.Read(  # type: ignore[misc]
+                        number, tier.value, group, (own.start, len(own)), (here.start, len(here)),
+                        list(map(tuple, some))))
                 at = 0
                 for part in parts:
                     part[...] = np.frombuffer(found, np.uint8, part.size, at).reshape(part.shape)
                     at += part.size
-                done = heads.stop
+                done = at_heads.stop
 
-    def write(self, tier: Tier, group: Group, layers: range, spans: Sequence[Span], data: memoryview) -> None:
-        for some, dense in self._messages(group, layers, spans, data):
-            for node, own, heads in self._having(group, layers):
-                body = b"".join(whole[:, heads].tobytes() for whole in dense)
+    def write(self, tier: Tier, group: Group, layers: range, spans: Sequence[Span], data: memoryview,
+              heads: range | None = None) -> None:
+        wanted = self._wanted(group, heads)
+        for some, dense in self._messages(group, layers, spans, data, wanted):
+            for node, own, here, at_heads in self._having(group, layers, wanted):
+                body = b"".join(whole[:, at_heads].tobytes() for whole in dense)
                 if node is None:
-                    self._local.write(tier, group, own, some, memoryview(body))
+                    self._local.write(tier, group, own, some, memoryview(body), here)
                 else:
-                    node.ask(lambda number, own=own, some=some, body=body: nodes.Write(  # type: ignore[misc]
-                        number, tier.value, group, (own.start, len(own)), list(map(tuple, some)), body))
+                    node.ask(lambda number, own=own, here=here, some=some, body=body:  # type: ignore[misc]
+                             nodes.Write(number, tier.value, group, (own.start, len(own)), (here.start, len(here)),
+                                         list(map(tuple, some)), body))
 
     def pin(self, memory: Tensor) -> object:
         return self._local.pin(memory)
 
-    def _messages(self, group: Group, layers: range, spans: Sequence[Span], data: memoryview) \
+    def _wanted(self, group: Group, heads: range | None) -> range:
+        return range(self._whole.layouts[group].num_kv_heads) if heads is None else heads
+
+    def _messages(self, group: Group, layers: range, spans: Sequence[Span], data: memoryview, heads: range) \
             -> Iterator[tuple[list[Span], list[np.ndarray[Any, Any]]]]:
         """Spans that go in one message, at least one, and where `data` has each: uint8 [layers, K, C, units, B]."""
         layout, at, whole = self._whole.layouts[group], 0, np.frombuffer(data, dtype=np.uint8)
         some: list[Span] = []
         dense: list[np.ndarray[Any, Any]] = []
         for span in spans:
-            shape = (len(layers), layout.num_kv_heads, layout.planes, span.units,
+            shape = (len(layers), len(heads), layout.planes, span.units,
                      layout.head_dim * layout.dtype.itemsize)
             size = math.prod(shape)
             if some and sum(part.size for part in dense) + size > nodes.CHUNK:
@@ -371,13 +380,17 @@ class NodePages:
         if some:
             yield some, dense
 
-    def _having(self, group: Group, layers: range) -> Iterator[tuple[RemoteNode | None, range, slice]]:
-        """Each machine that has these layers: as it counts them, and its heads."""
+    def _having(self, group: Group, layers: range, heads: range) \
+            -> Iterator[tuple[RemoteNode | None, range, range, slice]]:
+        """Each machine that has some of these heads of these layers: both as it counts them, and where its heads are
+        among these."""
         for node, caches in self._parts:
             own, (layer, head) = caches.parts[group].whole, caches.origins[group]
             if layer <= layers.start and layers.stop <= layer + own.num_layers:
-                yield (node, range(layers.start - layer, layers.stop - layer),
-                       slice(head, head + own.num_kv_heads))
+                begin, end = max(head, heads.start), min(head + own.num_kv_heads, heads.stop)
+                if begin < end:
+                    yield (node, range(layers.start - layer, layers.stop - layer), range(begin - head, end - head),
+                           slice(begin - heads.start, end - heads.start))
 
 
 class NodeHost:
