@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 )
 
 from penstock.core.core import Core
-from penstock.core.kv.prefix_tree import Node
+from penstock.core.kv.prefix_tree import Node, unpack
 from penstock.core.lifecycle import Phase, Trigger
 from penstock.core.plan import (
     Aborted,
@@ -73,7 +73,7 @@ def known(core: Core) -> dict[tuple[int, ...], Node]:
         tokens, node = stack.pop()
         if node.parent is not None:
             pages[tokens] = node
-        stack += [((*tokens, *child.numbers), child) for child in node.children.values()
+        stack += [((*tokens, *unpack(child.key)), child) for child in node.children.values()
                   if not core.kv.tree.is_flushed(child)]
     return pages
 

@@ -87,7 +87,7 @@ def test_every_layer_imports_only_what_is_below_it() -> None:
 def test_the_simulator_sees_the_core_through_its_view() -> None:
     """So the core can change without its judge."""
     public = {f"penstock.core.{name}" for name in (
-        "core", "lifecycle", "pair.messages", "pair.protocol", "plan", "settings", "watch")}
+        "core", "lifecycle", "pair.messages", "pair.protocol", "plan", "settings")}
     calls = {"advance", "cfg", "check", "flushing", "stats", "watchers"}
     wrong = []
     for module, path in MODULES.items():

@@ -183,7 +183,7 @@ def test_only_config_reads_the_environment() -> None:
 
 
 # What people read may say what day it is; a deadline may not (`time.monotonic` does not leap).
-DATED = {"api/openai_format.py", "engine/record.py", "api/app.py", "text/chat_render.py",
+DATED = {"api/openai_format.py", "engine/record.py", "engine/kv_events.py", "api/app.py", "text/chat_render.py",
          "memory/stores/files.py", "memory/stores/valkey.py"}
 
 

@@ -5,7 +5,7 @@ import pytest
 from driver import Driver
 
 from penstock.core.core import Core
-from penstock.core.kv.prefix_tree import Node
+from penstock.core.kv.prefix_tree import Node, unpack
 from penstock.core.plan import Aborted, Arrived, Event, Moved, RequestId, Retired, Tier
 from penstock.core.settings import CacheGroup, CoreConfig
 
@@ -37,7 +37,7 @@ def test_what_was_sealed_when_the_host_was_full_follows_when_it_has_room(disk: i
     d.arrive(2, range(100, 113), max_new=5)
 
     def sealed() -> list[Node]:
-        return [n for n in d.core.kv.tree.nodes() if n.numbers[0] >= 100]
+        return [n for n in d.core.kv.tree.nodes() if unpack(n.key)[0] >= 100]
 
     while not sealed():
         d.retire()
@@ -58,7 +58,7 @@ def test_of_those_that_store_what_is_used_again_only_that_goes_on(groups: int) -
 
     def stored() -> list[int]:
         nodes, disks = d.core.kv.tree.nodes(), d.core.kv.disk
-        return sorted(n.numbers[0] for n in nodes for disk in disks if n.ready(disk))
+        return sorted(unpack(n.key)[0] for n in nodes for disk in disks if n.ready(disk))
 
     d.arrive(1, range(9), max_new=5)
     d.run()
@@ -83,4 +83,4 @@ def test_a_page_that_is_used_again_before_the_host_has_it_is_stored_when_it_has(
         d.retire()
     assert not [m for m in d.moves if m.dst is Tier.DISK]
     d.run()
-    assert sorted(n.numbers[0] for n in d.core.kv.tree.nodes() if n.ready(d.core.kv.disk[0])) == [0, 2]
+    assert sorted(unpack(n.key)[0] for n in d.core.kv.tree.nodes() if n.ready(d.core.kv.disk[0])) == [0, 2]

@@ -31,6 +31,7 @@ from penstock.config.base import collector
 from penstock.config.base.errors import ConfigError
 from penstock.config.base.storage_url import parse_storage
 from penstock.config.request.defaults import shown
+from penstock.config.settings.kv_events import shown_events
 from penstock.config.settings.pairkey import read_secret
 from penstock.config.settings.tree import Config, KVConfig, ServerConfig
 from penstock.engine.client.client import EngineDied
@@ -261,7 +262,8 @@ class _Server:
                      turn_of=self._keys.turn_of)
         app = build_app(api, self._health, self._keys, config.server,
                         {"model": api.model, "sampling_defaults": text.sampling,
-                         "pid": self._engine.ready.pid, **info},
+                         "pid": self._engine.ready.pid, **info,
+                         **shown_events(config.kv.kv_events_config, config.kv.page_size, len(self._engine.members))},
                         [await m.engine.stats() for m in self._engine.members], self._peer_view())
         settings = uvicorn.Config(
             app, http=functools.partial(LimitedProtocol, gate=Gate(), connections=descriptors.Connections(

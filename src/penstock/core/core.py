@@ -31,6 +31,7 @@ from penstock.core.plan import (
     Paused,
     Promoted,
     Rates,
+    Republish,
     RequestId,
     Retired,
     Spilled,
@@ -41,6 +42,7 @@ from penstock.core.plan import (
 from penstock.core.policy import capacity, reclaim
 from penstock.core.policy.queue import Admission
 from penstock.core.policy.residency import Residency
+from penstock.core.published import Published
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
 from penstock.core.state import CoreState
@@ -57,6 +59,7 @@ class Core(CoreState):
         self.residency = Residency(self, self.admission)
         self.pairs = pairings(self, Role(cfg.role))
         self.watchers += self.pairs.values()
+        self.published = Published(cfg, self.kv)
         self._seq = 0
 
     # ---------------------------------------------------------------- public
@@ -102,14 +105,14 @@ class Core(CoreState):
             if plan is not None or idle:
                 for pair in self.pairs.values():
                     self.out += pair.flush()
-                return Advance(plan, tuple(self.out))
+                return Advance(plan, tuple(self.out), self.published.news())
         raise AssertionError("planning comes to no end")
 
     @property
     def flushing(self) -> bool:
-        """Whether `advance` without events gives up more of what was flushed: while no request runs, whose turns
-        do that as well."""
-        return bool(self.kv.tree.to_flush) and not self.running
+        """Whether `advance` without events gives up more of what was flushed, or reports more cached pages: while
+        no request runs, whose turns do that as well."""
+        return bool(self.kv.tree.to_flush or self.published.late) and not self.running
 
     def check(self) -> None:
         """Every invariant that can be seen from inside; raises AssertionError."""
@@ -186,6 +189,8 @@ class Core(CoreState):
                     r.forced_preemptions += bool(reclaim.spill(self, r))
             case Flushed():
                 self.kv.flush()
+            case Republish():
+                self.published.again()
             case Expired(rid, phase, visit):
                 r = self.live.get(rid)
                 if r is not None and (r.phase.value, r.visit) == (phase, visit):

@@ -130,6 +130,11 @@ class Flushed:
 
 
 @dataclass(frozen=True, slots=True)
+class Republish:
+    """Readers of `Advance.cached` have missed some: clear it, and report all pages again, over several turns."""
+
+
+@dataclass(frozen=True, slots=True)
 class Expired:
     """A deadline passed: `rid` is still in the phase that `Entered` told of. A late one, from
     another visit, has no effect. QUEUED, and DROPPED before it ever had a row, end the request; FETCHING
@@ -222,8 +227,8 @@ class Claimed:
     peer: PeerId
 
 
-Event: TypeAlias = (Arrived | Aborted | Stopped | Paused | Dropped | Spilled | Promoted | Flushed | Expired
-                    | Rates | HotUse | Retired | Moved | Listed | Received | PeerJoined | PeerLeft
+Event: TypeAlias = (Arrived | Aborted | Stopped | Paused | Dropped | Spilled | Promoted | Flushed | Republish
+                    | Expired | Rates | HotUse | Retired | Moved | Listed | Received | PeerJoined | PeerLeft
                     | Claimed)
 
 
@@ -418,10 +423,35 @@ class Used:
 Output: TypeAlias = Token | Started | Entered | Finished | Say | Lookup | Unstore | Used
 
 
+class StoredPages(NamedTuple):
+    """Consecutive full pages of one prefix that can be found in `tier` from now on.
+
+    hashes   63 bits of each page and all before it; `parent` is that of the page before the first, None: there is none
+    keys     of each page its token ids, as `prefix_tree.pack` writes them
+    """
+
+    tier: Tier
+    namespace: int
+    parent: int | None
+    hashes: tuple[int, ...]
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cached:
+    """What has changed about cached pages, in this order: with `cleared` all are gone; `removed`, by tier, those that
+    build on others first; `stored`, those that others build on first. No page of `removed` was overwritten before."""
+
+    cleared: bool
+    removed: tuple[tuple[Tier, tuple[int, ...]], ...]
+    stored: tuple[StoredPages, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Advance:
     plan: StepPlan | None
     outputs: tuple[Output, ...]
+    cached: Cached | None = None    # with `CoreConfig.published_tiers`, if there is news: comes before the plan
 
 
 # ---------------------------------------------------------------- who executes plans

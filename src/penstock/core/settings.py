@@ -72,6 +72,8 @@ class CoreConfig:
     draft_tokens: int = 0               # a decoding row computes, and may return, up to 1 more than this
     draft_positions: int = 0            # of a step with drafts, at most: many rows have none
     prefix_cache: bool = True
+    published_tiers: int = 0            # tiers whose cached pages `Advance.cached` reports: 0 none, 1 device,
+                                        # 2 also host, 3 also storage
     groups: tuple[CacheGroup, ...] = (CacheGroup(name="full", page_bytes=0),)
     hbm_base: int = 0                   # first HbmPage id; tests use disjoint ranges per tier
     dram_base: int = 0

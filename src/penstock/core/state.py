@@ -26,6 +26,7 @@ from penstock.core.lifecycle import (
 )
 from penstock.core.plan import (
     Entered,
+    Event,
     Finished,
     Lookup,
     Outcome,
@@ -40,10 +41,26 @@ from penstock.core.plan import (
 from penstock.core.queues import Queues, insert, keep, remove
 from penstock.core.request import Request, ScheduledRow
 from penstock.core.settings import CoreConfig
-from penstock.core.watch import Watcher
 
 PAGES = (Lease.HBM, Lease.DEVICE_ONLY, Lease.DRAM)
 Columns: TypeAlias = tuple[tuple[Row, ...], tuple[RequestId, ...], tuple[int, ...], tuple[bool, ...]]
+
+
+class Watcher:
+    """Is told of events and edges as they happen, once it is in `Core.watchers`, and takes no edge itself. Each of
+    these does nothing until it is overridden."""
+
+    def event(self, event: Event) -> None:
+        """It is about to be applied."""
+
+    def applied(self, event: Event) -> None:
+        """It has been, and no edge of the planner's own was taken since."""
+
+    def edge(self, r: Request, trigger: Trigger) -> None:
+        """It is asked for, and may be refused for want of pages."""
+
+    def taken(self, r: Request, source: Phase, trigger: Trigger) -> None:
+        """`r` has left `source` for the phase that it is in."""
 
 
 class CoreState(Queues):

@@ -70,6 +70,7 @@ from penstock.replay.recorder import Recorder
 
 if TYPE_CHECKING:
     from penstock.core.core import Core
+    from penstock.engine.kv_events import KvPublisher
     from penstock.engine.pd.remote import Peer
     from penstock.engine.pd.router import Peers
     from penstock.engine.storing import Storing
@@ -84,6 +85,7 @@ class EngineLoop:
     def __init__(self, core: Core, executor: Runner, *, vocab_size: int, max_model_len: int,
                  selection: Selection | None = None, event_log: EventLog | None = None,
                  check: bool = False, peers: Peers | None = None, storing: Storing | None = None,
+                 publisher: KvPublisher | None = None,
                  deadlines_s: Mapping[str, float] | None = None, room_s: float | None = None,
                  clock: Callable[[], float] = time.monotonic) -> None:
         """selection: the largest that `executor` can decode from; None: it reads all KV.
@@ -97,7 +99,7 @@ class EngineLoop:
         self._max_model_len = max_model_len
         self._selection = selection
         self._event_log = event_log or EventLog()
-        self._check, self._storing = check, storing
+        self._check, self._storing, self._publisher = check, storing, publisher
         self._timers = Timers(clock, deadlines_s or {}, storing)
         self._works_for_peer = core.cfg.role == "prefill"
         self._live: dict[int, Live] = {}
@@ -128,7 +130,7 @@ class EngineLoop:
         before the next `turn`; None: until one of them has something."""
         if self._events or self._chunks or self._executor.works_here or self._core.flushing:
             return 0
-        waits = (self._timers.wait_s, *(owner.wait_s for owner in (self._rooms, self._paired) if owner))
+        waits = (self._timers.wait_s, *(o.wait_s for o in (self._rooms, self._paired, self._publisher) if o))
         return min((wait_s for wait_s in waits if wait_s is not None), default=None)
 
     @property
@@ -225,7 +227,6 @@ class EngineLoop:
 
     # ------------------------------------------------------------ prompts for the other end
     def _asked(self, asked: RemotePrefill) -> None:
-        """The other engine wants a prompt computed."""
         assert self._paired is not None
         peer = self._paired.of(asked)
         self._newest_asked += 1
@@ -267,7 +268,6 @@ class EngineLoop:
             self._refuse(m, "unavailable", UNWANTED)
 
     def _watch_rooms(self, rooms: Rooms) -> None:
-        """Who waits there too long ends."""
         for m in rooms.passed():
             if (live := self._live.get(m.rid)) is not None:
                 live.given_up, live.verdict, live.excuse = True, LATE, UNCLAIMED
@@ -359,13 +359,12 @@ class EngineLoop:
             self._events.append(rates)
         chunks, self._chunks = self._chunks, []
         outputs: list[Output] = []
-        events: Sequence[Event] = self._events
-        self._events = []
-        for event in events:
-            self._event_log.add(event)
+        events = self._take_events()
         while True:
             advance = self.recorder.advance(events)
             outputs += advance.outputs
+            if self._publisher is not None and advance.cached is not None:
+                self._publisher.put(advance.cached)     # before the plan that overwrites pages
             if self._storing is not None:
                 self._storing.ask(advance.outputs)
             if self._paired is not None:
@@ -377,13 +376,17 @@ class EngineLoop:
             if self._check:
                 self._core.check()
             self._release()
-            events, self._events = self._events, []
-            for event in events:
-                self._event_log.add(event)
+            events = self._take_events()
             if advance.plan is None and not events:
                 break
         self._event_log.outputs(outputs, self._core.stats)
         return chunks + self._chunks_of(outputs) + self._computed()
+
+    def _take_events(self) -> Sequence[Event]:
+        events, self._events = self._events, []
+        for event in events:
+            self._event_log.add(event)
+        return events
 
     def _execute(self, plan: StepPlan) -> None:
         here = plan
@@ -412,7 +415,6 @@ class EngineLoop:
         assert self.steps_in_flight >= 0 and self.moves_in_flight >= 0, "executor: an event was reported twice"
 
     def _hear(self) -> None:
-        """What the other engine, time and compiled grammars bring."""
         for m in list(self._held.values()):
             assert m.params.grammar is not None
             if self._executor.compiled(m.params.grammar):
@@ -426,6 +428,8 @@ class EngineLoop:
                 if isinstance(news, PeerLeft) and self._rooms is not None:
                     self._rooms.left(news.peer)
                 self._events.append(news)
+        if self._publisher is not None:
+            self._events += self._publisher.news()
         if self._rooms is not None:
             self._watch_rooms(self._rooms)
         for expired in self._timers.passed():
@@ -490,6 +494,7 @@ class EngineLoop:
         """Gauges and counters of the core, the executor and the loop, by metric name."""
         return {**self._fair.counted(self._core.stats()), **self._executor.stats(),
                 **({} if self._paired is None else self._paired.stats()),
+                **({} if self._publisher is None else self._publisher.stats()),
                 "generation_tokens_total": float(self.num_tokens),
                 "steps_in_flight": float(self.steps_in_flight),
                 "moves_in_flight": float(self.moves_in_flight)}

@@ -15,7 +15,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
 from penstock.config.base import collector
@@ -162,6 +162,7 @@ def build(config: Config, event_log: EventLog) -> EngineParts:
     # Imported here: torch takes seconds, reads its limits then, and Hello must be checked before.
     from penstock.core.core import Core
     from penstock.core.policy.capacity import largest
+    from penstock.engine.kv_events import KvPublisher, check_events, warning
     from penstock.engine.loop import EngineLoop
     from penstock.engine.pd.open import links_of, open_peers
     from penstock.engine.storing import Storing
@@ -172,15 +173,26 @@ def build(config: Config, event_log: EventLog) -> EngineParts:
 
     links_of(config)                    # wrong addresses are refused before a model is loaded
     check_storage(config.kv)
+    events, publisher = check_events(config.kv.kv_events_config), None
     if config.model.grammar_backend == "llguidance" and (why := proved(lambda: vocabulary_of(config))):
         raise ConfigError(f"--grammar-backend llguidance: {why}")
     built = build_engine(config, log, vocabulary=lambda: vocabulary_of(config))
     peers = open_peers(config, built)
     storage = built.executor.storage
     info = built.info if peers is None else built.info | {"pair_address": peers.address}
-    loop = EngineLoop(Core(built.core_config), built.executor, vocab_size=built.vocab_size,
+    core_config = built.core_config
+    if events is not None:
+        if all(group.reach for group in core_config.groups):
+            raise ConfigError("--kv-events-config: every layer of this model keeps a part of its tokens only, so no "
+                              "prefix of whole pages can be published: leave it out")
+        core_config = replace(core_config, published_tiers=len(events.media))
+        publisher = KvPublisher(events, core_config.page_size, config.server.router_dialect, built.wakes.wake)
+        if unsafe := warning(events):
+            log(f"warning: {unsafe}")
+    loop = EngineLoop(Core(core_config), built.executor, vocab_size=built.vocab_size,
                       max_model_len=built.max_model_len, selection=built.selection,
                       event_log=event_log, check=config.debug.debug_check, peers=peers,
+                      publisher=publisher,
                       storing=None if storage is None else Storing(storage, config.kv.kv_storage_policy),
                       deadlines_s={Phase.RECEIVING.value: config.pair.kv_timeout_s},
                       room_s=config.pair.bootstrap_timeout_s if config.is_routed

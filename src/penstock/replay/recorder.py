@@ -27,7 +27,7 @@ from penstock.core.plan import (
 )
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
-from penstock.core.watch import Watcher
+from penstock.core.state import Watcher
 
 RING = 512                # turns
 TOKENS_MAX = 1 << 22      # of prompts and ended requests that only the ring keeps alive: about 150 MB

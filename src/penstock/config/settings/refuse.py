@@ -16,6 +16,7 @@ from penstock.config.base.machine import Machine
 from penstock.config.base.sizes import show_bytes
 from penstock.config.base.storage_url import FORMS, masked, parse_storage
 from penstock.config.request.selection import BOUNDS, BOUNDS_VERSION, SINKS, WINDOW, Selection
+from penstock.config.settings.kv_events import EVENTS_FORM, is_wrong, kv_events
 from penstock.config.settings.plain import object_of
 from penstock.config.settings.tree import (
     DECODE_INSTANCES_MAX,
@@ -76,6 +77,13 @@ def _is_elsewhere(url: object) -> bool:
     """Whether pages are stored in no folder."""
     found = parse_storage(url) if isinstance(url, str) else None
     return found is not None and found.folder is None
+
+
+def _publishes(config: Config, medium: str) -> bool:
+    """Whether KV events of pages in this medium are published."""
+    text = config.kv.kv_events_config
+    events = None if is_wrong(text) else kv_events(text)
+    return events is not None and medium in events.media
 
 
 def _both(path: str, other: str, wrong: Callable[[object], bool], why: str) -> Refusal[Machine]:
@@ -347,6 +355,11 @@ REFUSED: tuple[Refusal[Machine], ...] = (
     _both("kv.kv_storage_bytes", "kv.kv_storage_write_policy", lambda policy: policy == "none",
           "nothing is stored then: leave one of them out"),
     _outside("kv.kv_storage_bytes", 1 << 20, 1 << 62, "at least 1MiB"),
+    Refusal(lambda c, _: is_wrong(c.kv.kv_events_config), ("kv.kv_events_config",), EVENTS_FORM),
+    Refusal(lambda c, _: _publishes(c, "GPU") and not c.kv.prefix_cache, ("kv.kv_events_config", "kv.prefix_cache"),
+            "events say what the prefix cache has: leave one of them out"),
+    Refusal(lambda c, _: _publishes(c, "STORAGE") and c.kv.kv_storage is None,
+            ("kv.kv_events_config", "kv.kv_storage"), "without storage there is no medium STORAGE: leave it out"),
     _outside("schedule.max_num_seqs", 1, 4096, "1 to 4096 requests"),
     _outside("schedule.max_num_batched_tokens", 1, 1 << 20, "1 to 1048576 tokens a step"),
     _outside("schedule.max_waiting", 0, 1 << 20, "0 to 1048576 waiting requests"),

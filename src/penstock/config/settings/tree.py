@@ -144,6 +144,8 @@ class KVConfig:
     kv_storage_write_policy: Annotated[StorageWrites, "pages to store. write_through: all; write_through_selective: "
                                        "prefixes used twice; none: read only",
                                        Alias("--hicache-write-policy")] = "write_through"
+    kv_events_config: Annotated[str | None, "publish which pages are cached, for routers, over ZMQ: vLLM's JSON, e.g. "
+                                "{\"enable_kv_cache_events\": true}; needs pip install '.[events]'"] = None
     kv_cache_dtype: Annotated[Kept, "type of an MLA KV cache (others have the compute type): auto is the "
                               "compute type; fp8 is fp8_e4m3 with a scale per 128 values"] = "auto"
     sparse_metadata_dtype: Annotated[Kept, "type of indexer keys (DSA; auto: as --kv-cache-dtype) or of key min/max "
@@ -428,7 +430,7 @@ class Config:
 
 # "section.field" of what only an HTTP server has a use for: refused by the other commands.
 SERVE_ONLY = frozenset({
-    "model.served_model_name", "schedule.max_waiting", "device.dp",
+    "model.served_model_name", "schedule.max_waiting", "device.dp", "kv.kv_events_config",
     *(f"server.{name}" for name in get_type_hints(ServerConfig)),
     *(f"pair.{name}" for name in get_type_hints(PairConfig)),
     *(f"nodes.{name}" for name in get_type_hints(NodesConfig)),

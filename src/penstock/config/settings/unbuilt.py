@@ -104,7 +104,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
                    "--disaggregation-connect"),
     _value("other settings of disaggregation", "--disaggregation-decode-*", "--disaggregation-prefill-*",
            "--disaggregation-ib-*", neutral=_NONE),
-    _value("publishing KV events", "--kv-events-config", neutral=_NONE),
     _value("a KV cache of another type", "--kv-cache-dtype",
            neutral=("auto", "bfloat16", "fp8_e4m3", "fp8")),
     _value("", "--attention-backend", "--sampling-backend", "--prefill-attention-backend",

@@ -227,6 +227,7 @@ class Moves:
                 node = copy.node
                 if node is None:
                     continue
+                self.tree.touch(node)
                 if not (copy.ready or copy.moves or copy.pins):
                     self.tree.forget(node, space)
                 elif node is not seen:

@@ -1,10 +1,9 @@
 """The prefix tree: one node per sealed page, any number of copies of it.
 
-Running, paused and cached requests share the same nodes. A node stays while it has a copy, a child
-or a request that names it. A copy lives in a `TierGroup`: one tier of one cache group. Knows nothing of
-phases or plans; evicts what nobody pins or reads, least recently used first, deepest first, but before all
-else states that only lead to another, and pages without a state behind them, which nobody goes on from. Pages
-that are only read have an order of their own behind that: by who reads them, the last to be served first.
+Running, paused and cached requests share the nodes. A node stays while it has a copy, a child or a request that names
+it. A copy lives in a `TierGroup`: one tier of one cache group. Knows nothing of phases or plans. Evicts unpinned pages,
+least recently used first, deepest first; before all others states that only lead to another, and pages without a later
+state, at which no prompt continues. Pages that are only read come last: those of the last request to be served first.
 """
 from __future__ import annotations
 
@@ -26,12 +25,10 @@ IN_USE = 1 << 62     # `last_used` of a page that a live request names: later th
 
 
 class Reader(Protocol):
-    """Who reads a page as long as nobody needs it more: somebody who has it elsewhere too."""
+    """A request that reads a page while no other needs it, and has it elsewhere too."""
 
     @property
-    def key(self) -> tuple[int, int]:
-        """Order of service: smaller first."""
-        ...
+    def key(self) -> tuple[int, int]: ...      # order of service: smaller first
 
 
 @dataclass(slots=True, eq=False)
@@ -95,6 +92,7 @@ class Node:
     reused: bool = False           # a request has begun with it
     serves: bool = True            # of models with states: there is one here or behind it
     digest: bytes = b""            # its key in storage, when somebody has asked for it
+    published: tuple[int, int, int] | None = None      # see `core.published`
 
     def find(self, space: TierGroup) -> Copy | None:
         """Its copy in this space, if there is one."""
@@ -149,11 +147,6 @@ class Node:
             assert self.only is node
             self.only = None
 
-    @property
-    def numbers(self) -> Sequence[int]:
-        """What its key is made of."""
-        return unpack(self.key)
-
     def ready(self, space: TierGroup) -> bool:
         return (copy := self.find(space)) is not None and copy.ready
 
@@ -168,9 +161,8 @@ ENTRY_BITS = 48      # and for the count of entries, which decides between pages
 
 
 def place(node: Node, copy: Copy) -> int:
-    """Where a page belongs in the eviction order of its space, smallest first. Pages that nobody reads: by
-    the clock of their last use, then deepest first; inner states and what serves nobody come before all
-    others (negative). Pages that are read: by their first reader, last to be served first, then by depth."""
+    """The place of a page in the eviction order of its space, smallest first. Unread pages: by last use, then deepest
+    first, but inner states and pages that serve no prompt before all (negative). Read ones: by first reader, depth."""
     if not copy.readers:
         first = copy.inner or not (node.serves or node.refs)
         return ((node.last_used - 2 * IN_USE * first + 1) << DEPTH_BITS) - 1 - node.depth
@@ -179,8 +171,7 @@ def place(node: Node, copy: Copy) -> int:
 
 
 def mark_evictable(copy: Copy, pool: Pool) -> None:
-    """Whoever needs this page more can have it from now on."""
-    copy.evictable_in = pool
+    copy.evictable_in = pool                   # it goes to the next request that needs a page
     pool.mark_evictable(copy.page)
 
 
@@ -195,10 +186,8 @@ def unmark_evictable(copy: Copy) -> None:
 
 
 def pack(numbers: Sequence[int]) -> bytes:
-    """The key of a page among its siblings: its tokens, and what else distinguishes it from those.
-
-    All of that and no hash of it, so no two pages are taken for one. A number has 4 bytes; if one of them is
-    too large for that all have 8, and a last byte says so."""
+    """The key of a page among its siblings: its tokens, and what else distinguishes it. No hash, so no two pages are
+    taken for one. A number has 4 bytes; if one of them is too large for that all have 8, and a last byte says so."""
     try:
         return array("i", numbers).tobytes()
     except OverflowError:
@@ -212,8 +201,7 @@ def unpack(key: Sequence[int]) -> Sequence[int]:
 
 
 def key_under(parent: bytes, key: Sequence[int]) -> bytes:
-    """What names a page in storage: 16 bytes of the key of its parent and its own 64-bit numbers, the same in
-    every process and on every machine."""
+    """The key of a page in storage: 16 bytes of its parent's key and its own 64-bit numbers, alike on every machine."""
     numbers = array("q", unpack(key))
     if sys.byteorder == "big":
         numbers.byteswap()
@@ -232,6 +220,8 @@ class Tree:
         self.to_flush: list[TierGroup] = []   # spaces that may still have some
         self._entry = 0
         self._banished = -(1 << 64)    # the last root that no request asks for: they are no namespaces
+        self.touched: dict[Node, None] | None = None   # nodes that `core.published` is to look at, if it is in use
+        self.was_flushed = False
 
     # ---------------------------------------------------------------- growth
     def root(self, namespace: int) -> Node:
@@ -270,6 +260,7 @@ class Tree:
         if parent is None or parent.child(node.key) is not node:
             return
         parent.drop_child(node)
+        self.touch(node)
         self._look_above(parent, self._states)
         self._look_serving(parent)
         self._banished -= 1
@@ -281,6 +272,11 @@ class Tree:
                 below.last_used = 0
                 self.update_evictable(below)
         self.update_evictable(parent)
+
+    def touch(self, node: Node) -> None:
+        """What a lookup finds of this page may have changed."""
+        if self.touched is not None:
+            self.touched[node] = None
 
     def attach(self, node: Node, space: TierGroup, copy: Copy) -> None:
         last = node.first
@@ -294,6 +290,7 @@ class Tree:
             last.next = copy
         assert copy.node is None
         copy.node, copy.space = node, space
+        self.touch(node)
         if space.states:
             copy.inner = self.is_inner(node, space)
             self._look_above(node.parent, (space,))
@@ -311,6 +308,7 @@ class Tree:
             assert before is not None
             before.next = copy.next
         copy.node = copy.space = copy.next = None
+        self.touch(node)
         if space.states and not copy.inner:      # else the state before it leads to the same one as it did
             self._look_above(node.parent, (space,))
         copy.inner = False
@@ -323,6 +321,8 @@ class Tree:
         a prefix without its end still serves, an end without its prefix does not."""
         node.refs += 1
         if node.last_used != IN_USE:
+            if node.last_used <= self.flushed:
+                self.touch(node)
             node.last_used = IN_USE
             if node.first is not None:
                 self._enter(node)                # its place in the eviction orders is another now
@@ -382,8 +382,7 @@ class Tree:
             copy.order = order
 
     def oldest(self, space: TierGroup, *, read: bool = False) -> tuple[int, Node] | None:
-        """What `evict` would take next, or who needs more than there is of that: of what is read. The number
-        is negative if it serves nobody."""
+        """The page that `evict` takes next; `read`: after all those. The number is negative if it serves no prompt."""
         order = space.read if read else space.order
         return (order[0].number, order[0].node) if order else None
 
@@ -415,13 +414,13 @@ class Tree:
         return sum([self.evict(space, 1 << 60) for space in spaces])
 
     def flush(self) -> None:
-        """From now on nobody finds a page that no request names now. `give_up_flushed` evicts them, or
-        whoever needs pages: they are the oldest."""
+        """Hide from lookups the pages that no request names now: they are the oldest, and evicted first."""
         self._clock += 1
         self.flushed, self.to_flush = self._clock, list(self.spaces)
+        self.was_flushed = True
 
     def is_flushed(self, node: Node) -> bool:
-        """Whether it is there only because nobody has needed its pages since a flush."""
+        """Whether a flush has hidden it from lookups."""
         return node.last_used <= self.flushed
 
     def give_up_flushed(self, n: int) -> None:
@@ -472,6 +471,7 @@ class Tree:
         """A state came to this page or has gone: it and those before it may serve now, or no more."""
         while node is not None and node.serves != (serves := self.is_serving(node)):
             node.serves = serves
+            self.touch(node)
             self._enter(node)
             node = node.parent
 
@@ -493,7 +493,6 @@ class Tree:
                     yield node
 
     def below(self, node: Node) -> Iterator[Node]:
-        """This node, and all that build on it."""
         stack = [node]
         while stack:
             stack.extend((node := stack.pop()).children.values())

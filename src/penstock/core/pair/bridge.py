@@ -21,8 +21,7 @@ from penstock.core.pair.messages import Grant, Reason
 from penstock.core.pair.prefill_side import PrefillSide
 from penstock.core.plan import Claimed, MoveId, Outcome, PeerId, PeerJoined, PeerLeft, Received, Say, Tier
 from penstock.core.request import Request
-from penstock.core.state import CoreState
-from penstock.core.watch import Watcher
+from penstock.core.state import CoreState, Watcher
 
 FromPeer = Received | PeerJoined | PeerLeft | Claimed
 

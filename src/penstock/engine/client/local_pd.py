@@ -37,7 +37,9 @@ class PairHere:
         self.prefill = []
         for n, address in enumerate(addresses):
             end = _end(config, key, disaggregation_mode="prefill", disaggregation_listen=address)
-            end = replace(end, nodes=config.nodes.of_engine(config.pair.decode_replicas + n))
+            # A router cannot send a prompt to one of these: what they have cached is of no use to it.
+            end = replace(end, kv=replace(end.kv, kv_events_config=None),
+                          nodes=config.nodes.of_engine(config.pair.decode_replicas + n))
             name = f"prefill {n}" if len(addresses) > 1 else "prefill"
             self.prefill.append(Kept(end, name, log, fds=self.fds,
                                      env=environment(config, config.pair.decode_replicas + n)))

@@ -30,6 +30,8 @@ HELP = {
     "stage_overlap_seconds": "Seconds in which a pipeline stage and its predecessor computed at the same time.",
     "engine_stats_age_seconds": "Age of the engine's last report in seconds. It grows while one step takes long.",
     "kv_move_seconds": "Seconds of copies between tiers.",
+    "kv_event_batches": "Messages with KV events that were published for routers.",
+    "kv_events_republished": "Times that all cached pages were published again, for readers that had missed some.",
     "kv_pages_forgotten":
         "Stored pages that left the scheduler's index. They are looked up again when needed; no file is deleted.",
     "storage_up": "1 while storage answers, 0 while it hangs or is not used after repeated failures.",

@@ -18,6 +18,7 @@ import msgspec
 from penstock.config.base import machine
 from penstock.config.base.errors import RequestError
 from penstock.config.request.params import SamplingParams
+from penstock.config.settings.kv_events import with_rank
 from penstock.config.settings.tree import Config
 from penstock.engine.client.client import ChoiceStream, EngineClient, EngineDied
 from penstock.engine.client.supervised import Kept
@@ -246,7 +247,8 @@ def environment(config: Config, n: int) -> dict[str, str] | None:
 
 def _numbered(config: Config, n: int) -> Config:
     """Return the settings of the engine with this number: files that it writes are its own."""
-    config = replace(config, nodes=config.nodes.of_engine(n))
+    config = replace(config, nodes=config.nodes.of_engine(n),
+                     kv=replace(config.kv, kv_events_config=with_rank(config.kv.kv_events_config, n)))
     log = config.debug.debug_event_log
     if log is None or config.device.dp == 1:
         return config

@@ -15,9 +15,8 @@ from penstock.core.core import Core
 from penstock.core.lifecycle import ACTIVE, WAITING, Phase, Place, Trigger
 from penstock.core.plan import Advance, Arrived, Event, Finished, Outcome, RequestId, Retired, Token
 from penstock.core.settings import CoreConfig
-from penstock.core.watch import Watcher
 from penstock.sim.world.scenario import Scenario, draw
-from penstock.sim.world.view import Live, View, capacity
+from penstock.sim.world.view import Live, View, Watcher, capacity
 from penstock.sim.world.world import World
 
 GAVE_WAY_MAX = 3                  # ADR 0011

@@ -12,6 +12,7 @@ from penstock.core.core import Core
 from penstock.core.lifecycle import DECODING, Phase, Place, Trigger
 from penstock.core.plan import (
     NO_DRAM,
+    Cached,
     DramPage,
     Entered,
     Event,
@@ -35,12 +36,12 @@ from penstock.core.plan import (
     Unstore,
     Used,
 )
-from penstock.core.watch import Watcher
 from penstock.sim.ranks.executor import SimExecutor
 from penstock.sim.world import states
+from penstock.sim.world.events import Folded
 from penstock.sim.world.policy import Policy
 from penstock.sim.world.scenario import Scenario
-from penstock.sim.world.view import Live, Pages, Sealed, View
+from penstock.sim.world.view import Live, Pages, Sealed, View, Watcher
 from penstock.sim.world.workload import Expect
 
 Edge = tuple[Phase, Trigger]
@@ -90,6 +91,7 @@ class Judge(Watcher):
         self.met: Counter[Met] = Counter()
         self._seen: tuple[int, dict[Tier, int]] = -1, {}     # edges taken, changes of units, when last asked
         self.failing = False                            # a copy has just failed
+        self.folded = Folded(self.cfg)                  # what readers of KV events know
         self._used: tuple[tuple[bytes, ...], int] = (), 0    # pages of who has just started, stored ones
         self._about: list[tuple[Live, Phase, int]] = []             # whom the event is about, where they were
         self._asked: dict[RequestId, Asked] = {}
@@ -130,6 +132,12 @@ class Judge(Watcher):
             case Finished(rid, outcome, reason):
                 e.finished = outcome
                 self._outcome(e, outcome, reason)
+
+    def published(self, cached: Cached | None) -> None:
+        """After every advance, readers of KV events know exactly what the tree has."""
+        if self.cfg.published_tiers and not self.blind:
+            self.stats["pages published"] += self.folded.take(cached)
+            assert self.folded.pages == (found := self.view.published()), self.folded.differs(found)
 
     def _told(self, keys: tuple[bytes, ...]) -> None:
         names, least = self._used

@@ -72,6 +72,7 @@ class Scenario:
     named: int = 0            # 1: pages in storage are named by what they hold, and it is asked for them;
                               # 2: two engines have it together
     damages: int = 0          # requests whose KV is found to be damaged
+    republishes: int = 0      # times that a reader of KV events has missed some
     jumps: int = 0            # the clock leaps: every deadline and reminder comes at once
     mode: str = ""            # overrides, for the line that replays it
 
@@ -272,6 +273,9 @@ def finish(sc: Scenario) -> Scenario:
         sc = replace(sc, cfg=cfg)
     if sc.named == 2:                          # who reads what another has stored is told of no damage to it
         sc = replace(sc, damages=0)
+    if cfg.prefix_cache and sc.seed // EVERY % 3:          # of every mode, some
+        cfg = replace(cfg, published_tiers=2 + sc.seed // EVERY % 2)
+        sc = replace(sc, cfg=cfg, republishes=sc.seed % 2)
     slab = rng.choice((1, 1, 2)) if cfg.sparse or sc.model == 3 else 1
     groups = [CacheGroup(name="full", page_bytes=0, slab_pages=slab)]
     if sc.model == 3:

@@ -13,11 +13,13 @@ from penstock.core.kv.allocate import Entry
 from penstock.core.kv.listing import Shortage, Trial
 from penstock.core.kv.page_table import PageTable
 from penstock.core.kv.pool import Pool
-from penstock.core.kv.prefix_tree import Node, key_under
+from penstock.core.kv.prefix_tree import Node, unpack
+from penstock.core.kv.prefix_tree import key_under as key_under
 from penstock.core.pair.decode_side import DecodeSide
 from penstock.core.plan import ONE_PEER, Arrived, MoveId, RequestId, StepId, Tier
 from penstock.core.policy import capacity as capacity  # arithmetic of what can ever fit: it has no state
 from penstock.core.request import Request
+from penstock.core.state import Watcher as Watcher
 from penstock.sim.ranks.device import name_of
 
 Live = Request            # handles, see `View`
@@ -213,6 +215,35 @@ class View:
         for i in range(num):
             found.append(key_under(found[-1], arrived.prompt[i * size:(i + 1) * size]))
         return tuple(found[1:])
+
+    def published(self) -> dict[Tier, set[int]]:
+        """The pages that a prompt finds in each tier whose pages are published, computed anew from the tree: in this
+        tier or a faster one in all groups that keep every token, and so is the page before it. By their hashes."""
+        tiers = (Tier.HBM, Tier.DRAM, Tier.DISK)[:self.cfg.published_tiers]
+        found: dict[Tier, set[int]] = {tier: set() for tier in tiers}
+        stack = [(root, key_under(self.cfg.store_root, root.key), tiers)
+                 for namespace, root in self._kv.tree.roots.items() if namespace >= 0]
+        while stack:
+            parent, name, there = stack.pop()
+            for node in parent.children.values():
+                if where := self._found(node, there):
+                    stack.append((node, key_under(name, node.key), tiers[tiers.index(where[0]):]))
+                    for tier in where:
+                        found[tier].add(int.from_bytes(stack[-1][1][:8]) >> 1)
+        return found
+
+    def _found(self, node: Node, tiers: tuple[Tier, ...]) -> list[Tier]:
+        """Return the tiers in which prompts find it, of these."""
+        size, tree = self.cfg.page_size, self._kv.tree
+        if (node.banished or not node.serves or tree.is_flushed(node) or len(unpack(node.key)) != size):
+            return []
+        # Of each group that keeps all tokens the fastest tier that has it.
+        ready: list[set[Tier]] = [
+            {space.tier for space, copy in node.copies.items() if space.group == g and copy.ready and not copy.bad}
+            for g, group in enumerate(self.cfg.groups) if not group.reach]
+        order = list(self._kv.arenas)
+        return [tier for tier in tiers if any([tier in held for held in ready])
+                and all([any([t in held for t in order[:order.index(tier) + 1]]) for held in ready])]
 
     def num_stored(self, rid: RequestId, num: int) -> int:
         """Of the first `num` pages of its path, up to the last that is known to be in storage."""

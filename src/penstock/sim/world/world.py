@@ -33,6 +33,7 @@ from penstock.core.plan import (
     PeerLeft,
     Promoted,
     Rates,
+    Republish,
     RequestId,
     Retired,
     Say,
@@ -43,13 +44,12 @@ from penstock.core.plan import (
     Unstore,
 )
 from penstock.core.settings import CoreConfig
-from penstock.core.watch import Watcher
 from penstock.sim.ranks.clock import Clock
 from penstock.sim.ranks.executor import SimExecutor, Wire
 from penstock.sim.world import damage
 from penstock.sim.world.judge import Judge
 from penstock.sim.world.scenario import Scenario
-from penstock.sim.world.view import Live
+from penstock.sim.world.view import Live, Watcher
 from penstock.sim.world.workload import Expect, Workload
 
 Poke = type[Paused] | type[Dropped] | type[Aborted] | type[Spilled] | type[Promoted]
@@ -176,7 +176,6 @@ class World(Watcher):
         self.send(e.arrived)
 
     def faults(self) -> None:
-        """What goes wrong from outside, and when."""
         rng, sc = self.rng, self.sc
         for _ in range(rng.choice((0, 0, 1, 3))):
             rates = Rates(rng.choice((1.0, 10.0, 100.0)), rng.choice((1.0, 5.0, 50.0)))
@@ -193,6 +192,8 @@ class World(Watcher):
             self.clock.after(self._damage_rng.random() * (sc.span + 20), self._find_damage)
         for _ in range(STRAYS):
             self.clock.after(self._stray_rng.random() * (sc.span + 20), self._stray)
+        for _ in range(sc.republishes):
+            self.clock.after(sc.span / 2, partial(self.send, Republish()))
         for _ in range(sc.jumps):
             self.clock.after(self._damage_rng.random() * (sc.span + 20), self._leap)
         phases = [p for p in SHORT if any(source is p for source, _ in self.view.edges)]
@@ -310,7 +311,6 @@ class World(Watcher):
             self._ring(ticket)
 
     def send(self, event: Event) -> None:
-        """An event from outside reaches the engine."""
         if self.dead:
             self.link.forward(self, event)
             return
@@ -362,6 +362,7 @@ class World(Watcher):
             for rid in self.ending:
                 assert self.load.made[rid].finished is not None, f"request {rid} was not ended"
             self.ending.clear()
+            self.judge.published(adv.cached)
             if adv.plan is not None:
                 self.judge.plan(adv.plan)
             if events or adv.plan is not None or adv.outputs:
@@ -402,7 +403,6 @@ class World(Watcher):
         self.judge.still(self.executor.in_flight)
 
     def _note(self, event: Event) -> None:
-        """Tell the judge what it may expect, and count what fires."""
         made, view = self.load.made, self.view
         match event:
             case Retired(step):
@@ -494,7 +494,6 @@ class World(Watcher):
         return [self]
 
     def digest(self) -> str:
-        """Of everything that the core decided, for a recorded run."""
         assert self.trace is not None
         every = self.plans, [(e.got, e.finished) for e in self.load.made]
         return hashlib.sha256(repr(every).encode()).hexdigest()[:16]
