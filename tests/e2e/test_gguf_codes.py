@@ -38,6 +38,6 @@ def test_codes_answer_as_floats_do():
 def test_a_model_without_blocks_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"--dtype gguf: .* is not a \.gguf file"), \
+    with pytest.raises(ConfigError, match=r"--dtype gguf: .* is neither a \.gguf file nor"), \
             LLM(str(tmp_path), dtype="gguf"):
         pass
