@@ -196,6 +196,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrids-nemotron-groups": ("nemotron_h", {
         **NEMOTRON, "n_group": 2, "routed_scaling_factor": 1.7, "norm_topk_prob": False,
         "layers_block_type": ["full_attention", "moe"]}),
+    "hybrids-nemotron-latent": ("nemotron_h", {**NEMOTRON, "moe_latent_size": 20}),
     "ministral3": ("ministral3", {"head_dim": 16, "rope_parameters": GROWING, "max_position_embeddings": 96}),
     "ministral3-window": ("ministral3", {"head_dim": 8, "rope_parameters": GROWING, "sliding_window": 5,
                                          "max_position_embeddings": 96, "tie_word_embeddings": True}),

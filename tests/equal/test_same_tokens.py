@@ -59,7 +59,8 @@ LATENT = {**GLM, "first_k_dense_replace": 1, "n_routed_experts": 4, "n_group": 1
 # States in front of the last stage and on it.
 STATES_6 = {**STATES, "num_hidden_layers": 6, "layer_types": STATES["layer_types"][:2] * 3}
 # Three key heads of two heads each: 2 + 1 on two ranks, by files of Qwen3.5; one key head of six, which all ranks have,
-# and experts, by those of Granite; two key heads of two in single layers.
+# and experts, by those of Granite; two key heads of two, and experts
+# of fewer dims, in single layers.
 STATES_3 = {**STATES, "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "linear_num_key_heads": 3,
             "linear_num_value_heads": 6}
 GRANITE = {**CONFIG, "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid",
@@ -69,7 +70,7 @@ GRANITE = {**CONFIG, "architectures": ["GraniteMoeHybridForCausalLM"], "model_ty
 NEMOTRON = {**CONFIG, "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "mamba_num_heads": 4,
             "hybrid_override_pattern": "M*EM-*", "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 6,
             "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-            "moe_shared_expert_intermediate_size": 16, "tie_word_embeddings": False}
+            "moe_shared_expert_intermediate_size": 16, "moe_latent_size": 20, "tie_word_embeddings": False}
 # Shapes of real models, with random weights: SmolLM2-135M, and experts of a billion.
 DEMO = {**CONFIG, "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
         "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "max_position_embeddings": 8192,

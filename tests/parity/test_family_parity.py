@@ -300,7 +300,7 @@ def test_granite_refuses(name: str, value: object) -> None:
 
 @pytest.mark.parametrize(("name", "value"), [
     ("layers_block_type", ["mamba", "mlp"]), ("layers_block_type", ["mamba", "conv"]),
-    ("layers_block_type", 3), ("mlp_hidden_act", "silu"), ("moe_latent_size", 16), ("mlp_bias", True),
+    ("layers_block_type", 3), ("mlp_hidden_act", "silu"), ("moe_latent_size", 0), ("mlp_bias", True),
     ("n_groups", 4), ("tie_word_embeddings", True), ("num_experts_per_tok", 9)])
 def test_nemotron_refuses(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match="Mamba" if name == "n_groups" else name):

@@ -19,7 +19,6 @@ from penstock.model.weights.locate import locate
 ROOT = Path(__file__).parents[2]
 CONFIGS = {path.name.removesuffix("_config.json").replace("--", "/"): path
            for path in sorted((ROOT / "tests/data/configs").glob("*_config.json"))}
-LATENT_EXPERTS = "moe_latent_size = .* is not supported for model_type 'nemotron_h'"
 REFUSED = {
     "MiniMaxAI/MiniMax-M3": "model_type 'minimax_m3' is not supported",
     "XiaomiMiMo/MiMo-7B-Base": "model_type 'mimo' is not supported",
@@ -38,10 +37,6 @@ REFUSED = {
     "nvidia/Gemma-4-31B-IT-NVFP4": "'gemma4', whose text is 'gemma4_text', is not supported",
     "nvidia/Llama-3_3-Nemotron-Super-49B-v1": "model_type 'nemotron-nas' is not supported",
     "nvidia/MiniMax-M3-NVFP4": "model_type 'minimax_m3_vl', whose text is '.absent.', is not supported",
-    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-FP8": LATENT_EXPERTS,
-    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4": LATENT_EXPERTS,
-    "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": LATENT_EXPERTS,
-    "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-NVFP4": LATENT_EXPERTS,
     "sgl-project/DeepSeek-V4-Flash-FP8": "model_type 'deepseek_ref' is not supported",
     "sgl-project/DeepSeek-V4-Pro-FP8": "model_type 'deepseek_ref' is not supported",
 }

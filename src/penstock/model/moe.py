@@ -44,6 +44,8 @@ class MoESpec:
     transposed      where files have all experts of a layer in one tensor, it is inputs by outputs, gate
                     first, as makers publish them, or outputs by inputs, as transformers saves them
     bias_name       of the bias by which experts are chosen, after the name of the MLP
+    inner           of so many dims is what experts get and give, by a product in front of them and one behind
+                    (LatentMoE, of Nemotron 3); 0: the model's. The router and the shared MLP have the model's
     """
 
     num_experts: int
@@ -64,6 +66,7 @@ class MoESpec:
     gated: bool = True
     transposed: bool = False
     bias_name: str = "gate.e_score_correction_bias"
+    inner: int = 0
 
     @property
     def inward(self) -> tuple[str, ...]:
@@ -90,6 +93,11 @@ class SparseMLP:
                 slots, name, hidden, slots.tp_rank.columns(spec.shared_width), False)
         self.shared_gate = (slots.linear([f"{prefix}.shared_expert_gate"], [1], hidden, False)
                             if spec.shared_gated else None)
+        self.into = self.back = None
+        if spec.inner:          # whole on every TP rank: what comes back is a part of the sum over ranks, as it went in
+            self.into = slots.linear([f"{prefix}.fc1_latent_proj"], [spec.inner], hidden, False)
+            self.back = slots.linear([f"{prefix}.fc2_latent_proj"], [hidden], spec.inner, False)
+            hidden = spec.inner
         names = [f"{prefix}.experts.{index}" for index in range(spec.num_experts)]
         kept, width = slots.tp_rank.experts(spec.num_experts), slots.tp_rank.of_range.columns(spec.width)
         self.route = route if slots.experts is None else slots.experts.route
@@ -136,7 +144,9 @@ class SparseMLP:
     def __call__(self, x_TD: Tensor) -> Tensor:
         """out_TD."""
         expert_TC, weight_TC = self.route(*self.router(x_TD), self.rule)
-        out_TD = self.visit(x_TD, expert_TC, weight_TC)
+        out_TD = self.visit(x_TD if self.into is None else self.into(x_TD), expert_TC, weight_TC)
+        if self.back is not None:
+            out_TD = self.back(out_TD)
         if self.shared is None:
             return out_TD
         shared_TD = self.shared(x_TD)

@@ -1,5 +1,5 @@
 """Nemotron-H: a layer is one norm and one mixer, by the pattern of a file: Mamba-2, attention without RoPE,
-an MLP without a gate, or experts of that kind."""
+an MLP without a gate, or experts of that kind, of 3 Super and Ultra in fewer dims."""
 from __future__ import annotations
 
 import math
@@ -26,7 +26,7 @@ def nemotron_h(fields: Fields) -> Spec:
         "intermediate_size": 21504, **fields.values, **{new: fields.values[old] for old, new in OLDER.items()
                                                         if old in fields.values},
         "layer_types": types, "num_hidden_layers": len(types)}, fields.family)
-    for name, only in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu"), ("moe_latent_size", None),
+    for name, only in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu"),
                        ("tie_word_embeddings", False)):
         if fields.values.get(name) not in (None, only):
             fields.refuse(name, f"supported: {only!r}")
@@ -40,7 +40,8 @@ def nemotron_h(fields: Fields) -> Spec:
     moe = None
     if experts:
         shared = fields.size("moe_shared_expert_intermediate_size", 7688)
-        moe = replace(sigmoid_experts(fields, experts, shared=shared, scale=1.0), gated=False)
+        inner = 0 if fields.values.get("moe_latent_size") is None else fields.size("moe_latent_size")
+        moe = replace(sigmoid_experts(fields, experts, shared=shared, scale=1.0), gated=False, inner=inner)
     attention = read_attention(fields, kv_heads=8, head_dim=128, qkv_bias=False, out_bias=False)
     spec = read_spec(fields, attention, moe=moe, mlp_bias=bias, kinds=(STATE, MLP, EXPERTS))
     return replace(
