@@ -148,7 +148,7 @@ def view() -> str:
         asked = [cell for row in rows for cell in covered(**row)]
         found = [list(dict.fromkeys(_shown(cell._replace(device=device)) for cell in asked))
                  for device in DIMENSIONS["device"]]
-        cells = ["tested in part" if {"tested", "not tested"} <= {*one} else " / ".join(one) for one in found]
+        cells = ["in part" if {"tested", "not tested"} <= {*one} else " / ".join(one) for one in found]
         lines.append(f"| {title} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -74,7 +74,7 @@ def _form(flag: Flag) -> str:
     if flag.kind == "bool":
         return f"`{own}`, `--no-{own[2:]}`"
     values = {"int": "N", "float": "X", "bytes": "SIZE", "list": "A,B", "host": "SIZE"}.get(flag.kind, "TEXT")
-    return f"`{own} {','.join(flag.choices) or values}`"
+    return f"`{own} {','.join(flag.listed) or values}`"
 
 
 def _default(flag: Flag) -> str:

@@ -30,15 +30,15 @@ files of `tests/data/configs`. A model is a folder, a `.gguf` file, a hub id tha
 or `demo`; its `model_type` decides. Every family is held to transformers by logits of random weights on a
 CPU.
 
-- **GPU** *yes*: tests on a GPU run tiny models with layers of these kinds. *not tested*: no test has run on
-  one what this family alone does.
-- **TP**: `--tp`, tensor parallelism; *CPU*: refused on a GPU. `--pp` works with every family.
+- **CPU**, **GPU** *tested*: tests run tiny models with layers of these kinds there. *not tested*: it is not
+  refused, and no test has run there what this family alone does.
+- **`--tp` on**: where tensor parallelism is accepted. `--pp` works with every family.
 - **Sparse**: `--sparse-top-k N` selects blocks of KV in layers that see all tokens; an indexer of the model
   selects by itself, without a flag. Both decode from host memory.
 - **Weights**: *fp8* is e4m3 in blocks (`weight_block_size`). The formats under "Quantised weights" open in
   every family.
 
-| `model_type` | class | published, for example | layers | CPU | GPU | TP | sparse | weights |
+| `model_type` | class | published, for example | layers | CPU | GPU | `--tp` on | sparse | weights |
 |---|---|---|---|---|---|---|---|---|"""
 
 _WRAPPED = """
@@ -56,7 +56,7 @@ _FLOATS = "floats of `--dtype`"
 _CODES = "floats of `--dtype`; codes with `--dtype gguf`"
 _FORMATS = {
     "fp8": ("e4m3 with `weight_block_size`, or with a scale per tensor or row and `activation_scheme`",
-            "floats on a CPU; blocks on a GPU fp8"),
+            "blocks on a GPU: fp8, 1 byte; else floats of `--dtype`"),
     "fbgemm_fp8": ("e4m3 with a scale per row", _FLOATS),
     "compressed-tensors": ("`pack-quantized` int4 and int8 (group, channel, asymmetric, `actorder`); "
                            "`int-quantized` int8; `float-quantized` fp8 (tensor, channel, block); "
@@ -76,13 +76,14 @@ _QUANTISED = """
 
 `quant_method` in config.json decides. Which modules are quantised is read from the headers of the files, so
 modules in `ignore` or `modules_to_not_convert` need no pattern. Quantised activations are computed in the type
-of `--dtype`. Weights that become floats take their memory as floats, and the log says so once. Tests compare
+of `--dtype`. Weights that become floats, a GGUF's too, do so once, at load, which the log says. Each then takes
+2 bytes in bfloat16 and 4 in float32 (`--dtype auto` on a CPU): 4 and 8 times an int4 checkpoint. Tests compare
 each format with weights packed as its definition says; no published checkpoint of one has run here, except
 of fp8 in blocks. Other formats (bitsandbytes, three bits, ModelOpt's int4) are refused by name, and so are experts
 packed in one tensor, ModelOpt's `pre_quant_scale`, and zero points of 4-bit floats.
 
 `--dtype gguf` on a CPU keeps integers as the codes of the file, with scales rounded to f16 and float32 compute: int4
-takes a quarter of bfloat16's memory. Groups of an odd number of columns or of several sizes become floats.
+and GGUF's Q4 take half a byte each, others a byte. Groups of an odd number of columns or of several sizes become floats.
 
 | `quant_method` | opens | in memory |
 |---|---|---|"""
@@ -161,7 +162,7 @@ def example(family: str) -> Spec:
 def _row(family: str) -> str:
     spec = example(family)
     cells = (f"`{family}`", f"`{registry.FAMILIES[family][0]}`", ", ".join(EXAMPLES.get(family, ())) or "-",
-             _layers(spec), "yes", _gpu(spec), _tp(spec), _sparse(spec),
+             _layers(spec), "tested", _gpu(spec), _tp(spec), _sparse(spec),
              _weights(family))
     return f"| {' | '.join(cells)} |"
 
@@ -180,7 +181,7 @@ def _refused(spec: Spec, **options: object) -> bool:
 def _tp(spec: Spec) -> str:
     if _refused(spec, tp=2):
         return "no"
-    return "CPU" if _refused(spec, tp=2, device="cuda") else "yes"
+    return "CPU" if _refused(spec, tp=2, device="cuda") else "CPU, GPU"
 
 
 def _layers(spec: Spec) -> str:
@@ -199,14 +200,15 @@ def _gpu(spec: Spec) -> str:
     attention = spec.attention
     not_run = isinstance(attention, GqaSpec) and (
         attention.sinks or attention.norm_width or attention.growth)
-    return "not tested" if not_run else "yes"
+    return "not tested" if not_run else "tested"
 
 
 def _sparse(spec: Spec) -> str:
     attention = spec.attention
     if isinstance(attention, LatentSpec) and attention.index is not None:
         return "its indexer"
-    return "no" if _refused(spec, sparse_top_k=512) else "`--sparse-top-k`"
+    capped = isinstance(attention, GqaSpec) and attention.softcap       # `exec.load.sizing` refuses it
+    return "no" if capped or _refused(spec, sparse_top_k=512) else "`--sparse-top-k`"
 
 
 def _weights(family: str) -> str:
@@ -225,8 +227,8 @@ def view() -> str:
     alike: dict[tuple[str, ...], list[str]] = {}
     for family in sorted(registry.FAMILIES, key=lambda name: (name not in EXAMPLES, name)):
         spec = example(family)
-        alike.setdefault((_layers(spec), "yes", _gpu(spec), _tp(spec), _sparse(spec)), []).append(family)
-    lines = ["| attention | families (`model_type`) | for example | CPU | GPU | TP | sparse decode | GGUF |",
+        alike.setdefault((_layers(spec), "tested", _gpu(spec), _tp(spec), _sparse(spec)), []).append(family)
+    lines = ["| attention | families (`model_type`) | for example | CPU | GPU | `--tp` on | sparse decode | GGUF |",
              "|---|---|---|---|---|---|---|---|"]
     for (layers, *cells), families in sorted(alike.items()):
         ggufs = [family for family in families if _weights(family).endswith("GGUF")]

@@ -380,6 +380,14 @@ def test_help_texts_fit_two_lines() -> None:
     assert not {dest: text for dest, text in texts.items() if len(textwrap.wrap(text, HELP_WIDTH)) > 2}
 
 
+def test_values_for_models_that_are_not_supported_are_taken_and_not_listed() -> None:
+    parser = Parser(prog="penstock serve")
+    add_flags(parser)
+    [shown] = [action.metavar for action in parser._actions if action.dest == "model.reasoning_parser"]
+    assert shown == "{auto,none,think,minimax_m2_append_think,mistral,seed_oss}"
+    assert parse("demo --reasoning-parser gemma4").model.reasoning_parser == "gemma4"
+
+
 def test_printed_config_hides_the_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "demo", "--api-key", "marker-7", "--print-config"]) == 0
     shown = capsys.readouterr().out

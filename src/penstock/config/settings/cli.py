@@ -18,7 +18,7 @@ from penstock.config.base import old_flags as old
 from penstock.config.base.errors import ConfigError
 from penstock.config.base.sizes import parse_bytes, show_bytes
 from penstock.config.settings import peers, sglang
-from penstock.config.settings.tree import Alias, Bytes, Config, HostSize, Inverse
+from penstock.config.settings.tree import Alias, Bytes, Config, HostSize, Inverse, Unlisted
 from penstock.config.settings.unbuilt import ALWAYS, find_unbuilt
 
 SECTIONS = {
@@ -44,6 +44,7 @@ class Flag:
     spellings: tuple[str, ...]
     inverse: tuple[str, ...]            # spellings that mean False
     choices: tuple[str, ...]
+    listed: tuple[str, ...]             # those that help names
     default: Any
     required: bool
     help: str
@@ -65,12 +66,14 @@ def _flags() -> Iterator[Flag]:
         for f in fields(cls):
             base, *meta = get_args(hints[f.name])
             base = next((t for t in get_args(base) if get_origin(t) is Literal), base)   # of X | None
+            choices = get_args(base) if get_origin(base) is Literal else ()
+            unlisted = [name for a in meta if isinstance(a, Unlisted) for name in a.names]
             yield Flag(
                 section=section, name=f.name, kind=_kind(base, meta),
                 spellings=("--" + f.name.replace("_", "-"),
                            *(n for a in meta if isinstance(a, Alias) for n in a.names)),
                 inverse=tuple(n for a in meta if isinstance(a, Inverse) for n in a.names),
-                choices=get_args(base) if get_origin(base) is Literal else (),
+                choices=choices, listed=tuple(c for c in choices if c not in unlisted),
                 default=None if f.default is MISSING else f.default,
                 required=f.default is MISSING and f.default_factory is MISSING,
                 help=next(a for a in meta if isinstance(a, str)))
@@ -95,7 +98,7 @@ def parse_value(flag: Flag, text: str) -> Any:
     own = flag.spellings[0]
     text = peers.parser(flag.name, own, text)
     if flag.choices and text not in flag.choices:
-        raise ConfigError(f"{own} {text}: choose from {', '.join(flag.choices)}")
+        raise ConfigError(f"{own} {text}: choose from {', '.join(flag.listed)}")
     if flag.kind in ("bytes", "host"):
         try:
             return parse_bytes(text) if flag.kind == "bytes" else old.size_of(text)
@@ -218,7 +221,7 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
         flag.kind, flag.name.rpartition("_")[2].upper())
     group.add_argument(*flag.spellings, dest=flag.dest, default=argparse.SUPPRESS,
                        help=flag.help if shown in (None, ()) else f"{flag.help} (default: {shown})",
-                       metavar="{" + ",".join(flag.choices) + "}" if flag.choices else metavar,
+                       metavar="{" + ",".join(flag.listed) + "}" if flag.choices else metavar,
                        action="append" if flag.kind == "list" else "store")
 
 

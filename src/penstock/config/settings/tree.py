@@ -35,6 +35,13 @@ class Inverse:
         self.names = names
 
 
+class Unlisted:
+    """Values that are taken and that help does not list."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+
 class Secret:
     """Marks a value that is never printed, logged or sent to another process."""
 
@@ -78,7 +85,8 @@ class ModelConfig:
                            "config.json"] = "auto"
     quantization: Annotated[Quantization, "not needed: the format of the checkpoint's weights is detected. Another "
                             "value is refused, as weights are not quantised at load", Alias("-q")] = "auto"
-    max_model_len: Annotated[int | None, "context length: tokens of prompt and output (default: the model's)",
+    max_model_len: Annotated[int | None, "context length: tokens of prompt and output; refused at start if one such "
+                             "request does not fit (default: the model's, or what fits)",
                              Alias("--context-length", "--ctx-size", "-c")] = None
     revision: Annotated[str | None, "branch, tag or commit of a hub id (default: main)"] = None
     download_dir: Annotated[str | None, "folder for downloads from the hub (default: $HF_HUB_CACHE, else the "
@@ -97,8 +105,9 @@ class ModelConfig:
         "override them", Alias("--chat-template-kwargs")] = None
     tool_call_parser: Annotated[ToolCallParser, "format of the model's tool calls; names of vLLM and SGLang work "
                                 "too; auto detects it from the chat template"] = "auto"
-    reasoning_parser: Annotated[ReasoningParser, "format of reasoning. auto: by the chat template; think: <think>. The "
-                                "models of gemma4, kimi_vl, minimax_m3 are not supported"] = "auto"
+    reasoning_parser: Annotated[ReasoningParser, "format of reasoning. auto: by the chat template; think: <think>. "
+                                "Names of vLLM and SGLang work too",
+                                Unlisted("gemma4", "kimi_vl", "minimax_m3")] = "auto"
     grammar_backend: Annotated[GrammarBackend, "library for structured output (JSON schema, regex, grammar); none: "
                                "such a request is a 400; auto: llguidance if installed",
                                Alias("--guided-decoding-backend")] = "auto"
@@ -110,34 +119,34 @@ class ModelConfig:
 class KVConfig:
     page_size: Annotated[int, "tokens per KV page: 1 to 256", Alias("--block-size")] = 16
     state_interval: Annotated[int | None, "recurrent models: tokens between cached states, a multiple of --page-size "
-                              "(default: KV of a quarter of a state's bytes, at least 128 tokens)"] = None
+                              "(default: state bytes / (4 x KV bytes per token), at least 128)"] = None
     kv_cache_memory_bytes: Annotated[int | None, "GPU memory for KV, per rank; without a GPU, CPU memory "
                                      "instead (default: measured at start; see --gpu-memory-utilization)",
                                      Bytes()] = None
     gpu_memory_utilization: Annotated[float | None, "share of the GPU's memory for weights, activations and KV "
                                       "(default: 0.9). On a CPU: share of the free memory for KV (default: 0.3)",
                                       Alias("--mem-fraction-static")] = None
-    kv_offloading_size: Annotated[str | None, "CPU (host) memory for KV: N (GiB), SIZE, 2x the GPU's, auto (half of "
-                                  "what is free) or 0 (default: auto with --kv-storage or --host-decode, else 0)",
+    kv_offloading_size: Annotated[str | None, "CPU memory for KV per engine: N (GiB), SIZE, 2x the GPU's, auto (half "
+                                  "of what is free), 0 (default: auto for DSA, --sparse-top-k or storage)",
                                   HostSize()] = None
     host_decode: Annotated[HostDecode | None, "DSA models, --sparse-top-k: decode from host memory. auto: when the "
-                           "GPU's KV cache is full; always; off (default: auto, other models off)"] = None
+                           "GPU's KV cache is full; always; off (default: auto; others decode on the GPU)"] = None
     sparse_top_k: Annotated[int | None, "sparse decode of GQA models: tokens that each KV head reads per step. A "
-                            "request may ask for fewer (default: off; DSA models select anyway)"] = None
+                            "request's sparse_top_k lowers it (default: off; DSA models select anyway)"] = None
     sparse_block_size: Annotated[int, "tokens that are selected together: 4 to 16, a divisor of --page-size"] = 8
     sparse_dense_layers: Annotated[tuple[str, ...], "layers that do not select: they read all of their KV, which stays "
                                    "on the GPU, e.g. 0,1"] = ()
-    hot_buffer_tokens: Annotated[int | None, "largest hot buffer, the GPU's cache of tokens that a request in host "
-                                 "memory selects, in tokens (default: 4 times one step's selection)"] = None
-    prefix_cache: Annotated[bool, "reuse the KV of earlier requests for prompts that begin alike, but not KV that a "
-                            "request with --sparse-top-k decoded",
+    hot_buffer_tokens: Annotated[int | None, "largest hot buffer: tokens that the GPU caches of a request in host "
+                                 "memory, in its KV pages (default: 4 times one step's selection)"] = None
+    prefix_cache: Annotated[bool, "reuse the KV of earlier prompts and answers, but not of answers with "
+                            "--sparse-top-k: the next chat turn prefills those again",
                             Alias("--enable-prefix-caching"), Inverse("--disable-radix-cache")] = True
-    kv_storage: Annotated[str | None, "storage for KV that outlives the engine: file:///DIR, s3://BUCKET/PREFIX, "
-                          "valkey://HOST:PORT, valkey:///SOCKET, mooncake://MASTER:PORT"] = None
-    kv_storage_bytes: Annotated[int | None, "maximum size of a storage folder, over all engines (default: four "
-                                "fifths of the free space at start)", Bytes()] = None
-    kv_storage_key: Annotated[str | None, "file with the secret of engines that share stored pages, at least 16 "
-                              "characters (default: a key in the folder, or in the user's cache)"] = None
+    kv_storage: Annotated[str | None, "KV that outlives the engine: file:///DIR, s3://BUCKET/PREFIX (AWS_* "
+                          "variables), valkey://HOST:PORT, valkey:///SOCKET, mooncake://MASTER:PORT"] = None
+    kv_storage_bytes: Annotated[int | None, "maximum size of a storage folder, over all engines (default: four fifths "
+                                "of the free space at start); servers and buckets have their own", Bytes()] = None
+    kv_storage_key: Annotated[str | None, "file with a secret, 16 characters or more: engines with another find no "
+                              "pages (default: one in the folder; for servers, of this user and machine)"] = None
     kv_storage_policy: Annotated[StoragePolicy, "wait for stored pages. timeout: while reading beats computing; "
                                  "wait_complete: for all; best_effort: until it can run",
                                  Alias("--hicache-storage-prefetch-policy")] = "timeout"
@@ -146,8 +155,8 @@ class KVConfig:
                                        Alias("--hicache-write-policy")] = "write_through"
     kv_events_config: Annotated[str | None, "publish which pages are cached, for routers, over ZMQ: vLLM's JSON, e.g. "
                                 "{\"enable_kv_cache_events\": true}; needs pip install '.[events]'"] = None
-    kv_cache_dtype: Annotated[Kept, "type of an MLA KV cache (others have the compute type): auto is the "
-                              "compute type; fp8 is fp8_e4m3 with a scale per 128 values"] = "auto"
+    kv_cache_dtype: Annotated[Kept, "type of an MLA KV cache: auto is the compute type, fp8 is fp8_e4m3 with a "
+                              "scale per 128 values. Refused for models without MLA"] = "auto"
     sparse_metadata_dtype: Annotated[Kept, "type of indexer keys (DSA; auto: as --kv-cache-dtype) or of key min/max "
                                      "per block (--sparse-top-k; auto: the compute type)"] = "auto"
 
@@ -183,8 +192,9 @@ class ScheduleConfig:
                                       Alias("--chunked-prefill-size", "--batch-size", "-b")] = None
     async_scheduling: Annotated[bool, "plan step n+1 while step n runs",
                                 Inverse("--disable-overlap-schedule")] = True
-    speculative_method: Annotated[SpeculativeMethod | None, "speculative decoding, same output. ngram: prompt lookup; "
-                                  "mtp: the model's MTP head; eagle3: --speculative-model (default: off)"] = None
+    speculative_method: Annotated[SpeculativeMethod | None, "speculative decoding, same output (sparse decode too). "
+                                  "ngram: prompt lookup; mtp: MTP head; eagle3: --speculative-model (default: "
+                                  "off)"] = None
     speculative_model: Annotated[str | None, "folder of the eagle3 draft layer",
                                  Alias("--speculative-draft-model-path")] = None
     speculative_tokens: Annotated[int, "maximum number of draft tokens per request and step",
@@ -220,8 +230,8 @@ class DeviceConfig:
     pp: Annotated[int, "pipeline parallelism: number of stages, each a process with layers of its own",
                   Alias("--pipeline-parallel-size", "--pp-size", "-pp")] = 1
     pp_layers: Annotated[tuple[str, ...], "layers of each pipeline stage, e.g. 10,12,8 (default: even)"] = ()
-    tp: Annotated[int, "tensor parallelism: ranks of each stage, which split heads, MLP columns, experts and "
-                  "vocabulary; each is a process",
+    tp: Annotated[int, "tensor parallelism: ranks (processes) of each stage, which split heads, MLP columns, "
+                  "experts, vocabulary; MLA KV is on each",
                   Alias("--tensor-parallel-size", "--tp-size", "-tp")] = 1
     ep: Annotated[int, "expert parallelism: groups of experts over the TP ranks. 1: each rank has columns of all "
                   "experts; 0: as many groups as TP ranks",
@@ -244,15 +254,16 @@ class DeviceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    host: Annotated[str, "address to bind"] = "127.0.0.1"
+    host: Annotated[str, "address to bind; one that other machines reach is refused without API keys"] = "127.0.0.1"
     port: Annotated[int, "TCP port; 0 takes a free one and prints it"] = 8000
-    api_key: Annotated[str | None, "key that clients must send; other users of this machine see it in the "
-                       "process list: prefer a file", Secret()] = field(default=None, repr=False)
+    api_key: Annotated[str | None, "key that clients must send (default: none, all routes are open to this "
+                       "machine); its users see it in the process list: prefer a file",
+                       Secret()] = field(default=None, repr=False)
     api_key_file: Annotated[str | None, "file with one API key per line"] = None
     admin_key_file: Annotated[str | None, "file with keys, one per line, that may also read metrics and "
                               "server_info, and flush the cache"] = None
     admin_api_key: Annotated[str | None, "one admin key; other users of this machine see it in the process list "
-                             "(default: a single API key is an admin key too)", Secret()] = field(
+                             "(default: the API key, if there is just one)", Secret()] = field(
                                  default=None, repr=False)
     ssl_certfile: Annotated[str | None, "PEM file with the server's certificate: serve HTTPS; reread on "
                             "SIGHUP"] = None
@@ -284,9 +295,10 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairConfig:
-    prefill_replicas: Annotated[int, "prefill instances on this machine; needs --decode-replicas"] = 0
-    decode_replicas: Annotated[int, "decode instances on this machine, which answer requests; needs "
-                               "--prefill-replicas"] = 0
+    prefill_replicas: Annotated[int, "prefill instances on this machine, each of --pp times --tp ranks, on the GPUs "
+                                "after the decode instances'; needs --decode-replicas"] = 0
+    decode_replicas: Annotated[int, "decode instances on this machine, each of --pp times --tp ranks, which answer "
+                               "requests; needs --prefill-replicas"] = 0
     disaggregation_mode: Annotated[PairMode | None, "role of this instance. decode answers HTTP requests and sends "
                                    "prompts to prefill instances; behind a router both answer HTTP"] = None
     disaggregation_connect: Annotated[tuple[str, ...], "decode: addresses of prefill instances, HOST:PORT, "
@@ -297,11 +309,11 @@ class PairConfig:
     disaggregation_transfer_backend: Annotated[
         TransferBackend, "KV transfer, equal on both. stream: their connection; nixl, mooncake: unencrypted reads of "
         "the prefill instance's memory"] = "stream"
-    disaggregation_fallback: Annotated[PairFallback, "decode, without a prefill instance: prefill locally, "
+    disaggregation_fallback: Annotated[PairFallback, "decode, if no prefill instance delivers: prefill locally, "
                                        "or refuse prompts with 503"] = "compute"
-    disaggregation_timeout_s: Annotated[float | None, "seconds. decode: for a prompt's KV, then it prefills locally "
-                                        "(default: 300); prefill, behind a router: for the decode instance (default: "
-                                        "30)"] = None
+    disaggregation_timeout_s: Annotated[float | None, "seconds. decode: for a prompt's KV, before the "
+                                        "fallback (default: 300); prefill, behind a router: for the decode instance "
+                                        "(default: 30)"] = None
     disaggregation_allow: Annotated[tuple[str, ...], "decode: hosts that a router may name as prefill instances, "
                                     "separated by commas (default: any)"] = ()
 
@@ -361,8 +373,8 @@ class ClusterConfig:
                           "needed, or --cluster-insecure"] = False
     cluster_tls_cert: Annotated[str | None, "PEM file with a certificate and its key, for TLS between machines: on "
                                 "the prefill instance and on all nodes. Needed there, or --cluster-insecure"] = None
-    cluster_insecure: Annotated[bool, "allow connections between machines without TLS: KV can then be read and changed "
-                                "on its way"] = False
+    cluster_insecure: Annotated[bool, "allow connections between machines without TLS. Needed by stages that span "
+                                "machines (NCCL, gloo), and by nixl and mooncake"] = False
     heartbeat_timeout_s: Annotated[float | None, "seconds without a heartbeat after which a rank, node or instance "
                                    "counts as dead (default: 6 for ranks, 5 for nodes, 10 for instances)"] = None
 
