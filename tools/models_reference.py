@@ -83,7 +83,8 @@ of fp8 in blocks. Other formats (bitsandbytes, three bits, ModelOpt's int4) are 
 packed in one tensor, ModelOpt's `pre_quant_scale`, and zero points of 4-bit floats.
 
 `--dtype gguf` on a CPU keeps integers as the codes of the file, with scales rounded to f16 and float32 compute: int4
-and GGUF's Q4 take half a byte each, others a byte. Groups of an odd number of columns or of several sizes become floats.
+and GGUF's Q4 take half a byte each, others a byte. Groups of an odd number of columns or of several sizes become
+floats.
 
 | `quant_method` | opens | in memory |
 |---|---|---|"""
