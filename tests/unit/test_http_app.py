@@ -60,11 +60,11 @@ def bearer(*key: str) -> dict[str, str]:
 
 
 def ask(*requests: tuple[str, str] | tuple[str, str, str], engine=None, keys=None,
-        peer=None) -> list[httpx.Response]:
+        peer=None, config: ServerConfig | None = None) -> list[httpx.Response]:
     """Answers to (method, path, key or nothing), one after the other, of one server."""
     api = OpenAI(engine or Engine(), ModelText(None, None, ()), Metrics(), model="long-name", also=("demo",),
                  choices_max=1)
-    app = build_app(api, Health(), keys or Keys([]), ServerConfig(),
+    app = build_app(api, Health(), keys or Keys([]), config or ServerConfig(),
                     {"model": "long-name", "page_size": 16, "max_num_seqs": 4}, [{"steps": 1.0}],
                     peer)
 
@@ -74,6 +74,24 @@ def ask(*requests: tuple[str, str] | tuple[str, str, str], engine=None, keys=Non
             return [await http.request(method, path, headers=bearer(*key))
                     for method, path, *key in requests]
     return asyncio.run(go())
+
+
+def test_ready_is_another_thing_than_alive():
+    def status(engine: Engine, **more) -> tuple[int, str, int]:
+        ready, health = ask(("GET", "/ready"), ("GET", "/health"), engine=engine,
+                            peer=PeerView(engine, "prefill", True), config=ServerConfig(**more))
+        return ready.status_code, ready.json()["status"], health.status_code
+
+    engine = Engine()
+    assert status(engine) == status(engine, ready_needs_prefill=True) == (200, "ready", 200)
+    engine.peer_missing = "no connection yet"
+    assert status(engine) == (200, "ready", 200)
+    assert status(engine, ready_needs_prefill=True) == (503, "the prefill engine: no connection yet", 200)
+    other = Engine()
+    engine.members, engine.missing = [engine, other], "it is started again"
+    assert status(engine) == (200, "ready", 200)               # the other engine serves
+    other.missing = engine.missing
+    assert status(engine) == (503, "engine died", 200)
 
 
 def test_an_alias_is_a_model():

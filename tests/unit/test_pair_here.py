@@ -41,7 +41,7 @@ class Fake:
         self.died = EngineDied(-9)
         self._on_death(self.died)
 
-    async def close(self) -> None:
+    async def close(self, store_s: float = 0.0) -> None:
         pass
 
 

@@ -113,6 +113,8 @@ CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
     ({"body_bytes_max": 1023}, {"body_bytes_max": 1024}),
     ({"timeout_keep_alive": 0}, {"timeout_keep_alive": 1}),
     ({"drain_s": -0.5}, {"drain_s": 0}),
+    ({"drain_store_s": 3601}, {"drain_store_s": 0}),
+    ({"ready_needs_prefill": True}, {"ready_needs_prefill": True, **DECODE}),
     ({"prefill_replicas": 1}, {"prefill_replicas": 2, "decode_replicas": 3}),
     ({"prefill_replicas": 1, "decode_replicas": 1, **DECODE}, DECODE),
     ({"prefill_replicas": 1, "decode_replicas": 1, "device": "cuda"}, {"prefill_replicas": 1, "decode_replicas": 1,

@@ -253,7 +253,7 @@ def build_app(api: OpenAI, health: Health, keys: Keys, config: ServerConfig,
               peer: PeerView | None = None) -> ASGIApp:
     """The ASGI app. `info` is what /server_info shows: no key, no path of a secret. `stats` are each
     engine's numbers until it tells others. `peer`: of one end of a pair."""
-    views = _Views(api, health, info, stats, peer)
+    views = _Views(api, health, info, stats, peer, peer if config.ready_needs_prefill else None)
     body_max = config.body_bytes_max or max(BODY_BYTES, BYTES_A_TOKEN * int(info.get("max_model_len", 0)))
 
     def get(path: str, view: Callable[[Request], Awaitable[Response]]) -> Route:
@@ -308,9 +308,10 @@ class _Views:
     """The routes that answer at once."""
 
     def __init__(self, api: OpenAI, health: Health, info: dict[str, Any],
-                 stats: Sequence[dict[str, float]], peer: PeerView | None) -> None:
+                 stats: Sequence[dict[str, float]], peer: PeerView | None, needed: PeerView | None) -> None:
+        """needed: the other end of a pair, where this server is not ready without it."""
         self._api = api
-        self._peer = peer
+        self._peer, self._needed = peer, needed
         self._health = health
         self._info = info
         self._others = () if peer is None else peer.here
@@ -358,10 +359,11 @@ class _Views:
         return _json({"status": status}, 200 if all(made) else 503)
 
     async def ready(self, _: Request) -> Response:
-        """Whether new requests are taken."""
-        if self._health.died or self._health.draining:
-            return _json({"status": "engine died" if self._health.died else "draining"}, 503)
-        return _json({"status": "ready"})
+        """Whether new requests should be sent here: by one engine at least they are served."""
+        died = self._health.died or all(member.missing for member in self._api.engine.members)
+        why = ("engine died" if died else "draining" if self._health.draining else
+               "" if self._needed is None else self._needed.missing)
+        return _json({"status": why or "ready"}, 503 if why else 200)
 
     async def metrics(self, _: Request) -> Response:
         others = [n.of(k.last) for n, k in zip(self._other_numbers, self._others, strict=True) if k.last]

@@ -321,9 +321,11 @@ class _Server:
         await asyncio.wait((died, idle), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         died.cancel()
         idle.cancel()
-        if api.num_open:
-            # Ends their streams, each with an error that says so.
-            await self._engine.close()
+        store_s = self._config.server.drain_store_s if self._config.kv.kv_storage is not None else 0.0
+        if api.num_open or store_s:
+            # Ends the streams that are open, each with an error that says so.
+            await asyncio.gather(self._engine.close(store_s),
+                                 *([] if self._pair is None else [self._pair.close(store_s)]))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(api.idle.wait(), DYING_S)
 

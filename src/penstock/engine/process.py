@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -90,8 +91,8 @@ class ApiLink:
 
 
 def run(engine: EngineParts, link: ApiLink) -> None:
-    """Until Shutdown. It waits in one place, for messages, the executor, the other engine of a pair and
-    deadlines; steps that run in this thread are run between two looks at what has come."""
+    """Run until Shutdown. It waits in one place, for messages, the executor, the other engine of a pair and deadlines;
+    steps that run in this thread are run between two looks at what has come."""
     loop, crew, peers = engine.loop, engine.crew, engine.peers
     turn_over = write_on_signal(loop.recorder)
     missing = "no connection yet" if peers is None else peers.missing
@@ -107,7 +108,7 @@ def run(engine: EngineParts, link: ApiLink) -> None:
             engine.begin()
         for message in messages:
             if isinstance(message, wire.Shutdown):
-                return
+                return store_rest(engine, link, message.store_s) if message.store_s else None
             if (stats := loop.handle(message)) is not None:
                 link.send(stats)
         if crew is not None:
@@ -118,6 +119,23 @@ def run(engine: EngineParts, link: ApiLink) -> None:
             missing = tell(peers, link, missing)
         turn_over()
         between.collect(idle=not loop.steps_in_flight)
+
+
+def store_rest(engine: EngineParts, link: ApiLink, store_s: float) -> None:
+    """Write the cached pages that wait for storage, for at most so many seconds. Requests that still run end first."""
+    loop, until = engine.loop, time.monotonic() + store_s
+    for rid in list(loop.recorder.core.live):
+        loop.handle(wire.Abort(rid))
+    began, left = loop.stats()["pages_to_store"], 0.0
+    while (left_s := until - time.monotonic()) > 0:
+        loop.turn(block=loop.works_here)
+        left = loop.stats()["pages_to_store"]
+        if not (loop.moves_in_flight or loop.steps_in_flight):
+            break                              # nothing is written, nor will it be
+        wait_s = loop.wait_s
+        link.receive(min(left_s, 1.0) if wait_s is None else min(left_s, wait_s), engine.wakes)
+    if began or left:
+        log(f"storage: {began - left:.0f} pages were written before the exit, {left:.0f} are left")
 
 
 def tell(peers: Peers, link: ApiLink, missing: str) -> str:

@@ -16,7 +16,7 @@ from penstock.config.request.params import SamplingParams
 from penstock.config.request.scores import Scores
 from penstock.config.request.selection import Selection
 
-VERSION = 9
+VERSION = 10
 LOADED = "engine: loaded"       # the last line that the engine prints before it sends Ready
 FRAME_BYTES_MAX = 256 << 20
 
@@ -105,7 +105,9 @@ class AskShown(_Message, frozen=True):
 
 
 class Shutdown(_Message, frozen=True):
-    """Exit 0 at once; whatever runs is aborted."""
+    """Abort what runs, write pages that wait for storage for at most `store_s` seconds, and exit 0."""
+
+    store_s: float = 0.0
 
 
 ToEngine = Hello | Submit | Abort | StopAt | Flush | AskStats | AskShown | Shutdown

@@ -291,6 +291,10 @@ class ServerConfig:
     timeout_keep_alive: Annotated[int, "seconds that an idle connection stays open: more than in clients and proxies, "
                                   "which else may reuse a closed one"] = 65
     drain_s: Annotated[float, "seconds that SIGTERM gives running requests"] = 30.0
+    drain_store_s: Annotated[float, "seconds that SIGTERM then gives an engine to write cached pages that wait for "
+                             "--kv-storage"] = 20.0
+    ready_needs_prefill: Annotated[bool, "decode instance: /ready is 503 while no prefill instance is "
+                                   "connected"] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

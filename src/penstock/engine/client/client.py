@@ -160,17 +160,19 @@ class EngineClient:
             raise
         return self._ready
 
-    async def close(self) -> None:
+    async def close(self, store_s: float = 0.0) -> None:
         """Ask the engine to exit, wait, kill it if it does not. Idempotent; streams that are still
-        open end with EngineDied."""
+        open end with EngineDied. store_s: seconds that it may write cached pages to storage before."""
         self._closing = True
+        if store_s:
+            self._end_streams(EngineClosed(None))
         process = self._process
         if process is None:
             return
         try:
             if self._ready is not None:         # one that still loads does not listen: kill it
-                self._send(wire.Shutdown())
-                await _within(EXIT_GRACE_S, self._exited)
+                self._send(wire.Shutdown(store_s))
+                await _within(EXIT_GRACE_S + store_s, self._exited)
         finally:
             process.kill()                      # nothing, if it has exited
             if self._transport is not None:
@@ -334,16 +336,19 @@ class EngineClient:
         if not self._started.done():
             self._started.set_exception(self.died)
             self._started.exception()       # retrieved: start() may have been cancelled
-        for inbox in list(self._inboxes.values()):
-            self._forget(inbox)
-            inbox.error = self.died
-            inbox.wake()
+        self._end_streams(self.died)
         for future in self._asked.values():
             if not future.done():
                 future.set_exception(self.died)
         self._gone.set_result(None)
         if self.on_death is not None and not self._closing:
             self.on_death(self.died)
+
+    def _end_streams(self, error: EngineDied) -> None:
+        for inbox in list(self._inboxes.values()):
+            self._forget(inbox)
+            inbox.error = error
+            inbox.wake()
 
     def _on_a_thread(self, work: Callable[[], object], done: asyncio.Event, name: str) -> None:
         """`work` on a thread of its own, and `done` when it has returned."""

@@ -51,9 +51,9 @@ class PairHere:
                 while decode.peer_missing:
                     await asyncio.sleep(0.01)
 
-    async def close(self) -> None:
-        """End the prefill engines. Idempotent."""
-        await asyncio.gather(*(kept.close() for kept in self.prefill))
+    async def close(self, store_s: float = 0.0) -> None:
+        """End the prefill engines, see EngineClient.close. Idempotent."""
+        await asyncio.gather(*(kept.close(store_s) for kept in self.prefill))
         for fd in self.fds:
             os.close(fd)
         self.fds = ()

@@ -124,9 +124,9 @@ class Engines:
                    env=environment(config, n), on_death=on_death if count == 1 else None)
             for n in range(count)]
 
-    async def close(self) -> None:
-        """End all of them. Idempotent."""
-        await asyncio.gather(*(member.close() for member in self.members))
+    async def close(self, store_s: float = 0.0) -> None:
+        """End all of them, see EngineClient.close. Idempotent."""
+        await asyncio.gather(*(member.close(store_s) for member in self.members))
 
     # ------------------------------------------------------------ as one engine
     @property

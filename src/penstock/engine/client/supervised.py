@@ -86,14 +86,14 @@ class Kept:
             self.num_restarts += 1
             wait = RESTART_S[0]
 
-    async def close(self) -> None:
-        """End it. Idempotent."""
+    async def close(self, store_s: float = 0.0) -> None:
+        """End it, see EngineClient.close. Idempotent."""
         if self._keeping is not None:
             self._keeping.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._keeping
         if self.last is not None:
-            await self.last.close()
+            await self.last.close(store_s)
 
 
 def _first(error: EngineDied) -> str:
