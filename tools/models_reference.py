@@ -139,9 +139,9 @@ _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_
 _OWN: dict[str, dict[str, object]] = {
     "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]}, "granitemoehybrid": _MAMBA,
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp", "moe"]},
-    "ministral3": {"rope_parameters": {
+    **{family: {"rope_parameters": {
         "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 8192,
-        "llama_4_scaling_beta": 0.1}},
+        "llama_4_scaling_beta": 0.1}} for family in ("ministral3", "mistral4")},
     **{family: {"sliding_window": 128} for family in ("mistral", "gemma2", "gemma3_text", "gpt_oss")},
 }
 
@@ -199,8 +199,7 @@ def _layers(spec: Spec) -> str:
 def _gpu(spec: Spec) -> str:
     """No test has run on a GPU what these fields ask for."""
     attention = spec.attention
-    not_run = isinstance(attention, GqaSpec) and (
-        attention.sinks or attention.norm_width or attention.growth)
+    not_run = attention.growth or (isinstance(attention, GqaSpec) and (attention.sinks or attention.norm_width))
     return "not tested" if not_run else "tested"
 
 
@@ -224,18 +223,21 @@ _START, _STOP = "<!-- models: written by `make docs` -->", "<!-- models: end -->
 
 
 def view() -> str:
-    """Return the table of README: families that work alike in one row, with one published example each."""
+    """Return the table of README: families that work alike in one row, those that no test has run on a GPU named, with
+    two published examples."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for family in sorted(registry.FAMILIES, key=lambda name: (name not in EXAMPLES, name)):
         spec = example(family)
-        alike.setdefault((_layers(spec), "tested", _gpu(spec), _tp(spec), _sparse(spec)), []).append(family)
+        alike.setdefault((_layers(spec), _tp(spec), _sparse(spec)), []).append(family)
     lines = ["| attention | families (`model_type`) | for example | CPU | GPU | `--tp` on | sparse decode | GGUF |",
              "|---|---|---|---|---|---|---|---|"]
     for (layers, *cells), families in sorted(alike.items()):
         ggufs = [family for family in families if _weights(family).endswith("GGUF")]
         gguf = "yes" if ggufs == families else ", ".join(ggufs) or "no"
         shown = [EXAMPLES[family][0] for family in families if family in EXAMPLES][:2]
-        row = (layers, ", ".join(families), ", ".join(shown) or "-", *cells, gguf)
+        not_run = [family for family in families if _gpu(example(family)) != "tested"]
+        gpu = "not tested" if not_run == families else f"tested, but {', '.join(not_run)}" if not_run else "tested"
+        row = (layers, ", ".join(families), ", ".join(shown) or "-", "tested", gpu, *cells, gguf)
         lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)
 

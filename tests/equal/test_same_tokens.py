@@ -71,6 +71,11 @@ NEMOTRON = {**CONFIG, "architectures": ["NemotronHForCausalLM"], "model_type": "
             "hybrid_override_pattern": "M*EM-*", "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 6,
             "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
             "moe_shared_expert_intermediate_size": 16, "moe_latent_size": 20, "tie_word_embeddings": False}
+# Queries grow three times within the prompts; experts by softmax in groups.
+MISTRAL_4 = {**LATENT, "architectures": ["Mistral4ForCausalLM"], "model_type": "mistral4", "n_group": 2,
+             "rope_parameters": {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 32,
+                                 "rope_theta": 1e4, "llama_4_scaling_beta": 0.4, "mscale": 1.0, "mscale_all_dim": 1.0}}
+del MISTRAL_4["indexer_types"]
 # Shapes of real models, with random weights: SmolLM2-135M, and experts of a billion.
 DEMO = {**CONFIG, "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
         "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "max_position_embeddings": 8192,
@@ -137,6 +142,7 @@ KINDS = {
     "states-3": Kind(make=of_config(STATES_3), selects=TOPK, options={"state_interval": 32}),
     "granite": Kind(make=of_config(GRANITE), options={"state_interval": 32}),
     "nemotron": Kind(make=of_config(NEMOTRON), options={"state_interval": 32}),
+    "mistral4": Kind(make=of_config(MISTRAL_4)),
     "blocks": Kind(make=lambda folder: (fp8_checkpoint(folder, ODD),) * 2, covers=("ordinary", "ordinary"),
                    weights="fp8"),
     "blocks-experts": Kind(make=lambda folder: (fp8_checkpoint(folder, MOE),) * 2, covers=("experts", "experts"),
@@ -200,6 +206,7 @@ TABLE: dict[tuple[str, str], tuple[str, str, str]] = {
     ("states-3", "hosted"): ("", "tp2.pp2", ""),
     ("granite", "resident"): ("tp2", "tp3>tp2", "tp3.pp2+ngram"),
     ("nemotron", "resident"): ("", "tp2 tp2>pp2", "tp2.pp2+ngram"),
+    ("mistral4", "resident"): ("", "tp2.pp2 tp2>pp2", ""),
     ("blocks", "resident"): ("", "tp2", ""),
     ("blocks-experts", "resident"): ("", "tp2 tp3", ""),
     ("packed", "resident"): ("pp2.l31", "tp2 tp3.pp2", ""),

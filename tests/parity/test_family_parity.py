@@ -14,7 +14,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dense_attend import Dense
-from family_cases import CASES, CLASSES, GRANITE, GREEDY, LLAMA3, MAMBA, NEMOTRON, PROMPT, SMALL, VOCAB
+from family_cases import (
+    CASES,
+    CLASSES,
+    GRANITE,
+    GREEDY,
+    GROWING,
+    LLAMA3,
+    MAMBA,
+    MLA,
+    NEMOTRON,
+    PROMPT,
+    SMALL,
+    VOCAB,
+)
 from safetensors.torch import load_file
 from transformers import BambaConfig, PreTrainedConfig, PreTrainedModel
 
@@ -305,6 +318,15 @@ def test_granite_refuses(name: str, value: object) -> None:
 def test_nemotron_refuses(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match="Mamba" if name == "n_groups" else name):
         registry.read_spec_of({**SMALL, **NEMOTRON, "model_type": "nemotron_h", name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("rope_parameters", None), ("rope_parameters", {**GROWING, "partial_rotary_factor": 0.5}),
+    ("rope_parameters", {**GROWING, "llama_4_scaling_beta": "0.1"}), ("scoring_func", "sigmoid"),
+    ("q_lora_rank", None)])
+def test_mistral4_refuses(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=name):
+        registry.read_spec_of({**SMALL, **MLA, "rope_parameters": GROWING, "model_type": "mistral4", name: value})
 
 
 def test_limits_of_steps_are_read_as_transformers_writes_them(tmp_path: Path) -> None:

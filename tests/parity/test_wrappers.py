@@ -68,6 +68,12 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]]
                                 "rope_theta": 1e6, "llama_4_scaling_beta": 0.4, "mscale": 1.0,
                                 "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0}},
                             {"model_type": "pixtral", **SEES}, {"tie_word_embeddings": False}),
+    "mistral3-mistral4": ("Mistral3ForConditionalGeneration", "Mistral3Config",
+                          {**MLA, "model_type": "mistral4", "head_dim": 20, "rope_parameters": {
+                              "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 6,
+                              "rope_theta": 1e6, "llama_4_scaling_beta": 0.4, "mscale": 1.0, "mscale_all_dim": 1.0,
+                              "beta_fast": 32.0, "beta_slow": 1.0}},
+                          {"model_type": "pixtral", **SEES}, {"tie_word_embeddings": False}),
     "internvl": ("InternVLForConditionalGeneration", "InternVLConfig", {"model_type": "qwen3"},
                  {**SEES, "image_size": [16, 16], "patch_size": [4, 4]}, {}),
 }
@@ -241,8 +247,8 @@ def test_names_of_the_text_lose_their_prefix_and_names_of_towers_have_none() -> 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "text": ({"model_type": "gemma4", "text_config": {"model_type": "gemma4_text"}},
              "model_type 'gemma4', whose text is 'gemma4_text', is not supported"),
-    "another text": ({"model_type": "mistral3", "text_config": {"model_type": "mistral4"}},
-                     "the text of mistral3, model_type 'mistral4', is not supported; one of mistral, min"),
+    "another text": ({"model_type": "mistral3", "text_config": {"model_type": "mistral5"}},
+                     "the text of mistral3, model_type 'mistral5', is not supported; one of mistral, min"),
     "no text": ({"model_type": "qwen3_5"}, "text_config or llm_config, an object: found None"),
     "two kinds of codes": ({"model_type": "kimi_k25", "quantization_config": {"quant_method": "fp8"},
                             "text_config": {"quantization_config": {"quant_method": "awq"}}},

@@ -50,7 +50,7 @@ class IndexSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentSpec:
     """Ranks and widths of a head's parts. `bias`: of the projections from and to the model's width. `index`:
-    None: every query reads all rows."""
+    None: every query reads all rows. `growth`, `growth_length`: as of `layers.GqaSpec`."""
 
     num_heads: int
     q_rank: int
@@ -61,6 +61,8 @@ class LatentSpec:
     scale: float
     bias: bool
     index: IndexSpec | None
+    growth: float = 0.0
+    growth_length: int = 1
 
     @property
     def ops(self) -> tuple[str, ...]:

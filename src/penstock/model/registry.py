@@ -18,7 +18,7 @@ from penstock.kernels.state.scan import Scan
 from penstock.kernels.types.packed import Packed, quantised
 from penstock.model.base import GlobalLayer, Model, Stage, TpGroup, Wants, everything
 from penstock.model.families.bamba import bamba
-from penstock.model.families.deepseek import deepseek_v3, deepseek_v32, glm_moe_dsa
+from penstock.model.families.deepseek import deepseek_v3, deepseek_v32, glm_moe_dsa, mistral4
 from penstock.model.families.gemma import gemma2, gemma3_text
 from penstock.model.families.glm4 import glm4_moe
 from penstock.model.families.gpt_oss import gpt_oss
@@ -65,6 +65,7 @@ FAMILIES: dict[str, tuple[str, Callable[[Fields], Spec]]] = {
     "gpt_oss": ("GptOssForCausalLM", gpt_oss),
     "deepseek_v3": ("DeepseekV3ForCausalLM", deepseek_v3),
     "kimi_k2": ("DeepseekV3ForCausalLM", deepseek_v3),
+    "mistral4": ("Mistral4ForCausalLM", mistral4),
     "deepseek_v32": ("DeepseekV32ForCausalLM", deepseek_v32),
     "glm4_moe": ("Glm4MoeForCausalLM", glm4_moe),
     "minimax_m2": ("MiniMaxM2ForCausalLM", minimax_m2),

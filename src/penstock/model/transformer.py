@@ -386,7 +386,7 @@ class Transformer:
 
     def _grown(self, attend: Attend, positions_T: Tensor) -> Attend:
         spec = self.spec.attention
-        if not isinstance(spec, GqaSpec) or not spec.growth:
+        if not spec.growth:
             return attend
         turns_T = torch.floor(positions_T.float() / spec.growth_length)
         growth_T11 = (1 + spec.growth * torch.log(1 + turns_T))[:, None, None].to(self.dtype)

@@ -114,6 +114,18 @@ def stated_by(fields: Fields, attention: GqaSpec | LatentSpec) -> dict[str, tupl
     return states
 
 
+def read_growth(fields: Fields) -> tuple[float, int]:
+    """Return `growth` and `growth_length` of `GqaSpec`: of Mistral's models whose queries grow. Raises ConfigError."""
+    rope = fields.mapping("rope_parameters") or fields.mapping("rope_scaling")
+    growth, length = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
+    if growth is None:
+        return 0.0, 1
+    if type(growth) not in (int, float) or not 0 <= growth < 1e6 or type(length) is not int or length < 1:
+        fields.refuse("rope_parameters", "llama_4_scaling_beta, a number, with "
+                                         "original_max_position_embeddings, a number of tokens")
+    return float(growth), length
+
+
 def layers_of(fields: Fields) -> list[GlobalLayer]:
     return [GlobalLayer(index) for index in range(fields.size("num_hidden_layers"))]
 

@@ -1,13 +1,14 @@
 """DeepSeek-V3 and Kimi-K2, and with a lightning indexer DeepSeek-V3.2 and GLM-5: latent attention,
-sigmoid-gated experts."""
+sigmoid-gated experts. Mistral Small 4: latent attention whose queries grow with their position, experts by softmax."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from penstock.config.base.errors import ConfigError
 from penstock.model.base import GlobalLayer
-from penstock.model.families.common import layers_of, read_spec
+from penstock.model.families.common import layers_of, read_growth, read_spec
 from penstock.model.latent import IndexSpec, LatentSpec
 from penstock.model.moe import MoESpec
 from penstock.model.mtp import deepseek_names
@@ -27,6 +28,23 @@ def glm_moe_dsa(fields: Fields) -> Spec:
     return _spec(fields, _index(fields, interleaved=True, indexed=_indexed(fields)))
 
 
+def mistral4(fields: Fields) -> Spec:
+    name = "rope_parameters" if fields.mapping("rope_parameters") else "rope_scaling"
+    rope = fields.mapping(name)
+    if not rope:
+        fields.refuse("rope_parameters", "the scaling of the RoPE that the model has: without it positions are others")
+    # transformers says of a whole head what is turned of it, which qk_rope_head_dim says too.
+    turned, dim = fields.size("qk_rope_head_dim"), fields.size("qk_nope_head_dim") + fields.size("qk_rope_head_dim")
+    if rope.get("partial_rotary_factor") not in (None, turned / dim):
+        fields.refuse(name, f"partial_rotary_factor, if it is there, as qk_rope_head_dim says: {turned / dim}")
+    plain = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
+    fields = Fields({**fields.values, name: plain}, fields.family)
+    spec = _spec(fields, None, sigmoid=False, dense=0, scale=1.0)
+    growth, length = read_growth(fields)
+    assert isinstance(spec.attention, LatentSpec)
+    return replace(spec, attention=replace(spec.attention, growth=growth, growth_length=length))
+
+
 def _index(fields: Fields, *, interleaved: bool, indexed: list[GlobalLayer]) -> IndexSpec:
     head_dim, rope = fields.size("index_head_dim"), fields.size("qk_rope_head_dim")
     if head_dim < rope:
@@ -40,9 +58,11 @@ def _index(fields: Fields, *, interleaved: bool, indexed: list[GlobalLayer]) -> 
     )
 
 
-def _spec(fields: Fields, index: IndexSpec | None) -> Spec:
-    for name, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1),
-                       ("rope_interleave", True)):
+def _spec(fields: Fields, index: IndexSpec | None, *, sigmoid: bool = True, dense: int = 3, scale: float = 2.5) -> Spec:
+    """sigmoid: of experts' scores, else softmax. dense: layers without experts, scale: of what experts say, where a
+    file says none."""
+    for name, only in (("scoring_func", "sigmoid" if sigmoid else "softmax"), ("topk_method", "noaux_tc"),
+                       ("moe_layer_freq", 1), ("rope_interleave", True)):
         if fields.values.get(name) not in (None, only):
             fields.refuse(name, f"supported: {only!r}")
     if "q_lora_rank" in fields.values and fields.values["q_lora_rank"] is None:
@@ -64,8 +84,9 @@ def _spec(fields: Fields, index: IndexSpec | None) -> Spec:
     )
     shared = fields.size("moe_intermediate_size") * fields.size("n_shared_experts", 1)
     skipped = fields.size("num_nextn_predict_layers", 0, least=0)
+    moe = grouped_experts(fields, frozenset(_sparse(fields, dense)), shared=shared, scale=scale, sigmoid=sigmoid)
     return read_spec(
-        fields, attention, moe=sigmoid_experts(fields, frozenset(_sparse(fields)), shared=shared, scale=2.5),
+        fields, attention, moe=moe,
         skipped_layers=skipped, mtp=deepseek_names(fields.size("num_hidden_layers")) if skipped else None,
     )
 
@@ -82,9 +103,10 @@ def _yarn_scale(fields: Fields) -> float:
     return float(0.1 * weight * math.log(factor) + 1.0) ** 2
 
 
-def sigmoid_experts(fields: Fields, layers: frozenset[GlobalLayer], *, shared: int, scale: float) -> MoESpec:
-    """Experts as DeepSeek-V3 has them. shared: width of what every token visits; scale: where a file says
-    none. Raises ConfigError on groups that do not divide them."""
+def grouped_experts(fields: Fields, layers: frozenset[GlobalLayer], *, shared: int, scale: float,
+                    sigmoid: bool = True) -> MoESpec:
+    """Experts as DeepSeek-V3 has them, by sigmoid or by softmax. shared: width of what every token visits; scale:
+    where a file says none. Raises ConfigError on groups that do not divide them."""
     num_experts = fields.size("n_routed_experts")
     groups, groups_chosen = fields.size("n_group", 1), fields.size("topk_group", 1)
     num_chosen = fields.size("num_experts_per_tok")
@@ -104,7 +126,7 @@ def sigmoid_experts(fields: Fields, layers: frozenset[GlobalLayer], *, shared: i
         width=fields.size("moe_intermediate_size"),
         renormalize=fields.flag("norm_topk_prob", True),
         layers=layers,
-        sigmoid=True,
+        sigmoid=sigmoid,
         groups=groups,
         groups_chosen=groups_chosen,
         shared_width=shared,
@@ -112,10 +134,10 @@ def sigmoid_experts(fields: Fields, layers: frozenset[GlobalLayer], *, shared: i
     )
 
 
-def _sparse(fields: Fields) -> list[GlobalLayer]:
+def _sparse(fields: Fields, dense: int) -> list[GlobalLayer]:
     types = fields.values.get("mlp_layer_types")
     if types is None:
-        dense = fields.size("first_k_dense_replace", 3, least=0)
+        dense = fields.size("first_k_dense_replace", dense, least=0)
         return [index for index in layers_of(fields) if index >= dense]
     _check_types(fields, "mlp_layer_types", types, ("dense", "sparse"))
     return [index for index in layers_of(fields) if types[index] == "sparse"]

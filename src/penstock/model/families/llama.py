@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.model.families.common import read_attention, read_spec
+from penstock.model.families.common import read_attention, read_growth, read_spec
 from penstock.model.transformer import Spec
 from penstock.model.weights.fields import Fields
 
@@ -32,11 +32,6 @@ def seed_oss(fields: Fields) -> Spec:
 
 def ministral3(fields: Fields) -> Spec:
     attention = read_attention(fields, kv_heads=8, head_dim=128, qkv_bias=False, out_bias=False)
-    rope = fields.mapping("rope_parameters") or fields.mapping("rope_scaling")
-    growth, length = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
-    if growth is not None:
-        if type(growth) not in (int, float) or not 0 <= growth < 1e6 or type(length) is not int or length < 1:
-            fields.refuse("rope_parameters", "llama_4_scaling_beta, a number, with "
-                                             "original_max_position_embeddings, a number of tokens")
-        attention = replace(attention, growth=float(growth), growth_length=length)
+    growth, length = read_growth(fields)
+    attention = replace(attention, growth=growth, growth_length=length)
     return read_spec(fields, attention, slides=lambda layer: True)

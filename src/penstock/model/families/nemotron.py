@@ -8,7 +8,7 @@ from dataclasses import replace
 from penstock.model.base import GlobalLayer
 from penstock.model.families.bamba import mamba
 from penstock.model.families.common import read_attention, read_spec
-from penstock.model.families.deepseek import sigmoid_experts
+from penstock.model.families.deepseek import grouped_experts
 from penstock.model.rope import without_turns
 from penstock.model.transformer import Spec
 from penstock.model.weights.fields import Fields
@@ -41,7 +41,7 @@ def nemotron_h(fields: Fields) -> Spec:
     if experts:
         shared = fields.size("moe_shared_expert_intermediate_size", 7688)
         inner = 0 if fields.values.get("moe_latent_size") is None else fields.size("moe_latent_size")
-        moe = replace(sigmoid_experts(fields, experts, shared=shared, scale=1.0), gated=False, inner=inner)
+        moe = replace(grouped_experts(fields, experts, shared=shared, scale=1.0), gated=False, inner=inner)
     attention = read_attention(fields, kv_heads=8, head_dim=128, qkv_bias=False, out_bias=False)
     spec = read_spec(fields, attention, moe=moe, mlp_bias=bias, kinds=(STATE, MLP, EXPERTS))
     return replace(

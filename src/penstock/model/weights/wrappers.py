@@ -59,7 +59,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "qwen2_5_vl": Wrapper(texts=("qwen2_5_vl_text",), flat=True),
     "gemma3": Wrapper(texts=("gemma3_text",), defaults=_GEMMA3),
     "kimi_k25": Wrapper(texts=("kimi_k2", "deepseek_v3")),
-    "mistral3": Wrapper(texts=("mistral", "ministral3")),
+    "mistral3": Wrapper(texts=("mistral", "ministral3", "mistral4")),
     "internvl": _INTERN,
     "internvl_chat": _INTERN,
     "NemotronH_Nano_VL_V2": _NEMOTRON,
