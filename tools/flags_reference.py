@@ -29,7 +29,11 @@ number with K, M, G, T (powers of 1,024; also KiB, MiB, ...) or KB, MB, GB, TB (
 
 `--config FILE` takes flags from a YAML file. A key is a flag without its dashes (`max-model-len: 8192`, or
 `max_model_len: 8192`); `model` is MODEL. True and false turn a switch on and off, a list is joined by
-commas, an object becomes JSON, and null is as if the key were not there. The command line wins."""
+commas, an object becomes JSON, and null is as if the key were not there. The command line wins.
+
+`penstock serve` also takes flags from the environment: `PENSTOCK_ARG_` and the flag in capitals, with `_` for `-`
+(`PENSTOCK_ARG_MAX_MODEL_LEN=8192`; `PENSTOCK_ARG_MODEL` is MODEL; 1 and 0 turn a switch on and off). An empty variable
+is as if it were not there. The command line wins over the environment, and that over the file."""
 
 
 def reference() -> str:

@@ -103,7 +103,7 @@ def _run(name: str, command: Command, words: list[str]) -> int:
     if command.own_flags:
         importlib.import_module(command.module).add_arguments(parser)
     own = frozenset(parser.spellings)
-    file = FromFile(words if command.model != "none" else ())
+    file = FromFile(words if command.model != "none" else (), environment=name == "serve")
     if command.model != "none":
         add_flags(parser, model_required=command.model == "needed", without=without)
         parser.add_argument("--print-config", action="store_true",

@@ -1,12 +1,15 @@
-"""Flags from a YAML file, as vLLM's and SGLang's --config: a key is a flag without its dashes.
+"""Flags from a YAML file, as vLLM's and SGLang's --config, and from the environment: the flag without its dashes.
 
-Owns how a file is read and which of its keys the command line leaves over. What a flag means is `cli`'s.
+Owns how they are read and which of them count: the command line wins, then the environment. What a flag means is
+`cli`'s.
 """
 from __future__ import annotations
 
+import difflib
 import json
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,23 +19,31 @@ from penstock.config.settings.cli import MODEL_SPELLINGS, flags, spelled
 
 FLAG = "--config"
 BYTES_MAX = 1 << 20
+# With ARG as llama.cpp has it: of a Kubernetes service that is called penstock, every pod has a $PENSTOCK_PORT.
+PREFIX = "PENSTOCK_ARG_"
+SWITCHES = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}
 
 
 class FromFile:
-    """The words of a command line with those of its file, if it names one.
+    """The words of a command line with those of its file, if it names one, and of the environment.
 
-    words   of the file first, then the others: the last one of a flag counts. Keys whose flag the command
-            line has are left out, so that it wins for lists as well
-    model   that the file names, None without one
+    words   of the file first, then of the environment, then the others: the last one of a flag counts. Keys whose
+            flag comes later are left out, so that the later one wins for lists as well
+    model   that the environment or the file names, None without one
     """
 
-    def __init__(self, argv: Sequence[str]) -> None:
-        """Raises ConfigError: no such file, not YAML, a key twice, a value that no flag has."""
-        self.words, self.model, self._keys = list(argv), None, dict[str, str]()
+    def __init__(self, argv: Sequence[str], *, environment: bool = False) -> None:
+        """environment: whether that is read. Raises ConfigError: no such file, not YAML, a key twice, a value that no
+        flag has, a variable of no flag."""
+        self.words, self.model = list(argv), None
+        self._keys, self._variables = dict[str, str](), dict[str, str]()       # by field of a flag
         self._path = self._take_path()
+        given = {_field(spelled(word)) for word in self.words if word.startswith("-")}
+        if environment:
+            self.words = [*self._of_environment(given), *self.words]
+            given |= self._variables.keys()
         if self._path is None:
             return
-        given = {_field(spelled(word)) for word in self.words if word.startswith("-")}
         own: list[str] = []
         for key, value in self._read(self._path):
             name = _flag(key)
@@ -40,11 +51,33 @@ class FromFile:
                 if name == FLAG:
                     raise ConfigError("a file names no other file: leave it out")
                 if name in MODEL_SPELLINGS:
-                    self.model = _text(value)
+                    self.model = self.model or _text(value)
                 elif _field(name) not in given:
                     own += _words(name, value)
                     self._keys[_field(name)] = key
         self.words = [*own, *self.words]
+
+    def _of_environment(self, given: Collection[str]) -> Iterator[str]:
+        known = {s for f in flags() for s in (*f.spellings, *f.inverse)}
+        for variable, text in sorted(os.environ.items()):
+            if not variable.startswith(PREFIX) or not text:
+                continue
+            name = _flag(variable.removeprefix(PREFIX).lower())
+            if name in MODEL_SPELLINGS:
+                self.model = text
+            elif name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"did you mean ${PREFIX}{near[0].lstrip('-').replace('-', '_').upper()}?" if near else (
+                    "docs/reference/flags.md lists them")
+                raise ConfigError(f"${variable}: {name} is not a flag: {hint}")
+            elif (field := _field(name)) not in given:
+                value: Any = text
+                if any(f.dest == field and f.kind == "bool" for f in flags()):
+                    if text.lower() not in SWITCHES:
+                        raise ConfigError(f"${variable}={text}: 1 or 0 is needed")
+                    value = SWITCHES[text.lower()]
+                self._variables[field] = variable
+                yield from _words(name, value)
 
     def _take_path(self) -> str | None:
         """Its value, taken out of the words. Raises ConfigError: twice, or without one."""
@@ -89,7 +122,7 @@ class FromFile:
 
     @contextmanager
     def blaming(self) -> Iterator[None]:
-        """Errors about a flag of the file name the file and the key as well."""
+        """Errors about a flag of the file name the file and the key as well, of the environment the variable."""
         try:
             yield
         except ConfigError as e:
@@ -104,8 +137,11 @@ class FromFile:
 
     def _blame(self, line: str) -> str:
         named = re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", line.partition(": ")[0])
-        keys = dict.fromkeys(self._keys[f] for name in named if (f := _field(spelled(name))) in self._keys)
-        return f"{FLAG} {self._path}: {', '.join(keys)}: {line}" if keys else line
+        fields = dict.fromkeys(_field(spelled(name)) for name in named)
+        parts = [f"${self._variables[f]}" for f in fields if f in self._variables]
+        if keys := [self._keys[f] for f in fields if f in self._keys]:
+            parts.append(f"{FLAG} {self._path}: {', '.join(dict.fromkeys(keys))}")
+        return f"{', '.join(parts)}: {line}" if parts else line
 
 
 def _flag(key: str) -> str:
