@@ -193,7 +193,7 @@ class World(Watcher):
         for _ in range(STRAYS):
             self.clock.after(self._stray_rng.random() * (sc.span + 20), self._stray)
         for _ in range(sc.republishes):
-            self.clock.after(sc.span / 2, partial(self.send, Republish()))
+            self.clock.after(sc.span / 2, partial(self.inbox.append, Republish()))     # with the next event
         for _ in range(sc.jumps):
             self.clock.after(self._damage_rng.random() * (sc.span + 20), self._leap)
         phases = [p for p in SHORT if any(source is p for source, _ in self.view.edges)]
