@@ -57,6 +57,8 @@ SAYS = {
                   "</invoke>\n</minimax:tool_call>",
     "seed_oss": "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n"
                 "<parameter=days>2</parameter>\n</function>\n</seed:tool_call>",
+    "gpt_oss": "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+               '{"city": "Paris", "days": 2}',
     "glm": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
            "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
 }
@@ -106,13 +108,13 @@ class Scripted:
         if marks:
             raw.add_tokens([AddedToken(m, special=not m.startswith("｜"), normalized=False)
                             for m in special])
-        self.eos = raw.token_to_id(fake.EOS)
-        self.tokenizer = Tokenizer(raw, eos_ids=(self.eos,), chat_template=source, template_vars={})
+        self.tokenizer = Tokenizer(raw, eos_ids=(raw.token_to_id(fake.EOS),), chat_template=source, template_vars={})
+        self.eos = self.tokenizer.eos_ids[0]
         self.ready = EngineReady(pid=1, vocab_size=raw.get_vocab_size(), max_model_len=context,
                            info={"grammar_backend": "llguidance"})
         self.says, self.finish, self.size = "", "stop", size
         made = ChatTemplate(source, {"bos_token": "", "eos_token": fake.EOS})
-        self.text = ModelText(self.tokenizer, made, (self.eos,), calls=form, reasons=reasons,
+        self.text = ModelText(self.tokenizer, made, self.tokenizer.eos_ids, calls=form, reasons=reasons,
                          sampling=sampling)
         made_api = OpenAI(self, self.text, Metrics(), model="m", choices_max=8,
                           encoder=Encoder(self.tokenizer), **api)

@@ -47,6 +47,8 @@ llama3_json none | llama3_json none
 llama3 kimi | llama3_json kimi_vl
 llama4_json gemma4 | llama3_json gemma4
 none minimax_m3 | none minimax_m3
+openai openai_gptoss | gpt_oss gpt_oss
+gpt-oss gpt-oss | gpt_oss gpt_oss
 auto auto | auto auto
 """
 
@@ -59,13 +61,13 @@ def test_a_cards_command_names_parsers_of_ours(names):
 
 
 @pytest.mark.parametrize("flag", ["tool-call-parser", "reasoning-parser"])
-@pytest.mark.parametrize("name", ["granite", "gpt-oss", "hunyuan_a13b", "ernie45"])
+@pytest.mark.parametrize("name", ["granite", "hunyuan_a13b", "ernie45"])
 def test_what_is_not_read_is_refused_by_name(flag, name):
     with pytest.raises(ConfigError, match=rf"--{flag} {name}: .* not read here: leave the flag out"):
         parse(f"demo --{flag} {name}")
 
 
-@pytest.mark.parametrize("name", ["pythonic", "xlam", "openai", "minimax", "jamba", "gemma4"])
+@pytest.mark.parametrize("name", ["pythonic", "xlam", "minimax", "jamba", "gemma4"])
 def test_formats_of_calls_that_are_not_read_are_refused_by_name(name):
     with pytest.raises(ConfigError, match=r"--tool-call-parser .*requests with tools are then refused"):
         parse(f"demo --tool-call-parser={name}")

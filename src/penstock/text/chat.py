@@ -15,6 +15,7 @@ from penstock.config.base.errors import CONTEXT_EXCEEDED, ConfigError, RequestEr
 from penstock.config.request.ignored import OBEYED_ELSEWHERE, OfPart, names
 from penstock.text.helper import Aside, HelperDied
 from penstock.text.prompts.arguments import WRONG_TYPE, argument_forms, arguments_of
+from penstock.text.tools.formats import harmony
 from penstock.text.turns import Turns
 
 SOURCE_BYTES_MAX = 256 << 10
@@ -22,7 +23,7 @@ RENDER_S_MAX = 10.0
 LONG_MESSAGES, LONG_CHARS = 256, 64 << 10       # from here on a conversation is long: over a millisecond
 SHORT_MAX, LONG_MAX = 1024, 32                  # conversations that are rendered or wait for it
 ROLES = ("system", "developer", "user", "assistant", "tool")
-OPTIONAL = ("name", "reasoning", "reasoning_content", "tool_calls")     # fields that some templates show
+OPTIONAL = ("name", "reasoning", "reasoning_content", "thinking", "tool_calls")     # fields that some templates show
 # What the server fills in; `chat_template_kwargs` may not.
 ONLY_TEXT = "only text parts are supported"
 RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents", "raise_exception",
@@ -60,7 +61,8 @@ class ChatTemplate:
         self.source, self._variables = source, dict(variables or {})
         self._render_s_max, self.only = render_s_max, only
         self.shown = frozenset(f for f in OPTIONAL if _reads(source, f)) | (
-            {"developer"} if re.search(r"""['"]developer['"]""", source) else frozenset())
+            {"developer"} if re.search(r"""['"]developer['"]""", source) else frozenset()) | (
+            {"channels"} if harmony.CHANNEL in source else frozenset())
         self._short, self._long = (
             Aside("penstock.text.chat_render", by_tools,
                   wrong="the chat template is wrong", advice="give another with --chat-template")
@@ -203,7 +205,8 @@ def plain_message(message: Mapping[str, Any], index: int, shown: Collection[str]
     Names, reasoning and fields that no template knows are dropped where the template does not show them: a
     client may send back whatever an answer had. Calls of tools are not: the answer would miss them.
 
-    shown    fields of OPTIONAL that the template looks at, and "developer" if it knows it
+    shown    fields of OPTIONAL that the template looks at, "developer" if it knows it, "channels" if it
+    writes those of gpt-oss
     only     what to say to a part that is not text
     Raises   RequestError that names the message and the field.
     """
@@ -231,7 +234,10 @@ def plain_message(message: Mapping[str, Any], index: int, shown: Collection[str]
     plain = {"role": "system" if role == "developer" and role not in shown else role,
              "content": "" if empty else _plain_content(content, where, only)}
     reasoning = message.get("reasoning_content") or message.get("reasoning")
-    for name, value in (("name", message.get("name")), ("reasoning", reasoning),
+    if "channels" in shown and calls and plain["content"] and isinstance(reasoning, str) and reasoning:
+        # gpt-oss's template shows text before a call as reasoning, and refuses both.
+        reasoning, plain["content"] = f"{reasoning}\n\n{plain['content']}", ""
+    for name, value in (("name", message.get("name")), ("reasoning", reasoning), ("thinking", reasoning),
                         ("reasoning_content", reasoning), ("tool_call_id", message.get("tool_call_id"))):
         if value is not None and (name in shown or (role, name) == ("tool", "tool_call_id")):
             if not isinstance(value, str):

@@ -123,11 +123,25 @@ def open_text(config: Config, files: ModelFiles) -> ModelText:
         raise ConfigError(f"--default-chat-template-kwargs: {files.name} has no chat template that reads "
                           "them: give one with --chat-template, or leave it out")
     shown = (source or "") + (with_tools or "")
-    parser, reasons = model.tool_call_parser, model.reasoning_parser
+    calls, reasons = parsers(model, shown, files.config.get("model_type"))
     return ModelText(tokenizer, template, files.eos_ids if tokenizer is None else tokenizer.eos_ids,
-                _no_template(files), calls=format_of(shown) if parser == "auto" else FORMATS.get(parser),
-                reasons=marks_of(shown) if reasons == "auto" else MARKS.get(reasons),
-                sampling=sampling_defaults(model, files))
+                _no_template(files), calls=calls, reasons=reasons, sampling=sampling_defaults(model, files))
+
+
+def parsers(model: ModelConfig, template: str, model_type: object) -> tuple[CallFormat | None, Marks | None]:
+    """Return how calls and reasoning are read: as the flags say, else as the template or the model's type does.
+    Raises ConfigError: the flags contradict each other."""
+    own = "gpt_oss" if model_type == "gpt_oss" else ""
+    calls, reasons = FORMATS.get(model.tool_call_parser), MARKS.get(model.reasoning_parser)
+    if model.tool_call_parser == "auto":
+        calls = FORMATS[own] if own else format_of(template)
+    if model.reasoning_parser == "auto":
+        reasons = MARKS[own] if own else marks_of(template)
+    if calls is not None and reasons is not None and calls.channels != reasons.channels:
+        raise ConfigError(f"--tool-call-parser {model.tool_call_parser} and --reasoning-parser "
+                          f"{model.reasoning_parser}: gpt_oss reads calls and reasoning as one: give it to both, or "
+                          "none to the other")
+    return calls, reasons
 
 
 def sampling_defaults(model: ModelConfig, files: ModelFiles) -> Sampling:

@@ -6,7 +6,7 @@ template's text, the exact bytes of a token. Text that comes token by token is `
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from penstock.model.weights.gguf_config import gguf_eos_ids
 from penstock.model.weights.gguf_file import read_gguf_header
 from penstock.model.weights.locate import OTHER_TOKENIZERS, ModelFiles, hub_snapshot
 from penstock.text.gguf_tokenizer import library_errors, tokenizer_of_gguf
+from penstock.text.tools.formats import harmony
 from penstock.text.vocabulary.added import add_tokens
 from penstock.text.vocabulary.tiktoken import ALPHABET, tokenizer_of_tiktoken
 
@@ -69,7 +70,7 @@ class Tokenizer:
         self.chat_template, self.tool_template = chat_template, tool_template
         self.template_vars = template_vars
         own_eos = raw.token_to_id(template_vars["eos_token"]) if "eos_token" in template_vars else None
-        self.eos_ids = tuple(dict.fromkeys((*eos_ids, *(() if own_eos is None else (own_eos,)))))
+        self.eos_ids = _harmony_ends(raw, dict.fromkeys((*eos_ids, *(() if own_eos is None else (own_eos,)))))
         self._alphabet = _byte_alphabet(raw)
         state = json.loads(raw.decoder.__getstate__()) if raw.decoder is not None else {}
         self.byte_level = state.get("type") == "ByteLevel"     # alone: a Sequence does more to it
@@ -141,6 +142,16 @@ def valid_unicode(text: str) -> None:
 def gave_up(why: str) -> RequestError:
     """The error of a text that the tokenizer fails at, which is its fault and not the text's."""
     return RequestError(f"the model's tokenizer gives up at this text ({cut(why)}): send token ids", "prompt")
+
+
+def _harmony_ends(raw: tokenizers.Tokenizer, eos_ids: Iterable[int]) -> tuple[int, ...]:
+    """Return the ids that end an answer: in a vocabulary of `harmony` those of an answer and of a call, and never that
+    of a message, whatever the files say."""
+    marks = (harmony.RETURN, harmony.CALL, harmony.END, harmony.CHANNEL)
+    found = [i for m in marks if (i := raw.token_to_id(m)) is not None]
+    if len(found) < len(marks):
+        return tuple(eos_ids)
+    return tuple(i for i in dict.fromkeys((*eos_ids, *found[:2])) if i != found[2])
 
 
 BYTE_OF = {spelled: bytes([b]) for b, spelled in enumerate(ALPHABET)}

@@ -50,7 +50,10 @@ class BlockScores:
 
     def take(self, text: str) -> list[Score]:
         """Tokens of the next `text` that was read."""
-        begin = max(self._text.find(text, self._at), self._at)
+        begin = self._text.find(text, self._at)
+        if begin < 0:                           # what separates it from an earlier text is no token's
+            text = text.lstrip()
+            begin = max(self._text.find(text, self._at), self._at)
         self._at = begin + len(text)
         found = []
         while self._tokens and self._tokens[0][0] < self._at:

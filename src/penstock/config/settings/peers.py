@@ -23,7 +23,7 @@ _CALLS = {
     "hermes": ("qwen", "qwen2", "qwen25", "qwen2_5", "qwen3", "granite4"),
     "qwen3_coder": ("qwen3_xml", "qwen3_5", "qwen35", "mimo", "step3p5", "nemotron_v3", "nemotron_3"),
     "llama3_json": ("llama3", "llama4_json"),
-    "glm": ("glm4", "glm4_moe", "glm45", "glm46", "glm47", "glm5"),
+    "gpt_oss": ("openai",), "glm": ("glm4", "glm4_moe", "glm45", "glm46", "glm47", "glm5"),
     "deepseek_v3": ("deepseekv3", "deepseek_r1"), "deepseek_v31": ("deepseekv31",),
     "deepseek_v32": ("deepseekv32",), "kimi_k2": ("kimi_k25", "kimi"), "minimax_m2": ("minimax_m25",),
     "seed_oss": ("seed",), "mistral": ("mistral4",)}
@@ -32,8 +32,8 @@ _MARKS = {
               "qwen3_thinking", "qwen3_5", "glm4", "glm4_moe", "glm45", "glm46", "glm47", "glm5", "kimi_k2",
               "kimi_k25", "minimax", "minimax_m2", "step3", "step3p5", "nemotron_v3", "nemotron_3",
               "nano_v3", "mimo", "interns1", "olmo3", "holo2"),
-    "minimax_m2_append_think": ("minimax_append_think",), "kimi_vl": ("kimi",), "seed_oss": ("seed",),
-    "mistral": ("magistral",)}
+    "gpt_oss": ("openai_gptoss",), "minimax_m2_append_think": ("minimax_append_think",), "kimi_vl": ("kimi",),
+    "seed_oss": ("seed",), "mistral": ("magistral",)}
 # Names of formats of weights: theirs of the kernels that compute with them, too.
 _WEIGHTS = {"auto": ("none", "null", ""), "awq": ("awq_marlin",), "gptq": ("gptq_marlin",),
             "auto-round": ("auto_round", "inc"), "compressed-tensors": ("compressed_tensors", "w8a8_int8", "w8a8_fp8"),
@@ -43,13 +43,13 @@ _PARSERS = {"tool_call_parser": _CALLS, "reasoning_parser": _MARKS, "quantizatio
 _NOT_READ = {
     "tool_call_parser": frozenset((
         "apertus", "cohere_command3", "cohere_command4", "deepseek_v4", "deepseek_v41", "deepseekv4",
-        "deepseekv41", "ernie45", "functiongemma", "gemma4", "gigachat3", "gpt_oss", "granite",
+        "deepseekv41", "ernie45", "functiongemma", "gemma4", "gigachat3", "granite",
         "granite_20b_fc", "hunyuan", "hunyuan_a13b", "hy_v3", "interns1", "internlm", "jamba", "kimi_k3",
-        "lfm2", "llama4", "llama4_pythonic", "longcat", "minimax", "minimax_m3", "olmo3", "openai",
+        "lfm2", "llama4", "llama4_pythonic", "longcat", "minimax", "minimax_m3", "olmo3",
         "phi4_mini_json", "poolside_v1", "pythonic", "step3", "trinity", "xlam")),
     "reasoning_parser": frozenset((
-        "apertus", "cohere_command3", "cohere_command4", "deepseek_v41", "ernie45", "gpt_oss", "granite",
-        "hunyuan", "hunyuan_a13b", "hy_v3", "identity", "kimi_k3", "openai_gptoss", "poolside_v1"))}
+        "apertus", "cohere_command3", "cohere_command4", "deepseek_v41", "ernie45", "granite",
+        "hunyuan", "hunyuan_a13b", "hy_v3", "identity", "kimi_k3", "poolside_v1"))}
 
 
 def parser(field: str, flag: str, text: str) -> str:

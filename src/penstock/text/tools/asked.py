@@ -10,6 +10,7 @@ from typing import Any
 
 from penstock.config.base.errors import RequestError, show
 from penstock.config.request.grammar import Grammar
+from penstock.text.tools.formats import harmony
 from penstock.text.tools.formats.parameters import Schemas
 from penstock.text.tools.lark import TokenId
 from penstock.text.tools.reasoning import THINK, Marks, behind_reasoning
@@ -21,7 +22,7 @@ from penstock.text.tools.source import (
     Reasoning,
     TextItem,
 )
-from penstock.text.tools.table import CallFormat, calls_grammar, grammar_behind_reasoning, plain
+from penstock.text.tools.table import CallFormat, calls_grammar, channels_grammar, grammar_behind_reasoning, plain
 
 TOOLS_MAX = 128
 _NAME = re.compile("[A-Za-z0-9_.:-]{1,128}")
@@ -94,6 +95,7 @@ class AnswerForm:
     form       of calls; None: there are none
     reasoning  None: there is none to look for; True: answers begin within it, False: it may come first
     around     its marks
+    header     of the message within which the prompt ends, of a format of channels
     """
 
     form: CallFormat | None = None
@@ -101,15 +103,24 @@ class AnswerForm:
     reasoning: bool | None = None
     separate: bool = True
     around: Marks = THINK
+    header: str = ""
+
+    @property
+    def channels(self) -> bool:
+        """Calls, reasoning and text are messages, which one reader reads."""
+        return (self.form is not None and self.form.channels) or (self.reasoning is not None and self.around.channels)
 
     @property
     def plain(self) -> bool:
         """All is text."""
-        return self.form is None and (self.reasoning is None or not (self.separate or self.around.kept))
+        apart = self.reasoning is not None and (self.separate or self.around.kept)
+        return self.form is None and not apart and not self.channels
 
     def reader(self) -> AnswerReader:
         read = plain if self.form is None else self.form.read
-        if self.reasoning is not None:
+        if self.channels:
+            read = harmony.reading(separate=self.reasoning is not None and self.separate, header=self.header)
+        elif self.reasoning is not None:
             calls = self.form.opening if self.form is not None and self.form.ends_reasoning else ""
             read = behind_reasoning(read, within=self.reasoning, separate=self.separate, marks=self.around,
                                     calls=calls)
@@ -138,12 +149,19 @@ class AnswerForm:
 
     def marks(self) -> tuple[str, ...]:
         """What readers must see, also where it is a special token."""
+        if self.channels:
+            return harmony.MARKS
         calls = () if self.form is None else self.form.special
         return calls if self.reasoning is None else (*calls, self.around.open, self.around.close)
 
     def grammar(self, token_id: TokenId, given: Grammar | None) -> Grammar | None:
         """Return the grammar of the answers; `given`: what text must match. Raises RequestError."""
         offer, before = self.offer, self.reasoning
+        if self.channels:
+            free = self.form is None or not (offer.required or offer.strict or not offer.many)
+            return None if free and given is None else channels_grammar(
+                {} if self.form is None else offer.schemas, token_id, required=offer.required, text=given,
+                header=self.header)
         if self.form is not None and (offer.required or offer.strict or not offer.many or given is not None):
             return calls_grammar(self.form, offer.schemas, token_id, required=offer.required, many=offer.many,
                                  reasoning=before, text=given, marks=self.around)
@@ -156,5 +174,7 @@ def asked_of(form: CallFormat | None, offer: ToolOffer, prompt: str, *, reasons:
              separate: bool) -> AnswerForm:
     """form, reasons: of the model, None where it has no such thing. `prompt`: the text before the answers."""
     reasoning = None if reasons is None or reasons.is_over(prompt) else reasons.begins_within(prompt)
-    around = reasons or THINK
-    return AnswerForm(form if offer.tools else None, offer, reasoning, separate and not around.kept, around)
+    around, form = reasons or THINK, form if offer.tools else None
+    if around.channels:                 # a prompt ends after no reasoning and before any
+        reasoning = False
+    return AnswerForm(form, offer, reasoning, separate and not around.kept, around, harmony.opened(prompt))

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.text.tools.formats import harmony
 from penstock.text.tools.source import Read, Reading, Reasoning, Source, TextItem
 
 
@@ -13,12 +14,14 @@ class Marks:
     open, close   around reasoning; each may be a special token
     label         text that always follows `open`
     kept          reasoning stays in the text, with its marks, also where the prompt has opened it
+    channels      reasoning is messages among others of an answer, which `harmony` reads as a whole
     """
 
     open: str
     close: str
     label: str = ""
     kept: bool = False
+    channels: bool = False
 
     def begins_within(self, prompt: str) -> bool:
         """Return whether a prompt ends inside of reasoning: the template has opened it."""
@@ -32,6 +35,7 @@ class Marks:
 THINK = Marks("<think>", "</think>")
 # By the name of --reasoning-parser. The first whose closing mark a template has is meant.
 MARKS = {
+    "gpt_oss": Marks(harmony.CHANNEL, harmony.END, label="analysis" + harmony.MESSAGE, channels=True),
     "mistral": Marks("[THINK]", "[/THINK]"), "seed_oss": Marks("<seed:think>", "</seed:think>"),
     "minimax_m3": Marks("<mm:think>", "</mm:think>"),
     "gemma4": Marks("<|channel>", "<channel|>", label="thought"),
@@ -43,7 +47,7 @@ MARKS = {
 
 def marks_of(template: str) -> Marks | None:
     """Return the marks of the model whose chat template this is; None: its answers have no reasoning."""
-    return next((m for m in MARKS.values() if m.close in template), None)
+    return next((m for m in MARKS.values() if m.close in template and (m.open in template or not m.channels)), None)
 
 
 def behind_reasoning(read: Read, *, within: bool, separate: bool, marks: Marks = THINK,

@@ -46,6 +46,7 @@ class CallEnded:
 Item: TypeAlias = "TextItem | Reasoning | CallBegun | Arguments | CallEnded"
 Reading: TypeAlias = "Generator[None, None, None]"
 _JUMPS = re.compile(r'["{}\[\]]')
+_JUMPS_OR_MARK = re.compile(r'["{}\[\]<]')
 _IN_STRING = re.compile(r'["\\]')
 _STRING_END = re.compile(r'((?:[^"\\]|\\.)*)"', re.DOTALL)
 
@@ -152,13 +153,13 @@ class Source:
             return None
         return value
 
-    def json_value(self, *, as_arguments: bool, depth: int = 0) -> Generator[None, None, bool]:
+    def json_value(self, *, as_arguments: bool, depth: int = 0, stop: str = "") -> Generator[None, None, bool]:
         """Take an object or a list to its end, or what closes `depth` of them; emitted as Arguments if `as_arguments`.
-        Returns whether it ended."""
-        in_string, done = False, 0
+        stop: "<" if that ends it as well, outside of strings. Returns whether it ended by itself."""
+        in_string, done, jumps = False, 0, _JUMPS_OR_MARK if stop else _JUMPS
         while True:
             text = self.rest
-            while (found := (_IN_STRING if in_string else _JUMPS).search(text, done)) is not None:
+            while (found := (_IN_STRING if in_string else jumps).search(text, done)) is not None:
                 done, char = found.end(), found.group()
                 if char == "\\":
                     if done == len(text) and not self.final:
@@ -167,6 +168,9 @@ class Source:
                     done += 1
                 elif char == '"':
                     in_string = not in_string
+                elif char == "<":
+                    self._take_value(text[:done - 1], as_arguments)
+                    return False
                 else:
                     depth += 1 if char in "{[" else -1
                     if depth <= 0:

@@ -11,6 +11,7 @@ from penstock.config.request.grammar import Grammar
 from penstock.text.tools.formats import (
     deepseek_v3,
     glm,
+    harmony,
     hermes,
     invokes,
     kimi_k2,
@@ -36,6 +37,7 @@ class CallFormat:
     signs     of which each is in the templates of its models
     special   marks that must reach the parser, also where they are special tokens
     ends_reasoning   its models may open calls within reasoning, which ends it
+    channels  `read` reads the whole answer, with its reasoning, as `harmony` does
     """
 
     name: str
@@ -46,6 +48,7 @@ class CallFormat:
     special: tuple[str, ...] = ()
     call_id: Callable[[], str] = _call_id
     ends_reasoning: bool = False
+    channels: bool = False
 
 
 QWEN, SEED = qwen3_coder.QWEN, qwen3_coder.SEED
@@ -53,6 +56,8 @@ MINIMAX, DEEPSEEK = invokes.MINIMAX, invokes.DEEPSEEK
 _V3 = (deepseek_v3.OPEN, deepseek_v3.CLOSE, deepseek_v3.CALL, deepseek_v3.SEP, deepseek_v3.END)
 # The first whose signs a template has is meant.
 FORMATS = {f.name: f for f in (
+    CallFormat("gpt_oss", harmony.read, harmony.body, "", (harmony.CHANNEL, harmony.MESSAGE), harmony.MARKS,
+           channels=True),
     CallFormat("deepseek_v32", DEEPSEEK.read, DEEPSEEK.body, DEEPSEEK.open, (DEEPSEEK.prefix,), (DEEPSEEK.prefix,)),
     CallFormat("kimi_k2", kimi_k2.read, kimi_k2.body, kimi_k2.OPEN, (kimi_k2.OPEN,),
            (kimi_k2.OPEN, kimi_k2.CLOSE, kimi_k2.CALL, kimi_k2.ARGS, kimi_k2.END), ends_reasoning=True),
@@ -112,6 +117,19 @@ def grammar_behind_reasoning(grammar: Grammar, token_id: TokenId, within: bool,
     """`grammar` for what comes behind reasoning; not `within`: there may be none."""
     lark = Lark(token_id)
     return msgspec.structs.replace(grammar, before=lark.source(f"{_reasoning(lark, within, marks)} @answer"))
+
+
+def channels_grammar(tools: Schemas, token_id: TokenId, *, required: bool, header: str,
+                     text: Grammar | None = None) -> Grammar:
+    """Return the grammar of an answer of `harmony`: reasoning, then a call of `tools` or, unless `required`, text,
+    which matches `text` if that is given. header: of the message within which the prompt ends. Raises
+    RequestError."""
+    lark = Lark(token_id)
+    source = lark.source(harmony.answer(lark, tools, required=required, text=text is not None and not required,
+                                        header=header))
+    if required or text is None:
+        return Grammar("lark", source)
+    return msgspec.structs.replace(text, before=source)
 
 
 def _reasoning(lark: Lark, within: bool, marks: Marks) -> str:

@@ -37,13 +37,14 @@ def read_call(source: Source, *, end: str = "") -> Generator[None, None, bool]:
     return True
 
 
-def read_arguments(source: Source, *ends: str) -> Generator[None, None, None]:
-    """Take the object of a begun call, and the first of `ends` that follows. Without one it is {}."""
+def read_arguments(source: Source, *ends: str, stop: str = "") -> Generator[None, None, None]:
+    """Take the object of a begun call, and the first of `ends` that follows. Without one it is {}. stop: see
+    `json_value`."""
     while not (text := source.rest.lstrip()) and not source.final:
         yield
     if text.startswith("{"):
         yield from source.blanks()
-        if (yield from source.json_value(as_arguments=True)):
+        if (yield from source.json_value(as_arguments=True, stop=stop)):
             source.end()
             yield from source.one_of(*ends, closing=True)
     elif (yield from source.one_of(*ends, closing=True)) or source.rest:    # else it is cut off
