@@ -149,6 +149,13 @@ class Engine:
         self.turns(self.scene.calm if calm is None else calm)
         self.calm, self.taken = self.taken, []
 
+    def measured(self, event: plan.Event, done: Callable[[], bool]) -> None:
+        """What an event leads to, until `done`, and some turns more."""
+        self.measure()
+        self.turn(event)
+        self.until(done)
+        self.turns(self.scene.after)
+
     def start_rows(self, n: int = 0, tokens: int = ROW_TOKENS, out: int = 100_000) -> None:
         """Rows that decode to the end of the case; their lengths differ, or all would grow at once."""
         core, n = self.core, n or self.scene.rows
@@ -212,15 +219,22 @@ def admission(s: Scene, n: int) -> Iterator[Engine]:
     e.serve(90_001, other)
 
 
-def hits(s: Scene, n: int) -> Iterator[Engine]:
-    """A prompt that is cached as a whole."""
-    e, prompt = Engine(s, config(s, hbm_pages=n // s.page + 64)), numbers(90_000, n + 1)
-    yield e
+def hits(s: Scene, n: int, host: int = 0) -> Iterator[Engine]:
+    """A prompt that is cached as a whole. host: so many times the device's pages, which others have by then."""
+    cfg, prompt = config(s, hbm_pages=n // s.page + 64), numbers(90_000, n + 1)
+    yield (e := Engine(s, replace(cfg, dram_pages=host * cfg.hbm_pages)))
     e.serve(90_000, prompt[:-1])
+    if host:
+        e.serve(90_001, numbers(90_001, (cfg.hbm_pages // len(s.groups) - 8) * s.page))
     e.start_rows()
     e.measure()
-    e.serve(90_001, prompt, out=4)
+    e.serve(90_002, prompt, out=4)
     e.turns(s.after)
+
+
+def hits_host(s: Scene, n: int) -> Iterator[Engine]:
+    """The same, of which only the host has the pages."""
+    return hits(s, n, host=3)
 
 
 def forks(s: Scene, n: int) -> Iterator[Engine]:
@@ -240,25 +254,26 @@ def forks(s: Scene, n: int) -> Iterator[Engine]:
     e.turns(s.after)
 
 
-def _parked(s: Scene, n: int) -> tuple[Engine, Request, plan.RequestId]:
-    """A long request that decodes, and one that gets its row if it gives that up."""
+def _parked(s: Scene, n: int, host: float = 4) -> tuple[Engine, Request, plan.RequestId]:
+    """A long request that decodes, and one that gets its row if it gives that up. host: times what it needs."""
     e = Engine(s, config(s, rows=s.rows + 1, hbm_pages=2 * n // s.page + 256,
-                         dram_pages=4 * n // s.page + 256))
+                         dram_pages=int(host * n // s.page) + 256))
     e.start_rows()
-    r = e.decode(90_000, numbers(90_000, n))
-    other = plan.RequestId(90_001)
+    r, other = e.decode(90_000, numbers(90_000, n)), plan.RequestId(90_001)
     e.events.append(plan.Arrived(other, numbers(90_001, 60), 100_000, priority=-1))
     return e, r, other
 
 
-def pause(s: Scene, n: int) -> Iterator[Engine]:
+def pause(s: Scene, n: int, host: float = 4) -> Iterator[Engine]:
     """A long request gives up its row, and keeps its KV in the host."""
-    e, r, _ = _parked(s, n)
+    e, r, _ = _parked(s, n, host)
     yield e
-    e.measure()
-    e.turn(plan.Paused(r.rid))
-    e.until(lambda: r.phase is Phase.PAUSED and r.is_saved and not (r.is_saving or r.moves))
-    e.turns(s.after)
+    e.measured(plan.Paused(r.rid), lambda: r.phase is Phase.PAUSED and r.is_saved and not (r.is_saving or r.moves))
+
+
+def pause_short(s: Scene, n: int) -> Iterator[Engine]:
+    """The same where the host has room for three quarters of that: the rest stays on the device."""
+    return pause(s, n, 3 / 4)
 
 
 def resume(s: Scene, n: int) -> Iterator[Engine]:
@@ -268,10 +283,7 @@ def resume(s: Scene, n: int) -> Iterator[Engine]:
     e.turn(plan.Paused(r.rid))
     e.until(lambda: r.phase is Phase.PAUSED and r.is_saved and not (r.is_saving or r.moves))
     e.turns(s.after)
-    e.measure()
-    e.turn(plan.Aborted(other))
-    e.until(lambda: r.phase is Phase.RESIDENT)
-    e.turns(s.after)
+    e.measured(plan.Aborted(other), lambda: r.phase is Phase.RESIDENT)
 
 
 def _sparse(s: Scene, n: int) -> tuple[Engine, Request]:
@@ -286,10 +298,7 @@ def spill(s: Scene, n: int) -> Iterator[Engine]:
     """A request with sparse decode goes on from host pages."""
     e, r = _sparse(s, n)
     yield e
-    e.measure()
-    e.turn(plan.Spilled(r.rid))
-    e.until(lambda: r.phase in (Phase.HOSTED, Phase.PROMOTING))
-    e.turns(s.after)
+    e.measured(plan.Spilled(r.rid), lambda: r.phase in (Phase.HOSTED, Phase.PROMOTING))
 
 
 def promote(s: Scene, n: int) -> Iterator[Engine]:
@@ -300,10 +309,7 @@ def promote(s: Scene, n: int) -> Iterator[Engine]:
     e.until(lambda: r.phase is Phase.HOSTED)
     e.serve(90_001, numbers(90_001, n))
     e.until(lambda: not (e.core.kv.freeing or e.core.kv.softening))
-    e.measure()
-    e.turn(plan.Promoted(r.rid))
-    e.until(lambda: r.phase is Phase.RESIDENT)
-    e.turns(s.after)
+    e.measured(plan.Promoted(r.rid), lambda: r.phase is Phase.RESIDENT)
 
 
 def _long(s: Scene, n: int) -> tuple[Engine, Request]:
@@ -316,20 +322,14 @@ def abort(s: Scene, n: int) -> Iterator[Engine]:
     """A long request that decodes is aborted."""
     e, r = _long(s, n)
     yield e
-    e.measure()
-    e.turn(plan.Aborted(r.rid))
-    e.until(lambda: not e.core.kv.freeing)
-    e.turns(s.after)
+    e.measured(plan.Aborted(r.rid), lambda: not e.core.kv.freeing)
 
 
 def drop(s: Scene, n: int) -> Iterator[Engine]:
     """It gives up its KV, and finds that again."""
     e, r = _long(s, n)
     yield e
-    e.measure()
-    e.turn(plan.Dropped(r.rid))
-    e.until(lambda: r.phase is Phase.RESIDENT)
-    e.turns(s.after)
+    e.measured(plan.Dropped(r.rid), lambda: r.phase is Phase.RESIDENT)
 
 
 def decoding(s: Scene, n: int) -> Iterator[Engine]:
@@ -358,8 +358,7 @@ def ends(s: Scene, n: int) -> Iterator[Engine]:
 
 
 def _queued(e: Engine, n: int, out: int = 8, turns: int = 0) -> None:
-    """`n` requests that wait, most of them long in line; they come a hundred at a time, or in so many turns,
-    which are not measured."""
+    """`n` requests that wait. They come a hundred at a time, or in so many turns; that is not measured."""
     e.is_measured = False
     each = -(-n // turns) if turns else 100
     for first in range(0, n, each):
@@ -451,13 +450,11 @@ def flush(s: Scene, n: int) -> Iterator[Engine]:
     yield e
     e.start_rows()
     left = sum([-(-len(r.tokens) // SMALL_PAGE) for r in e.core.running]) + n // 8 + 4 * s.rows
-    e.measure()
-    e.turn(plan.Flushed())
-    e.until(lambda: e.held <= left + s.rows * s.after)
-    e.turns(s.after)
+    e.measured(plan.Flushed(), lambda: e.held <= left + s.rows * s.after)
 
 
-TOKENS, ROWS = (16_384, 65_536, 262_144, 1_048_576), (64, 256, 1_024, 4_096)
+LONG = 262_144, 1_048_576
+TOKENS, ROWS = (16_384, 65_536, *LONG), (64, 256, 1_024, 4_096)
 LINE, POOL = (1_000, 10_000, 100_000), (10_000, 100_000, 1_000_000)
 
 
@@ -491,9 +488,10 @@ class Case:
 
 
 CASES = {case.name: case for case in (
-    Case(admission, TOKENS, "tokens"), Case(hits, TOKENS, "tokens"), Case(forks, (16_384, 133_000), "tokens"),
-    Case(pause, TOKENS, "tokens"), Case(resume, TOKENS, "tokens"), Case(spill, TOKENS, "tokens"),
-    Case(promote, TOKENS, "tokens"), Case(abort, TOKENS, "tokens"), Case(drop, TOKENS, "tokens"),
+    Case(admission, TOKENS, "tokens"), Case(hits, TOKENS, "tokens"), Case(hits_host, LONG, "tokens"),
+    Case(forks, (16_384, 133_000), "tokens"), Case(pause, TOKENS, "tokens"), Case(pause_short, LONG, "tokens"),
+    Case(resume, TOKENS, "tokens"), Case(spill, TOKENS, "tokens"), Case(promote, TOKENS, "tokens"),
+    Case(abort, TOKENS, "tokens"), Case(drop, TOKENS, "tokens"),
     Case(decoding, ROWS, "rows"), Case(burst, ROWS, "rows", BURST_MS), Case(ends, ROWS, "rows", BURST_MS),
     Case(short, (64, 256, 1_024, 2_048, 4_096), "rows"), Case(short_no_host, ROWS, "rows"),
     Case(short_line, (1_000, 10_000, 50_000), "waiting"), Case(queue, LINE, "waiting"),

@@ -73,6 +73,60 @@ def test_an_abort_in_the_middle_of_a_hit_leaves_nothing(turns: int) -> None:
     assert not d.core.kv.entering and d.core.kv.arenas[Tier.HBM].num_evictable == loose
 
 
+def on_the_host() -> Driver:
+    """The prompt is cached on the host alone: another has taken its pages. A turn starts 2 loads at most."""
+    d = cached(hbm_pages=70, dram_pages=200)
+    d.arrive(3, range(2000, 2208), 1)
+    while d.core.live.keys() != {9} or d.core.kv.freeing or d.moves:
+        d.retire()
+        while d.moves:
+            d.land()
+    return d
+
+
+def test_loads_of_a_hit_start_over_turns_and_then_it_gets_its_row() -> None:
+    d = on_the_host()
+    d.arrive(2, PROMPT, 4)
+    loads = []
+    while d.phase(2) is Phase.QUEUED:
+        assert d.core.live[RequestId(2)].row is None
+        loads += [len(m.dst_pages) for m in d.retire()[-1].moves if m.dst is Tier.HBM]
+    assert loads == [2] * (PAGES // 2) and d.phase(2) is Phase.LOADING
+    d.run()
+    assert d.core.counters["prefix_dram_hits"] == 4 * PAGES
+    assert d.finished()[2] is Outcome.LENGTH
+
+
+@pytest.mark.parametrize("turns", range(1, 26, 3))
+def test_who_gives_up_a_hit_that_loads_leaves_it_cached(turns: int) -> None:
+    d = on_the_host()
+    d.arrive(2, PROMPT, 4)
+    for _ in range(turns):
+        d.retire()
+    begun = sum([len(m.dst_pages) for m in d.moves if m.dst is Tier.HBM])
+    d.tell(Aborted(RequestId(2)))
+    while d.core.kv.returned or d.core.kv.freeing or d.moves:
+        d.retire()
+        while d.moves:
+            d.land()
+    d.arrive(4, PROMPT, 4)
+    d.run()
+    assert d.core.counters["prefix_hbm_hits"] == 4 * begun
+    assert d.core.counters["prefix_dram_hits"] == 4 * (PAGES - begun)
+
+
+def test_a_load_that_fails_ends_the_trial_and_the_page_is_computed() -> None:
+    d = on_the_host()
+    d.arrive(2, PROMPT, 4)
+    while not any([m.dst is Tier.HBM for m in d.moves]):
+        d.retire()
+    while d.moves:
+        d.land(ok=d.moves[0].dst is not Tier.HBM)
+    assert not d.core.kv.entering and d.core.live[RequestId(2)].computed == 0
+    d.run()
+    assert d.finished()[2] is Outcome.LENGTH and not d.core.counters["prefix_dram_hits"]
+
+
 def test_a_hit_under_way_gives_way_to_who_needs_its_pages() -> None:
     d = cached()
     d.arrive(2, PROMPT, 4)

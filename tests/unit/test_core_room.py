@@ -217,6 +217,31 @@ def test_half_a_pause_goes_on_at_once_when_no_step_is_in_flight() -> None:
     assert d.finished() == {1: Outcome.LENGTH, 2: Outcome.ABORT}
 
 
+@pytest.mark.parametrize(("host", "pauses"), [(16, True), (12, False)])
+def test_who_is_paused_keeps_on_the_device_what_the_host_has_no_room_for(host: int, pauses: bool) -> None:
+    """LONG has 26 pages, too many for one look: the host must have room for half of them."""
+    d = Driver(rows=2, hbm_pages=60, dram_pages=host, save_pages=1, max_len=200, step_tokens=200)
+    d.arrive(2, range(500, 506), 90)
+    d.arrive(1, range(102), 60)
+    d.arrive(3, range(700, 703), 90, priority=-1)      # takes its row
+    while d.core.live[LONG].num_output < 2:
+        d.retire()
+        while d.moves:
+            d.land()
+    r = d.core.live[LONG]
+    d.tell(Paused(LONG))
+    assert (r.phase is Phase.PAUSED) is pauses
+    while r.phase is Phase.PAUSED and not (r.is_saved and not r.is_saving):
+        d.retire()
+        while d.moves:
+            d.land()
+    if pauses:
+        up, down = (sum([copy is not None for copy in c]) for c in (r.tables[0].device, r.tables[0].host))
+        assert r.phase is Phase.PAUSED and up + down == 26 and 26 // 2 <= down <= host
+    d.run()
+    assert set(d.finished().values()) == {Outcome.LENGTH} and not d.core.counters["drops"]
+
+
 # ---------------------------------------------------------------- for those who wait
 def test_rows_go_on_from_the_host_so_that_those_in_line_get_theirs() -> None:
     """A device for five prompts, and a host for all. No row need grow for that."""

@@ -36,6 +36,7 @@ def not_yet(case, size, reason, rows=64):
     ("admission", 16_384, 64), ("abort", 32_768, 64), ("decoding", 64, 64), ("short-no-host", 64, 64),
     ("queue", 500, 64), ("pause", 16_384, 64), ("hits", 32_768, 64), ("forks", 2_048, 64), ("drop", 32_768, 64),
     ("resume", 32_768, 64),
+    ("hits-host", 16_384, 64), ("pause-short", 81_920, 64),
     ("spill", 16_384, 64), ("promote", 16_384, 16),
     ("short-line", 3_000, 16),
     ("flush", 2_048, 64),

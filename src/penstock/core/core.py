@@ -306,8 +306,12 @@ class Core(CoreState):
                     self.is_saving = True
                     continue
                 self.update_parked(r)
-                if not kv.is_complete(r):
+                if r.may_lack and not kv.is_complete(r):
                     self.transition(r, Trigger.DROP)  # it had lost a page before that
+            if r.phase is Phase.PAUSED and offload.may_let_go(r):
+                offload.let_go_of_device(kv, r)
+                self.update_parked(r)
+                self.is_saving |= offload.may_let_go(r)
             if (r.phase is Phase.FETCHING and r.has_more and kv.moves.reads_left
                     and prefetch.is_fetched(kv, r)):
                 prefetch.read(kv, r)

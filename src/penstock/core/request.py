@@ -118,6 +118,7 @@ class Request:
     is_saving: bool = False                    # some of that is still being copied
     save_at: tuple[int, int] | None = None     # so far, group and entry, it has saved its pages to the host,
     unsaved: list[tuple[int, int]] = field(default_factory=list)  # but for those that are still being copied
+    may_lack: bool = False                     # since it was paused, an entry has lost both its pages
     read_to: int | None = None                 # it decodes from host pages, and has not unpinned all that it
                                                # reads on the device: entries below this; None: all
     reload_at: int | None = None               # while promoted: entries below have device pages; None: all
@@ -151,7 +152,7 @@ class Request:
         if self.phase is not Phase.PROMOTING:
             self.loading, self.reload_at = [], None
         self.is_saved, self.is_saving, self.hot_wait_until = False, False, StepId(0)
-        self.save_at, self.unsaved = None, []
+        self.save_at, self.unsaved, self.may_lack = None, [], False
 
     def disown_steps(self) -> None:
         """No result of its steps in flight counts, through no fault of the planner."""

@@ -7,8 +7,8 @@ from mutants.registry import Real, instead_of, mutant, swapped
 from penstock.core import schedule
 from penstock.core.core import Core
 from penstock.core.kv import allocate, sealing
-from penstock.core.kv.allocate import GroupAllocation, KVCache
-from penstock.core.kv.claims import Claim
+from penstock.core.kv.allocate import KVCache
+from penstock.core.kv.claims import Claim, GroupAllocation
 from penstock.core.kv.page_table import PageTable
 from penstock.core.kv.prefix_tree import Copy, Node, pack, unpack
 from penstock.core.plan import Advance, Event, Grow, StepId, Tier

@@ -8,8 +8,8 @@ from mutants.registry import Real, holding, instead_of, mutant
 from penstock.core import schedule
 from penstock.core.core import Core
 from penstock.core.kv import allocate, claims, offload, page_table, promote, sealing
-from penstock.core.kv.allocate import GroupAllocation, KVCache
-from penstock.core.kv.claims import Claim
+from penstock.core.kv.allocate import KVCache
+from penstock.core.kv.claims import Claim, GroupAllocation
 from penstock.core.kv.listing import Trial
 from penstock.core.kv.pages import NONE_LEFT, Headroom
 from penstock.core.kv.pool import Pool

@@ -9,11 +9,12 @@ from typing import cast
 from mutants.registry import Real, holding, instead_of, mutant, swapped
 from penstock.core import faults
 from penstock.core.core import Core
-from penstock.core.kv import allocate, moves, offload, page_table, sealing
-from penstock.core.kv.allocate import Entry, KVCache, Load
+from penstock.core.kv import allocate, moves, offload, page_table, promote, sealing
+from penstock.core.kv.allocate import KVCache
+from penstock.core.kv.claims import Entry, Load
 from penstock.core.kv.moves import Moves
 from penstock.core.kv.page_table import PageTable
-from penstock.core.kv.pages import Pages
+from penstock.core.kv.pages import Headroom, Pages
 from penstock.core.kv.pool import Arena, Fence, Pool
 from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree
 from penstock.core.lifecycle import Lease, Phase
@@ -270,3 +271,13 @@ def half_a_hit_gets_a_row(real: Real, kv: Pages, r: Request, entry: Entry) -> bo
         del entry.nodes[len(r.path):]
         return entry.found is not None
     return done
+
+
+@instead_of(promote, "load_some", mode="hit_pages=2,take_pages=1,alike=1,page_size=2,prompt_max=60,requests=20,"
+            "pair=0,hbm_pages=60,dram_pages=400,model=1,hot_pages=0")
+def row_that_forgets_what_it_loads(real: Real, kv: Pages, r: Request, entry: Entry, headroom: Headroom) -> bool:
+    """A hit whose loads start over turns gets its row, and waits for none of them."""
+    goes_on = bool(real(kv, r, entry, headroom))
+    for part in entry.parts if entry.loaded else ():
+        part.late.clear()
+    return goes_on

@@ -8,7 +8,8 @@ from mutants.registry import Real, holding, instead_of
 from penstock.core import schedule
 from penstock.core.core import Core
 from penstock.core.kv import allocate, promote, sealing
-from penstock.core.kv.allocate import GroupAllocation, KVCache
+from penstock.core.kv.allocate import KVCache
+from penstock.core.kv.claims import GroupAllocation
 from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree
 from penstock.core.lifecycle import Phase, Trigger
 from penstock.core.pair.bridge import Pairing

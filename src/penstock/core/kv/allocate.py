@@ -7,17 +7,16 @@ from host pages, a resume after a drop, a prefix hit in any tier, to device page
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
 
 from penstock.core.kv import claims, offload, prefetch, promote
-from penstock.core.kv.claims import Claim, mirror
-from penstock.core.kv.listing import NO_ROW, UNDERWAY, Entering, PrefixMatch, SourceNotReady, Trial
+from penstock.core.kv.claims import Claim, Entry, GroupAllocation, Load, mirror
+from penstock.core.kv.listing import NO_ROW, UNDERWAY, PrefixMatch, SourceNotReady, Trial
 from penstock.core.kv.page_table import enter_pinned, own, take_all, unpin
 from penstock.core.kv.pages import NONE_LEFT, Headroom, Pages
 from penstock.core.kv.pool import Fence
 from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.lifecycle import Lease, Phase, Place
-from penstock.core.plan import HbmPage, Row, Tier
+from penstock.core.plan import NO_HBM, HbmPage, Row, Tier
 from penstock.core.request import FAILED_SAVES_MAX, Request
 
 
@@ -79,54 +78,16 @@ class KVCache(Pages):
 LONG = 8_192         # pages of a hit
 
 
-@dataclass(slots=True)
-class Load:
-    """A page to be copied: `entry` of the table, from `source` to a page that is still to be had."""
-
-    entry: int
-    node: Node | None
-    source: Copy
-    target: Copy
-
-
-@dataclass(slots=True)
-class GroupAllocation:
-    """What a table will have."""
-
-    up: list[Copy | None] = field(default_factory=list)      # its columns: on the device,
-    down: list[Copy | None] = field(default_factory=list)    # and on the host
-    loads: list[Load] = field(default_factory=list)      # host to device
-    saves: list[Load] = field(default_factory=list)      # device to host
-    buffer: list[Copy] = field(default_factory=list)
-    reserved_pages: int = 0  # pages of its prompt that it takes when it comes to them
-    pages: list[HbmPage] = field(default_factory=list)       # those of `up`, as far as it has KV; -1: none, or
-                                                         # still to be had
-    own: list[int] = field(default_factory=list)         # entries of which it has a private page so far
-    late: list[tuple[bool, Copy]] = field(default_factory=list)      # of its pages those that are not in place,
-                                                         # and whether they are on the host
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Entry(Entering):
-    """The trial of such a request."""
-
-    claim: Claim
-    parts: list[GroupAllocation]
-    is_fresh: bool = False   # its end was seen, and all that is cut from it was cut, in this turn,
-    is_hinted: bool = False  # its nodes began with a hint
-    again: bool = False      # or once more, with pages at its end that a group lacks: that may be long
-
-
 def enter(kv: Pages, r: Request, place: Place, headroom: Headroom) -> Trial:
     """Give `r` a row and all the pages that its known tokens need in `place`, or change nothing. Of what is
     still to be computed it takes the first pages now; the others are promised to it."""
     if not kv.rows.free:
         return NO_ROW
-    found, parts = None, [GroupAllocation() for _ in r.tables]
+    found = None
     if r.phase in (Phase.QUEUED, Phase.DROPPED):
         if (entry := _name(kv, r, place)) is None:
             return UNDERWAY
-        found, claim, parts = entry.found, entry.claim, entry.parts
+        found = entry.found
         r.lost_by_group = entry.lost_by_group
         r.restart(len(r.path) * kv.cfg.page_size)
     else:
@@ -135,9 +96,12 @@ def enter(kv: Pages, r: Request, place: Place, headroom: Headroom) -> Trial:
             if place is Place.HOST and r.failed_saves >= FAILED_SAVES_MAX:
                 kv.forget_path(r)            # computed in host pages, nothing is to be copied
                 r.restart(0)
-        if (resumed := _resume(kv, r, place)) is None:
+        if (entry := _resume(kv, r, place)) is None:
             return UNDERWAY
-        claim, parts = resumed.claim, resumed.parts
+    if promote.load_some(kv, r, entry, headroom):
+        kv.entering[r] = entry
+        return UNDERWAY
+    claim, parts, loaded = entry.claim, entry.parts, entry.loaded.ljust(len(r.path), b"\0")
     for g, part in enumerate(parts):
         _allocate_group(kv, r, g, place, claim, part)
     claim.reserve_pages(place, [w.reserved_pages for w in parts])
@@ -154,8 +118,9 @@ def enter(kv: Pages, r: Request, place: Place, headroom: Headroom) -> Trial:
     r.row = Row(kv.rows.acquire(1)[0])
     if len(r.path) > LONG:
         kv.may_start, kv.spent = False, claim
-    below = {id(n) for g, w in enumerate(parts) for n in _take(kv, r, g, w)}
-    r.loads = len(below)
+    for node in [node for g, w in enumerate(parts) for node in _take(kv, r, g, w)]:
+        loaded[node.depth - 1] = 1
+    r.loads = loaded.count(1)
     r.capacity = kv.covered(r, place)
     r.prefix = [w.pages for w in parts]
     r.arriving = [late for w in parts for late in (*w.late, *[(False, f.target) for f in w.loads],
@@ -281,7 +246,12 @@ def _pin(kv: Pages, r: Request, entry: Entry) -> bool:
         path.append(node)
         for g, part, hosted in parts:          # pinned first: then it has no place in an order of eviction
             copy = up or node.find(kv.device[g])
-            if copy is None or copy.flags or not copy.ready or hosted:
+            if copy is None and not hosted:    # then the host has it
+                source, target = node.copy_in(kv.host[g]), entry.claim.want(Tier.HBM, g)
+                part.loads.append(Load(i, node, pin(source), target, len(entry.pins) - 1))
+                part.up.append(target)
+                part.pages.append(NO_HBM)
+            elif copy is None or copy.flags or not copy.ready or hosted:
                 _page(kv, r, g, i, node, part, entry.claim, entry.place)
             else:
                 part.up.append(pin(copy))
@@ -360,7 +330,7 @@ def _have(kv: Pages, r: Request, g: int, place: Place, claim: Claim, part: Group
         at = t.begin(r.computed)
         part.up = [None] * at
         hosted = place is Place.HOST and t.hosted
-        part.down, part.pages = [None] * (hosted * at), [HbmPage(-1)] * (at * (not hosted))
+        part.down, part.pages = [None] * (hosted * at), [NO_HBM] * (at * (not hosted))
     end = min(done, at + most)
     for i in range(at, end):
         if any([copy is not None and copy.node is None for copy in (own(t.device, i), own(t.host, i))]):
@@ -403,7 +373,7 @@ def _entry(kv: Pages, r: Request, g: int, i: int, node: Node | None, part: Group
         source = node.good(other)
     assert source is not None and (host or source.ready), f"request {r.rid}: page {i} of group {g} is lost"
     target = claim.want(Tier.DRAM if host else Tier.HBM, g)
-    fills.append(Load(i, node, claim.pin(source), target))
+    fills.append(Load(i, node, claim.pin(source), target, len(claim.needed) - 1))
     return target
 
 

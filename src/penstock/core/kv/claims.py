@@ -5,16 +5,18 @@ A claim pins what is there and notes what is still to be had; `commit` takes all
 """
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-from penstock.core.kv.listing import Shortage, TrialRefused
+from penstock.core.kv.listing import Entering, Shortage, TrialRefused
 from penstock.core.kv.page_table import Column, PageTable, add, extend, pin, pinned, put, unpin
 from penstock.core.kv.pages import NONE_LEFT, Headroom, Pages
 from penstock.core.kv.pool import Pool
-from penstock.core.kv.prefix_tree import Copy
+from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.lifecycle import Phase, Place
-from penstock.core.plan import Tier
+from penstock.core.plan import HbmPage, Tier
 from penstock.core.request import Request
 
 _HOST, _HBM, _DRAM = Place.HOST, Tier.HBM, Tier.DRAM    # Python 3.11 takes 0.1 us to find a member of an Enum
@@ -51,6 +53,12 @@ class Claim:
         """A page that is still to be had: `commit` says which."""
         self._new[tier][g].append(copy := pinned())
         return copy
+
+    def replace(self, tier: Tier, g: int, n: int, last: Iterable[Copy]) -> None:
+        """The first n pages that were to be had are its own by now, but for some: these come last."""
+        new = self._new[tier][g]
+        del new[:n]
+        new += last
 
     def reserve_pages(self, place: Place, pages: Sequence[int]) -> None:
         """So many pages of each group are taken later."""
@@ -106,6 +114,47 @@ class Claim:
             unpin(copy)
             if copy.node is not None:
                 self._kv.tree.update_evictable(copy.node)
+
+
+@dataclass(slots=True)
+class Load:
+    """A page to be copied: `entry` of the table, from `source` to a page that is still to be had."""
+
+    entry: int
+    node: Node | None
+    source: Copy
+    target: Copy
+    at: int                  # of the pins of its claim, that of `source`
+
+
+@dataclass(slots=True)
+class GroupAllocation:
+    """What a table will have."""
+
+    up: list[Copy | None] = field(default_factory=list)      # its columns: on the device,
+    down: list[Copy | None] = field(default_factory=list)    # and on the host
+    loads: list[Load] = field(default_factory=list)      # host to device
+    saves: list[Load] = field(default_factory=list)      # device to host
+    buffer: list[Copy] = field(default_factory=list)
+    reserved_pages: int = 0  # pages of its prompt that it takes when it comes to them
+    pages: list[HbmPage] = field(default_factory=list)       # those of `up`, as far as it has KV; -1: none, or
+                                                         # still to be had
+    own: list[int] = field(default_factory=list)         # entries of which it has a private page so far
+    late: deque[tuple[bool, Copy]] = field(default_factory=deque)    # of its pages those that are not in place,
+                                                         # and whether they are on the host
+    unseen: int = -1                                     # so many of `loads` start over turns; -1: not counted
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Entry(Entering):
+    """The trial of such a request."""
+
+    claim: Claim
+    parts: list[GroupAllocation]
+    is_fresh: bool = False   # its end was seen, and all that is cut from it was cut, in this turn,
+    is_hinted: bool = False  # its nodes began with a hint
+    again: bool = False      # or once more, with pages at its end that a group lacks: that may be long
+    loaded: bytearray = field(default_factory=bytearray)     # of its path: 1 for a page whose load was started
 
 
 # ---------------------------------------------------------------- what a row writes next

@@ -1,10 +1,12 @@
 """From the device to the host: what pausing and staging copy down, and what failed copies take away."""
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection
+from operator import add
 
 from penstock.core.kv.claims import Claim
-from penstock.core.kv.listing import Trial
+from penstock.core.kv.listing import Shortage, Trial
 from penstock.core.kv.page_table import Column, enter_pinned, own, put
 from penstock.core.kv.pages import Pages
 from penstock.core.kv.prefix_tree import Copy, Node
@@ -22,8 +24,9 @@ def _is_wide(kv: Pages, r: Request) -> bool:
 def reserve(kv: Pages, r: Request, phase: Phase) -> Trial:
     """Take the host pages that pausing or staging needs at most, for what has no host copy; or nothing.
     What the host has of a row that is being staged must stay there: it is pinned, that of a long table over
-    turns. Of a table that is too long for one look, a page for each full one is promised to it instead; if
-    the host has not so many, the look is taken."""
+    turns. Of a table that is too long for one look, a page for each full one is promised to it instead, but
+    for the first that the host must keep anyway. If the host has not so many, nobody is staged; who can have
+    half of them may pause without a promise, and what gets none stays on the device."""
     claim, staging = Claim(kv, r), phase is Phase.STAGING
     at_once = staging and not _is_wide(kv, r)
     held, spare = list[tuple[Column, int, Copy]](), [list[Copy]() for _ in r.tables]
@@ -31,11 +34,15 @@ def reserve(kv: Pages, r: Request, phase: Phase) -> Trial:
              (t.begin(r.computed), len(t.device) if staging else t.end(r.computed)) for t in r.tables]
     full = [max(0, min(end, len(r.path) * kv.cfg.page_size // t.unit) - begin)
             for t, (begin, end) in zip(r.tables, parts, strict=True)]
-    booked = [n if n > kv.cfg.look_pages else 0 for n in full]
-    if any(booked) and kv.lacks(Tier.DRAM, [n and end - begin for n, (begin, end)
-                                            in zip(booked, parts, strict=True)]):
+    unseen = [n if n > kv.cfg.look_pages else 0 for n in full]
+    booked = [n and n - _num_kept(kv, r, g, parts[g][0], n) for g, n in enumerate(unseen)]
+    beside = [n and end - begin - n for n, (begin, end) in zip(unseen, parts, strict=True)]
+    want = list(map(add, booked, beside))
+    if any(want) and kv.lacks(Tier.DRAM, want):
         booked = [0] * len(booked)
-    for g, (t, (begin, end), n) in enumerate(zip(r.tables, parts, booked, strict=True)):
+        if staging or kv.lacks(Tier.DRAM, [-(-n // 2) for n in want]):
+            return Shortage(Tier.DRAM, want, kv.gives_up)
+    for g, (t, (begin, end), n) in enumerate(zip(r.tables, parts, unseen, strict=True)):
         begin += n
         for i in range(begin, end) if at_once else _perhaps_bare(kv, r, g, begin, end):
             if own(t.host, i) is not None:
@@ -53,9 +60,21 @@ def reserve(kv: Pages, r: Request, phase: Phase) -> Trial:
         pages += [copy.page for copy in copies]
     if any(booked):
         kv.book(r, Tier.DRAM, booked)
-    if not at_once and any([n > kv.saves_left for n, b in zip(full, booked, strict=True) if not b]):
+    if not at_once and any([n > kv.saves_left for n, long in zip(full, unseen, strict=True) if not long]):
         kv.saves_left = 0                      # a look at so many was enough for this turn
     return True
+
+
+def _num_kept(kv: Pages, r: Request, g: int, begin: int, n: int) -> int:
+    """How many of the first of n entries, which are sealed, are pinned on the host: by `r`, or by others, who
+    share how its path begins."""
+    t, host = r.tables[g], kv.host[g]
+
+    def may_go(i: int) -> bool:
+        node = kv.node(r, t, begin + i)
+        return node is None or (copy := node.find(host)) is None or not copy.pins
+
+    return bisect_left(range(n), True, key=may_go)
 
 
 def _perhaps_bare(kv: Pages, r: Request, g: int, begin: int, end: int) -> list[int]:
@@ -123,10 +142,13 @@ def save(kv: Pages, r: Request) -> bool:
         begin, end = t.begin(r.computed), t.end(r.computed)
         top = max(len(t.device), end) if t.hosted or not staging else 0
         to = top if at_once else min(top, at + kv.saves_left)
-        kv.use_booked(r, g, to - at)
+        if r.booked is not None:               # it needs no more than are left
+            left = max(0, min(end, len(r.path) * kv.cfg.page_size // t.unit) - to)
+            kv.use_booked(r, g, max(0, r.booked[1][g] - left))
         if staging and t.hosted and not at:
             _save_open(kv, r, g)
         _save_some(kv, r, g, max(at, begin), min(to, end))
+        r.may_lack |= not staging and min(to, end) > len(t.device)
         for i in range(at, min(to, len(t.device))):
             below = own(t.host, i)
             if staging:
@@ -138,6 +160,8 @@ def save(kv: Pages, r: Request) -> bool:
                 kv.drop_entry(r, g, t.device, i)
             elif below is not None:
                 r.unsaved.append((g, i))
+            elif t.device[i] is None:
+                r.may_lack = True
         kv.saves_left -= 0 if at_once else to - at
         r.save_at = g, to
         if to < top:
@@ -156,21 +180,33 @@ def save(kv: Pages, r: Request) -> bool:
 
 
 def let_go_of_device(kv: Pages, r: Request) -> None:
-    """A parked request keeps device pages that have no copy below, and those being copied."""
-    left, flying = list[tuple[int, int]](), kv.moves.flying
-    for g, i in r.unsaved:
+    """A parked request keeps device pages that have no copy below, and those being copied. If these are many, it
+    looks at as many as this turn allows, up to the first that is not in place."""
+    left, flying, n = list[tuple[int, int]](), kv.moves.flying, len(r.unsaved)
+    if many := n > kv.cfg.save_pages:
+        n = max(0, min(n, kv.saves_left))
+    for at, (g, i) in enumerate(r.unsaved[:n]):
         t = r.tables[g]
         below = own(t.host, i)
         if below is not None and not below.ready:
             left.append((g, i))
             if below.filled_by in flying:
                 flying[below.filled_by].savers[r] = None
+            if many:
+                n = at + 1
+                break
         elif below is not None:
             if (up := own(t.device, i)) is not None and up.node is None:
                 kv.abandon(r)                  # it resumes, and has pinned what is its own (sim seed 31767)
             kv.drop_entry(r, g, t.device, i)
-    r.unsaved = left
-    r.is_saving = bool(left)
+    kv.saves_left -= n if many else 0
+    r.unsaved[:n] = left
+    r.is_saving = bool(r.unsaved)
+
+
+def may_let_go(r: Request) -> bool:
+    """Whether it can go on with that: the first page that it has not seen there is in place, or lost."""
+    return r.is_saving and ((copy := own(r.tables[r.unsaved[0][0]].host, r.unsaved[0][1])) is None or copy.ready)
 
 
 def is_staged(kv: Pages, r: Request) -> bool:
@@ -205,7 +241,7 @@ def lose(kv: Pages, r: Request, lost: Collection[Copy]) -> bool:
             for i, copy in enumerate(column):
                 if copy is None or copy not in lost:
                     continue
-                found = True
+                found = r.may_lack = True
                 if r.row is None or r.phase is Phase.STAGING:
                     kv.drop_entry(r, g, column, i)
                     node = kv.node(r, t, i)

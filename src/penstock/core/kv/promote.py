@@ -1,15 +1,17 @@
-"""From the host to the device: the hot buffer of a row, and its promotion, while the row goes on."""
+"""From the host to the device: the hot buffer of a row, and its promotion, while the row goes on; and the loads of
+a request that waits, where they are too many for one turn."""
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
 
-from penstock.core.kv.claims import Claim
+from penstock.core.kv.claims import Claim, Entry, Load
 from penstock.core.kv.listing import Shortage, Trial
-from penstock.core.kv.page_table import add, enter_pinned, give_up, is_own, move, pin, put, read, split
+from penstock.core.kv.page_table import add, enter_pinned, give_up, is_own, move, pin, put, read, split, unpin
 from penstock.core.kv.pages import Headroom, Pages
 from penstock.core.kv.prefix_tree import Copy, Node, mark_evictable
-from penstock.core.plan import Tier
+from penstock.core.lifecycle import Place
+from penstock.core.plan import HbmPage, Tier
 from penstock.core.request import Request
 
 
@@ -214,3 +216,68 @@ def load(kv: Pages, r: Request, g: int, entries: list[tuple[int, Node]]) -> None
         target.ready = False
         pairs.append((source, target))
     kv.moves.move_sealed(pairs, down, up, r if private else None)
+
+
+# ---------------------------------------------------------------- before there is a row
+def load_some(kv: Pages, r: Request, entry: Entry, headroom: Headroom) -> bool:
+    """Start as many loads of a hit or a resume as this turn allows, if it has more than one turn may start. The tree
+    gets those pages on the device as well, so whoever gives up the trial leaves them cached. False: what is left is
+    for `commit`, which also says what is lacking."""
+    parts, most = entry.parts, kv.hits_most
+    if most > kv.cfg.hit_pages:
+        return False                           # it is alone, or no event need come: all at once
+    if parts[0].unseen < 0:
+        many = sum([len(w.loads) for w in parts]) > kv.cfg.hit_pages
+        entry.loaded = bytearray(many * len(r.path))
+        for w in parts:
+            w.unseen = many * len(w.loads)
+    if not any([w.unseen for w in parts]):
+        return bool(entry.loaded) and not most  # the row is the next turn's
+    known, want = min(r.num_tokens, r.compute_limit), list[int]()
+    for t, w in zip(r.tables, parts, strict=True):
+        hosted = t.hosted and entry.place is Place.HOST
+        more = r.hot_units if hosted else 1 if t.reach else t.end(known) - t.end(r.computed)
+        want.append(len(w.loads) + more)
+    if kv.lacks(Tier.HBM, kv.with_headroom(Tier.HBM, want, headroom)):
+        return False
+    for w in parts:
+        while w.late and w.late[0][1].ready:
+            w.late.popleft()
+    left = -(-most // 3) if sum([len(w.late) for w in parts]) <= kv.cfg.look_pages else 0
+    for g, w in enumerate(parts):
+        n = min(left, w.unseen)
+        if n and kv.make_free(Tier.HBM, [n * k for k in kv.one_page(g)]):
+            _load_nodes(kv, g, entry, n)
+            kv.hits_left -= 3 * n              # it takes so much longer than to pin them
+            left -= n
+    return True
+
+
+def _load_nodes(kv: Pages, g: int, entry: Entry, n: int) -> None:
+    """Start the next n of these loads. Those that are not from the tree to the tree are few, and left."""
+    up, down, w = kv.device[g], kv.host[g], entry.parts[g]
+    some, rest, nodes = w.loads[:n], list[Load](), list[Node]()
+    new = [f for f in some if f.node is not None and f.node.find(down) is f.source and f.node.find(up) is None]
+    for f, page in zip(new, up.pool.acquire(len(new)), strict=True):
+        assert f.node is not None
+        f.target.page, f.target.ready = page, False
+        kv.tree.attach(f.node, up, f.target)
+        entry.loaded[f.node.depth - 1] = 1
+        nodes.append(f.node)
+    for f in some:
+        if f.node is None or (copy := f.node.good(up)) is None:
+            rest.append(f)
+            continue
+        w.up[f.entry], w.pages[f.entry], entry.pins[f.at] = copy, HbmPage(copy.page), copy
+        if not copy.ready:
+            w.late.append((False, copy))
+        unpin(f.source)
+        if copy is not f.target:               # it came since
+            pin(copy)
+            if f.source.node is not None:
+                kv.tree.update_evictable(f.source.node)
+    kv.moves.move_nodes(nodes, down, up)
+    w.loads[:n] = []
+    w.loads += rest
+    w.unseen -= n
+    entry.claim.replace(Tier.HBM, g, n, [f.target for f in rest])

@@ -76,7 +76,7 @@ def write_through(kv: Pages, g: int, nodes: list[Node], r: Request) -> None:
     copied when the next pages are sealed, if there is room then."""
     host, reserve = kv.host[g], r.reserve[g]
     pool, attach = host.pool, kv.tree.attach
-    if (n := len(nodes) - len(reserve)) > 1:
+    if (n := len(nodes) - len(reserve)) > 1 and (n := n - kv.lacks(Tier.DRAM, [n * k for k in kv.one_page(g)])) > 1:
         kv.make_free(Tier.DRAM, [n * k for k in kv.one_page(g)])     # evicts in one go
     for i, node in enumerate(nodes):
         if not (reserve or pool.free or kv.make_free(Tier.DRAM, kv.one_page(g))):

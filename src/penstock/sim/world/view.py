@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from penstock.core.core import Core
-from penstock.core.kv.allocate import Entry
+from penstock.core.kv.claims import Entry
 from penstock.core.kv.listing import Shortage, Trial
 from penstock.core.kv.page_table import PageTable
 from penstock.core.kv.pool import Pool
