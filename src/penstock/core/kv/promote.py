@@ -233,6 +233,8 @@ def load_some(kv: Pages, r: Request, entry: Entry, headroom: Headroom) -> bool:
             w.unseen = many * len(w.loads)
     if not any([w.unseen for w in parts]):
         return bool(entry.loaded) and not most  # the row is the next turn's
+    if not most:
+        return True
     known, want = min(r.num_tokens, r.compute_limit), list[int]()
     for t, w in zip(r.tables, parts, strict=True):
         hosted = t.hosted and entry.place is Place.HOST
@@ -250,6 +252,8 @@ def load_some(kv: Pages, r: Request, entry: Entry, headroom: Headroom) -> bool:
             _load_nodes(kv, g, entry, n)
             kv.hits_left -= 3 * n              # it takes so much longer than to pin them
             left -= n
+    if not any([w.unseen for w in parts]):
+        kv.hits_left = min(kv.hits_left, 0)    # its row is the next turn's, not the next call's
     return True
 
 
