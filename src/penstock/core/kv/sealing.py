@@ -104,9 +104,12 @@ def receive_below(kv: Pages, r: Request, g: int, first: int) -> list[Copy]:
 
 
 def _catch_up(kv: Pages) -> None:
-    """Save pages that were sealed when the host was full, or what is sealed behind them serves nobody."""
+    """Save pages that became full while the host had no room: without them the host's later pages cannot be found.
+    At most `save_pages` of each group; the rest follows when the next page becomes full."""
     for late, device, host in zip(kv.late, kv.device, kv.host, strict=True):
-        while late and (host.pool.free or kv.make_free(Tier.DRAM, kv.one_page(host.group))):
+        for _ in range(min(len(late), kv.cfg.save_pages)):
+            if not (host.pool.free or kv.make_free(Tier.DRAM, kv.one_page(host.group))):
+                break
             node = late.popleft()
             if node.ready(device) and node.find(host) is None and not node.banished:
                 kv.tree.attach(node, host, Copy(host.pool.acquire(1)[0], ready=False))
