@@ -83,7 +83,7 @@ def enter(kv: Pages, r: Request, place: Place, headroom: Headroom) -> Trial:
     still to be computed it takes the first pages now; the others are promised to it."""
     if not kv.rows.free:
         return NO_ROW
-    found = None
+    found, is_old = None, r in kv.entering
     if r.phase in (Phase.QUEUED, Phase.DROPPED):
         if (entry := _name(kv, r, place)) is None:
             return UNDERWAY
@@ -108,6 +108,8 @@ def enter(kv: Pages, r: Request, place: Place, headroom: Headroom) -> Trial:
     if (early := _not_ready(parts)) is not None:
         return claim.refuse(early)
     if not (room := claim.commit(headroom)):
+        if is_old and not kv.rows.num_held:    # some of what it would load may be on the device since (sim seed 15594)
+            return enter(kv, r, place, headroom)
         room.found = found
         room.want = [n + w.reserved_pages * ((place is Place.HOST and t.hosted) == (room.tier is Tier.DRAM))
                      for n, w, t in zip(room.want, parts, r.tables, strict=True)]
