@@ -88,6 +88,7 @@ def _spec(fields: Fields, index: IndexSpec | None, *, sigmoid: bool = True, dens
     return read_spec(
         fields, attention, moe=moe,
         skipped_layers=skipped, mtp=deepseek_names(fields.size("num_hidden_layers")) if skipped else None,
+        kinds=("deepseek_sparse_attention",) if index else (),        # as nvidia/GLM-5.2-NVFP4 has it
     )
 
 
