@@ -52,7 +52,7 @@ def hot_units_of_a_spill_hold_other_entries(real: Real, kv: KVCache, r: Request)
     return ok
 
 
-@mutant()
+@mutant(mode="aims=10,hot_pages=1")
 class PageMappedBeforeItsLoadHasLanded(Core):
     """A row that comes back is told of device pages while they are being filled."""
 
@@ -255,7 +255,7 @@ def promotion_loads_the_open_page_too_early(real: Real, kv: KVCache, r: Request,
     return ok
 
 
-@instead_of(KVCache, "grow")
+@instead_of(KVCache, "grow", mode="aims=10,hot_pages=1")
 def page_begun_during_a_promotion_is_on_the_host_only(real: Real, kv: KVCache, r: Request,
                                                       upto: int) -> Trial:
     """A row that is being promoted grows like any hosted row."""
