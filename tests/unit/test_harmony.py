@@ -234,6 +234,22 @@ def test_an_earlier_call_and_its_reasoning_are_in_the_prompt(said, analysis):
     assert "# Instructions\n\nBe brief." in text
 
 
+def test_calls_of_one_message_are_each_followed_by_their_result():
+    calls = [{"id": i, "type": "function", "function": {"name": n, "arguments": "{}"}} for i, n in ("xf", "yg", "zh")]
+    made = ChatTemplate(template("gpt_oss"))
+    try:
+        text = made.render([{"role": "user", "content": "?"}, {
+            "role": "assistant", "content": None, "reasoning": "Hm.", "tool_calls": calls}, *(
+                {"role": "tool", "tool_call_id": i, "content": f"of {i}"} for i in "yxw")])
+    finally:
+        made.close()
+    shown = "<|start|>assistant to=functions.{}<|channel|>commentary json<|message|>{{}}<|call|>"
+    result = '<|start|>functions.{} to=assistant<|channel|>commentary<|message|>"of {}"<|end|>'
+    assert text.endswith("<|start|>assistant<|channel|>analysis<|message|>Hm.<|end|>" + shown.format("f")
+                         + result.format("f", "x") + shown.format("g") + result.format("g", "y")
+                         + shown.format("h") + result.format("h", "w") + "<|start|>assistant")
+
+
 # ---------------------------------------------------------------- over HTTP
 @pytest.fixture
 def server():

@@ -14,7 +14,7 @@ from typing import Any
 from penstock.config.base.errors import CONTEXT_EXCEEDED, ConfigError, RequestError, cut, show
 from penstock.config.request.ignored import OBEYED_ELSEWHERE, OfPart, names
 from penstock.text.helper import Aside, HelperDied
-from penstock.text.prompts.arguments import WRONG_TYPE, argument_forms, arguments_of
+from penstock.text.prompts.arguments import WRONG_TYPE, argument_forms, arguments_of, one_call_each
 from penstock.text.tools.formats import harmony
 from penstock.text.turns import Turns
 
@@ -104,6 +104,8 @@ class ChatTemplate:
         Raises     RequestError: a message of another form, or the template refused or failed.
         """
         plain = [plain_message(m, i, self.shown, self.only) for i, m in enumerate(messages)]
+        if "channels" in self.shown:
+            plain = one_call_each(plain)
         if not plain:
             raise RequestError("messages is empty: send at least one message", "messages")
         if add_generation_prompt is None:
