@@ -75,7 +75,7 @@ class Server:
         self.http.close()
         self.process.terminate()
         try:
-            self.process.wait(20)
+            self.process.wait(45)           # --drain-store-s is 20
         finally:
             self.process.kill()
 

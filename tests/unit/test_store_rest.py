@@ -14,8 +14,8 @@ class Loop:
 
     works_here, steps_in_flight, wait_s = False, 0, None
 
-    def __init__(self, pages: int, hangs: bool = False) -> None:
-        self.moves_in_flight, self._left, self._hangs = 0, pages, hangs
+    def __init__(self, pages: int, hangs: bool = False, up: float = 1.0) -> None:
+        self.moves_in_flight, self._left, self._hangs, self._up = 0, pages, hangs, up
         self.handled: list[object] = []
         self.recorder = SimpleNamespace(core=SimpleNamespace(live={7: None, 9: None}))
 
@@ -28,7 +28,7 @@ class Loop:
         return []
 
     def stats(self) -> dict[str, float]:
-        return {"pages_to_store": float(self._left)}
+        return {"pages_to_store": float(self._left), "storage_up": self._up}
 
 
 @pytest.fixture
@@ -51,6 +51,11 @@ def test_an_engine_that_stops_writes_what_waits_for_storage(rest) -> None:
 def test_storage_that_hangs_holds_up_no_exit(rest) -> None:
     took_s, said = rest(Loop(5, hangs=True), 0.2)
     assert 0.2 <= took_s < 10 and said == "storage: 0 pages were written before the exit, 5 are left\n"
+
+
+def test_storage_that_is_known_to_be_down_is_not_waited_for(rest) -> None:
+    took_s, said = rest(Loop(5, hangs=True, up=0.0), 30.0)
+    assert took_s < 20 and said == "storage: 0 pages were written before the exit, 5 are left\n"
 
 
 def test_an_engine_that_has_nothing_to_store_stops_at_once(rest) -> None:

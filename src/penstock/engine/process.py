@@ -129,8 +129,9 @@ def store_rest(engine: EngineParts, link: ApiLink, store_s: float) -> None:
     began, left = loop.stats()["pages_to_store"], 0.0
     while (left_s := until - time.monotonic()) > 0:
         loop.turn(block=loop.works_here)
-        left = loop.stats()["pages_to_store"]
-        if not (loop.moves_in_flight or loop.steps_in_flight):
+        now = loop.stats()
+        left = now["pages_to_store"]
+        if not (loop.moves_in_flight or loop.steps_in_flight) or now.get("storage_up") == 0:
             break                              # nothing is written, nor will it be
         wait_s = loop.wait_s
         link.receive(min(left_s, 1.0) if wait_s is None else min(left_s, wait_s), engine.wakes)
