@@ -200,7 +200,9 @@ def test_a_call_ends_an_answer_and_a_message_does_not():
 def test_channels_are_known_by_template_or_type_and_contradicting_flags_are_refused():
     auto, shown = ModelConfig(model="m"), template("gpt_oss")
     assert parsers(auto, shown, "llama") == parsers(auto, "", "gpt_oss") == (FORM, CHANNELS)
-    assert parsers(auto, template("hermes"), "qwen3") == (FORMATS["hermes"], THINK)
+    for model_type in ("qwen3", "gpt_oss"):                 # a template says more than the type
+        assert parsers(auto, template("hermes"), model_type) == (FORMATS["hermes"], THINK)
+    assert parsers(auto, "", "qwen3") == (None, None)
     assert parsers(replace(auto, reasoning_parser="none"), shown, "gpt_oss") == (FORM, None)
     for wrong in ({"tool_call_parser": "hermes"}, {"reasoning_parser": "think"}):
         with pytest.raises(ConfigError, match="gpt_oss reads calls and reasoning as one"):
@@ -324,3 +326,32 @@ def test_a_choice_of_a_tool_has_a_grammar_or_is_refused_by_name(server):
     answer = server.post("/v1/chat/completions", messages=USER, tools=[{"type": "function", "function": bad}],
                          tool_choice="required")
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools", answer.text
+
+
+def test_what_an_answer_has_is_taken_again_by_each_api(server):
+    server.says = SAID
+    named = {"name": "get_weather", "input_schema": TOOL["function"]["parameters"]}
+    shown = ("<|start|>assistant<|channel|>analysis<|message|>Hm.\n\nLet me see.<|end|><|start|>assistant "
+             f"to=functions.get_weather<|channel|>commentary json<|message|>{json.dumps(ARGUMENTS)}<|call|><|start|>"
+             'functions.get_weather to=assistant<|channel|>commentary<|message|>"rain"<|end|><|start|>assistant')
+
+    def post(path: str, **fields) -> dict:
+        answer = server.post(path, **fields)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    fields = {"tools": [TOOL], "reasoning_effort": "high"}
+    message = post("/v1/chat/completions", messages=USER, **fields)["choices"][0]["message"]
+    post("/v1/chat/completions", messages=[*USER, message, {
+        "role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "rain"}], **fields)
+    assert server.prompt.endswith(shown) and "Reasoning: high" in server.prompt
+    fields = {"tools": [{"type": "function", **TOOL["function"]}]}
+    output = post("/v1/responses", input=USER, **fields)["output"]
+    post("/v1/responses", input=[*USER, *output, {
+        "type": "function_call_output", "call_id": output[-1]["call_id"], "output": "rain"}], **fields)
+    assert server.prompt.endswith(shown)
+    fields = {"model": "m", "max_tokens": 500, "tools": [named]}
+    content = post("/v1/messages", messages=USER, **fields)["content"]
+    post("/v1/messages", messages=[*USER, {"role": "assistant", "content": content}, {"role": "user", "content": [
+        {"type": "tool_result", "tool_use_id": content[-1]["id"], "content": "rain"}]}], **fields)
+    assert server.prompt.endswith(shown)

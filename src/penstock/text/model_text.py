@@ -129,14 +129,15 @@ def open_text(config: Config, files: ModelFiles) -> ModelText:
 
 
 def parsers(model: ModelConfig, template: str, model_type: object) -> tuple[CallFormat | None, Marks | None]:
-    """Return how calls and reasoning are read: as the flags say, else as the template or the model's type does.
-    Raises ConfigError: the flags contradict each other."""
-    own = "gpt_oss" if model_type == "gpt_oss" else ""
-    calls, reasons = FORMATS.get(model.tool_call_parser), MARKS.get(model.reasoning_parser)
-    if model.tool_call_parser == "auto":
-        calls = FORMATS[own] if own else format_of(template)
-    if model.reasoning_parser == "auto":
-        reasons = MARKS[own] if own else marks_of(template)
+    """Return how calls and reasoning are read: as the flags say, else as the template shows, or the model's
+    type where it shows nothing. Raises ConfigError: the flags contradict each other."""
+    calls, reasons = format_of(template), marks_of(template)
+    if calls is None and reasons is None and model_type == "gpt_oss":
+        calls, reasons = FORMATS["gpt_oss"], MARKS["gpt_oss"]
+    if model.tool_call_parser != "auto":
+        calls = FORMATS.get(model.tool_call_parser)
+    if model.reasoning_parser != "auto":
+        reasons = MARKS.get(model.reasoning_parser)
     if calls is not None and reasons is not None and calls.channels != reasons.channels:
         raise ConfigError(f"--tool-call-parser {model.tool_call_parser} and --reasoning-parser "
                           f"{model.reasoning_parser}: gpt_oss reads calls and reasoning as one: give it to both, or "
