@@ -62,7 +62,7 @@ def server(words: list[str]) -> int:
     http_main.DEAD_S = 5.0                     # a test asks twice meanwhile
     http_main.pull = lambda config, say: None
     http_main.files_of = lambda model: SimpleNamespace(
-        name=model.model, eos_ids=(), folder=Path(model.model), generation_config={}, wrapper=None)
+        name=model.model, eos_ids=(), folder=Path(model.model), generation_config={}, wrapper=None, config={})
     text.open_tokenizer = tokenizer_of
     code = main.main(["serve", *words])
     assert "torch" not in sys.modules or "preloaded" in sys.modules, "the API process has imported torch"
