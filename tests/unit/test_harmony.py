@@ -153,6 +153,10 @@ def asked(offer: ToolOffer = OFFER, header: str = "") -> AnswerForm:
 def test_an_answer_that_must_be_a_call_is_one_that_matches():
     form, named = asked(replace(OFFER, required=True)), asked(replace(OFFER, required=True, only="other"))
     turned = ' to=functions.get_weather<|channel|>commentary json<|message|>{"city": "x"}'
+    to, value, names = "to=functions.get_weather", f"<|message|>{json.dumps(ARGUMENTS)}", tuple(OFFER.schemas)
+    for typed in (" <|constrain|>json", "<|constrain|>json", " json", ""):
+        for text in (f"<|channel|>commentary {to}{typed}{value}", f" {to}<|channel|>commentary{typed}{value}"):
+            assert admits(form, text) and read(text, tools=names)[0] == CallBegun("get_weather"), text
     for text in (WEATHER, turned, THOUGHT + WEATHER, THOUGHT + PREAMBLE + THOUGHT + turned):
         assert admits(form, text) and not admits(named, text)
         for old, new in (("get_weather", "get_whether"), ("city", "town"), ("}", ""), ("commentary", "final")):

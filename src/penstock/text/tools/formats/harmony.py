@@ -133,11 +133,12 @@ def _message(source: Source, kind: type[TextItem] | type[Reasoning], kinds: set[
 def body(lark: Lark, tools: Schemas, many: bool) -> str:
     """One call, in a grammar. The model ends its answer with it, so there are never `many`."""
     def calls() -> Generator[str, None, None]:
-        json = f"({lark.mark(CONSTRAIN)})? {lark.text('json')} {lark.mark(MESSAGE)}"
+        typed = f"({lark.text(' ')}? {lark.mark(CONSTRAIN)} {lark.text('json')} | {lark.text(' json')})?"
+        json = f"{typed} {lark.mark(MESSAGE)}"
         for name, schema in tools.items():
             to = f"to={NAMESPACE}{name}"
-            yield f"{lark.mark(CHANNEL)} {lark.text(f'commentary {to} ')} {json} {lark.json(schema)}"
-            yield f"{lark.text(f' {to}')} {lark.mark(CHANNEL)} {lark.text('commentary ')} {json} {lark.json(schema)}"
+            yield f"{lark.mark(CHANNEL)} {lark.text(f'commentary {to}')} {json} {lark.json(schema)}"
+            yield f"{lark.text(f' {to}')} {lark.mark(CHANNEL)} {lark.text('commentary')} {json} {lark.json(schema)}"
     return lark.any_of(*calls())
 
 
