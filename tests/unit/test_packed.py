@@ -87,6 +87,15 @@ def test_a_nan_among_the_elements_or_scales_is_seen() -> None:
         assert Packed(element, torch.tensor([[scale]]), 1, 2).finite() == fine
 
 
+def test_a_factor_that_f16_does_not_hold_is_seen() -> None:
+    codes = torch.ones(2, 64, dtype=torch.uint8)
+    for small, large, fine in ((1e-3, 1e-3, True), (2e-5, 2e-5, False), (2e-8, 2e-8, False), (2e-8, 1e-3, True),
+                               (1.0, 7e4, False), (0.0, 0.0, True)):
+        scale, offset = torch.tensor([[small, small], [large, large]]), torch.full((2, 2), 8)
+        assert Packed(codes, scale, 1, 32, offset).finite() == fine
+        assert Packed(codes, torch.full((2, 2), 0.5), 1, 32, scale).finite() == fine
+
+
 def test_blocks_that_kernels_do_not_read_are_refused() -> None:
     with pytest.raises(KernelError, match="blocks of 16 columns or a multiple"):
         scaled_linear.pack(quantised(torch.randn(4, 24), 4, 24), backend="reference")

@@ -17,7 +17,6 @@ from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
 _MOST = 448.0                   # the largest element of e4m3
-_HALF_MAX = 65504.0             # kernels of u8 keep factors as f16
 _ROWS = 128                     # made float at once: temporaries stay small
 
 
@@ -111,12 +110,13 @@ class Packed:
         return part_RJ.repeat_interleave(self.cols, 1)[:, :self.shape[1]] if part_RJ.shape[1] > 1 else part_RJ
 
     def finite(self) -> bool:
-        """Whether no code is NaN, which e4m3 has beside finite numbers, and factors are finite as they are kept."""
+        """Whether no code is NaN, which e4m3 has beside finite numbers, and factors keep their value. Those of u8 are
+        kept as f16: none may change by more than 1/1024 of the largest, as tiny ones and those above 65,504 do."""
         if self.kind == "e4m3":
             odd = (_bytes(self.code_OI) & 127) == 127
             return not bool(odd.any()) and bool(self.scale_RJ.isfinite().all())
-        return all(bool((part_RJ.abs() <= _HALF_MAX).all()) for part_RJ in (self.scale_RJ, self.offset_RJ)
-                   if part_RJ is not None)
+        return all(bool(((part.half().float() - part).abs() <= part.abs().max() / 1024).all())
+                   for part in (self.scale_RJ, self.offset_RJ) if part is not None and part.numel())
 
     def equals(self, other: Packed) -> bool:
         """Whether it is stored alike, to the last bit."""

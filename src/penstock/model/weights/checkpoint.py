@@ -390,8 +390,8 @@ def _finite(weight: Weight, name: str, path: Path) -> Weight:
     """The sum tells: a NaN or an infinity anywhere stays in it. Weights never hold one. The sum of finite
     weights may overflow, so each element is looked at before the file is called damaged."""
     if isinstance(weight, Packed) and weight.kind == "u8" and not weight.finite():
-        raise ConfigError(f"{path}: tensor {show(name)} has scales that are no number or beyond f16, in "
-                          "which they are kept: take --dtype float32, or the file is damaged")
+        raise ConfigError(f"{path}: tensor {show(name)} has scales that f16, in which they are kept, "
+                          "cannot hold: take --dtype float32, or the file is damaged")
     if (isinstance(weight, Tensor) and not weight.sum(dtype=torch.float32).isfinite()
             and not weight.isfinite().all()):
         raise ConfigError(f"{path}: tensor {show(name)} holds NaN or infinity: the file is damaged")
