@@ -35,8 +35,8 @@ EXPERTS = [(BF16, {"weight": U8, "scale": F32}, FP8, FEW), (BF16, {"weight": U8,
            (BF16, {"weight": BF16, "scale": BF16}, FLOATS, FEW),
            (BF16, {"weight": BF16, "scale": BF16}, FLOATS, MANY),
            (F32, {"weight": F32, "scale": F32}, FLOATS, MANY)]
-SCANS = {delta: dict(CHANNELS=8192, KEYS=16, KEY_DIM=128, VALUE_DIM=128, TAPS=4, DELTA=delta)
-         for delta in (True, False)}
+SCANS = {delta: dict(CHANNELS=8192, KEYS=16, KEY_DIM=128, VALUE_DIM=128, TAPS=4, DELTA=delta, EACH=2, WIDTH=512,
+                     SIZE=34_304) for delta in (True, False)}
 
 # (module, kernel): (types of arguments, :16 of multiples, constants, warps, stages); one or more ways each
 COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], int, int]]] = {
@@ -217,7 +217,7 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
     ("state.scan.triton_scan", "convolve"): [
         (dict(x=BF16, conv=F32, bias=F32, pool=F32, start_B=I64, row_T=I64, from_B=I64, y=F32, x_token="i32",
               page="i64"),
-         dict(**SCANS[delta], BIAS=not delta, EPSILON=1e-6, BLOCK=128), 1, 3) for delta in (True, False)],
+         dict(**SCANS[delta], SPLIT=1, BIAS=not delta, EPSILON=1e-6, BLOCK=128), 1, 3) for delta in (True, False)],
     ("state.scan.triton_scan", "walk"): [
         (dict(x=BF16, y=F32, step=BF16, write=BF16, decay=F32, add=F32, skip=F32, pool=F32, start_B=I64,
               from_B=I64, to_T=I64, out=BF16, x_token="i32", step_token="i32", write_token="i32", page="i64",
