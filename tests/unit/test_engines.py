@@ -166,6 +166,14 @@ def test_a_dead_engine_gets_nothing_unless_it_is_asked_for():
     assert len(fakes[0].prompts) == 2
 
 
+def test_a_prefill_instance_is_connected_if_an_engine_that_serves_has_one():
+    several, fakes = engines(2)
+    fakes[0].peer_connected, fakes[1].peer_connected = True, False
+    assert several.peer_connected
+    fakes[0].died = EngineDied(-9)
+    assert not several.peer_connected
+
+
 def test_a_rank_is_obeyed_and_its_prompt_is_known():
     several, fakes = engines(2)
     for _ in range(3):

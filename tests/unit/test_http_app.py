@@ -40,7 +40,7 @@ class Engine:
         self.engine = self
 
     flushed = 0
-    peer_missing = ""
+    peer_missing, peer_connected = "", True
 
     def flush(self) -> None:
         self.flushed += 1
@@ -84,7 +84,9 @@ def test_ready_is_another_thing_than_alive():
 
     engine = Engine()
     assert status(engine) == status(engine, ready_needs_prefill=True) == (200, "ready", 200)
-    engine.peer_missing = "no connection yet"
+    engine.peer_missing = "h:1: no connection yet"
+    assert status(engine, ready_needs_prefill=True) == (200, "ready", 200), "another prefill instance is connected"
+    engine.peer_missing, engine.peer_connected = "no connection yet", False
     assert status(engine) == (200, "ready", 200)
     assert status(engine, ready_needs_prefill=True) == (503, "the prefill engine: no connection yet", 200)
     other = Engine()

@@ -1,12 +1,16 @@
 """Whom a decode instance calls that a router has told where to connect."""
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from penstock.config.base.errors import ConfigError
 from penstock.core.plan import PeerId
+from penstock.engine import wire
 from penstock.engine.pd.remote import Peer
 from penstock.engine.pd.router import Peers
+from penstock.engine.process import tell
 
 
 class Silent:
@@ -36,3 +40,14 @@ def test_without_a_list_any_host_is_called_and_a_place_is_given_to_another() -> 
     some = peers(num=1)
     first = some.at("a:1")
     assert some.at("a:1") is first and some.at("b:1") is first and first.address == "b:1"
+
+
+def test_one_of_two_prefill_instances_is_enough_to_be_connected() -> None:
+    some = Peers(*(Peer(Silent(), "decode", address, id=PeerId(n)) for n, address in enumerate(("a:1", "b:1"))))
+    sent = list[wire.PeerNews]()
+    for epoch in (0, 1):
+        some.each[1].epoch, some.each[1].missing = epoch, "" if epoch else "no connection yet"
+        tell(some, SimpleNamespace(send=sent.append), "")
+    assert [news.connected for news in sent] == [False, True]
+    assert [news.missing for news in sent] == ["a:1: no connection yet; b:1: no connection yet",
+                                              "a:1: no connection yet"]

@@ -21,7 +21,7 @@ FROM_ENGINE = [
     wire.EngineReady(pid=1, vocab_size=9, max_model_len=8, info={"dtype": "float32", "none": None},
                selection=Selection(selector="bounds", version=1, unit=8, budget=512, sinks=16, window=64,
                                    dense=(0, 3))),
-    wire.Failed("no such model"), wire.PeerNews("silent for 10 s", {"model": "x", "pp": 2, "none": None}),
+    wire.Failed("no such model"), wire.PeerNews("silent for 10 s", False, {"model": "x", "pp": 2, "none": None}),
     wire.Chunks([wire.OutputChunk(rid=1, tokens=[4, 5], index=3, finish="stop", reason="",
                             logprobs=[wire.TokenLogprob(-0.5, 1, [(4, -0.5), (9, -1.0)])] * 2,
                             cached_tokens=16, cached_by_tier={"hbm": 16, "dram": 0},

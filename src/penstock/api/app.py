@@ -362,7 +362,7 @@ class _Views:
         """Whether new requests should be sent here: by one engine at least they are served."""
         died = self._health.died or all(member.missing for member in self._api.engine.members)
         why = ("engine died" if died else "draining" if self._health.draining else
-               "" if self._needed is None else self._needed.missing)
+               "" if self._needed is None or self._needed.engine.peer_connected else self._needed.missing)
         return _json({"status": why or "ready"}, 503 if why else 200)
 
     async def metrics(self, _: Request) -> Response:

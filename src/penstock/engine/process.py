@@ -143,7 +143,7 @@ def tell(peers: Peers, link: ApiLink, missing: str) -> str:
     """Send news of the other instance to the API process, and log the reason if it is not `missing` any more.
     Returns the present reason."""
     peers.changed = False
-    link.send(wire.PeerNews(peers.missing, peers.info))
+    link.send(wire.PeerNews(peers.missing, peers.is_connected, peers.info))
     if peers.missing != missing:
         log(f"disaggregation: {peers.missing or 'connected'}")
     return peers.missing

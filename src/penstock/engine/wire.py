@@ -16,7 +16,7 @@ from penstock.config.request.params import SamplingParams
 from penstock.config.request.scores import Scores
 from penstock.config.request.selection import Selection
 
-VERSION = 10
+VERSION = 11
 LOADED = "engine: loaded"       # the last line that the engine prints before it sends Ready
 FRAME_BYTES_MAX = 256 << 20
 
@@ -164,9 +164,11 @@ class Chunks(_Message, frozen=True):
 
 
 class PeerNews(_Message, frozen=True):
-    """The other engine of a pair has come or gone. `missing`: why there is none, "" if there is one."""
+    """An engine of the other end of a pair has come or gone. `missing`: which is not there, and why; "" if all are.
+    `connected`: whether one of them is."""
 
     missing: str
+    connected: bool
     info: dict[str, str | int | float | bool | None]
 
 

@@ -441,9 +441,11 @@ REFUSED: tuple[Refusal[Machine], ...] = (
     _outside("server.timeout_keep_alive", 1, 86_400, "1 to 86400 seconds"),
     _outside("server.drain_s", 0, 3600, "0 to 3600 seconds"),
     _outside("server.drain_store_s", 0, 3600, "0 to 3600 seconds"),
-    Refusal(lambda c, _: c.server.ready_needs_prefill and c.pair.disaggregation_mode != "decode"
-            and not c.pair.prefill_replicas, ("server.ready_needs_prefill", "pair.disaggregation_mode"),
-            "only a decode instance waits for prefill instances: leave it out"),
+    Refusal(lambda c, _: c.server.ready_needs_prefill and not c.pair.prefill_replicas
+            and not (c.pair.disaggregation_mode == "decode" and c.pair.disaggregation_connect),
+            ("server.ready_needs_prefill", "pair.disaggregation_mode", "pair.disaggregation_connect"),
+            "only a decode instance that knows its prefill instances waits for one: leave it out, or give "
+            "--disaggregation-connect"),
     *PAIR,
     *NODES,
     *CLUSTER,

@@ -293,8 +293,8 @@ class ServerConfig:
     drain_s: Annotated[float, "seconds that SIGTERM gives running requests"] = 30.0
     drain_store_s: Annotated[float, "seconds that SIGTERM then gives an engine to write cached pages that wait for "
                              "--kv-storage"] = 20.0
-    ready_needs_prefill: Annotated[bool, "decode instance: /ready is 503 while no prefill instance is "
-                                   "connected"] = False
+    ready_needs_prefill: Annotated[bool, "decode instance that knows its prefill instances: /ready is 503 while "
+                                   "none of them is connected"] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

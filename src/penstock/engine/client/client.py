@@ -115,6 +115,7 @@ class EngineClient:
         self.on_death = on_death
         self.died: EngineDied | None = None
         self.peer_missing = "no connection yet"       # of a pair: why the other engine is not there, or ""
+        self.peer_connected = False           # of a pair: whether one of the other end's engines is there
         self.peer_info: dict[str, str | int | float | bool | None] = {}
         self.num_waiting = 0                  # choices that the core has not admitted yet
         self._log = log
@@ -287,8 +288,8 @@ class EngineClient:
                 future = self._asked.get(message.id)
                 if future is not None and not future.done():
                     future.set_result(message)
-            case wire.PeerNews(missing, info):
-                self.peer_missing, self.peer_info = missing, info
+            case wire.PeerNews(missing, connected, info):
+                self.peer_missing, self.peer_connected, self.peer_info = missing, connected, info
             case wire.EngineReady():
                 if not self._started.done():
                     self._started.set_result(message)

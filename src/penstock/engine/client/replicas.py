@@ -158,6 +158,11 @@ class Engines:
         return next((m.engine.peer_missing for m in self.members if m.engine.peer_missing), "")
 
     @property
+    def peer_connected(self) -> bool:
+        """Whether an engine that serves has one of the other end of a pair."""
+        return any(m.engine.peer_connected for m in self.members if not m.missing)
+
+    @property
     def peer_info(self) -> dict[str, str | int | float | bool | None]:
         return self.members[0].engine.peer_info
 

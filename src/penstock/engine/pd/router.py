@@ -95,10 +95,15 @@ class Peers:
         if self._routed:
             return "; ".join(f"{peer.address}: {peer.missing}" for peer in self.each
                              if peer.address and peer.missing)
-        if len(self.each) == 1 or (self.role == "prefill" and not any(peer.epoch for peer in self.each)):
+        if len(self.each) == 1 or (self.role == "prefill" and not self.is_connected):
             return self.each[0].missing
         return "" if self.role == "prefill" else "; ".join(
             f"{peer.address}: {peer.missing}" for peer in self.each if peer.missing)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether one of them is there."""
+        return any(peer.epoch for peer in self.each)
 
     @property
     def info(self) -> Info:
