@@ -32,9 +32,12 @@ def test_a_variable_is_a_flag_and_the_command_line_wins(monkeypatch, tmp_path, c
 
 @pytest.mark.parametrize(("name", "value", "said"), [
     ("MAX_MODEL_LENGHT", "1", r"\$PENSTOCK_ARG_MAX_MODEL_LENGHT: .* did you mean \$PENSTOCK_ARG_MAX_MODEL_LEN\?"),
+    ("TP", "1", r"\$PENSTOCK_ARG_TENSOR_PARALLEL_SIZE, \$PENSTOCK_ARG_TP: both are for the same flag: set one"),
+    ("MODEL_PATH", "other", r"\$PENSTOCK_ARG_MODEL, \$PENSTOCK_ARG_MODEL_PATH: both are for the same flag"),
     ("PREFIX_CACHE", "perhaps", r"\$PENSTOCK_ARG_PREFIX_CACHE=perhaps: 1 or 0 is needed")])
 def test_a_variable_of_no_flag_or_value_is_refused(monkeypatch, name, value, said) -> None:
-    monkeypatch.setenv(f"PENSTOCK_ARG_{name}", value)
+    for other, set_to in {"TENSOR_PARALLEL_SIZE": "2", "MODEL": "demo", name: value}.items():
+        monkeypatch.setenv(f"PENSTOCK_ARG_{other}", set_to)
     with pytest.raises(ConfigError, match=said):
         FromFile([], environment=True)
     assert FromFile(["demo"]).words == ["demo"]

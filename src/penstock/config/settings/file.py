@@ -34,7 +34,7 @@ class FromFile:
 
     def __init__(self, argv: Sequence[str], *, environment: bool = False) -> None:
         """environment: whether that is read. Raises ConfigError: no such file, not YAML, a key twice, a value that no
-        flag has, a variable of no flag."""
+        flag has, a variable of no flag, two of one."""
         self.words, self.model = list(argv), None
         self._keys, self._variables = dict[str, str](), dict[str, str]()       # by field of a flag
         self._path = self._take_path()
@@ -64,6 +64,7 @@ class FromFile:
                 continue
             name = _flag(variable.removeprefix(PREFIX).lower())
             if name in MODEL_SPELLINGS:
+                self._note("model", variable)
                 self.model = text
             elif name not in known:
                 near = difflib.get_close_matches(name, known, 1)
@@ -76,8 +77,13 @@ class FromFile:
                     if text.lower() not in SWITCHES:
                         raise ConfigError(f"${variable}={text}: 1 or 0 is needed")
                     value = SWITCHES[text.lower()]
-                self._variables[field] = variable
+                self._note(field, variable)
                 yield from _words(name, value)
+
+    def _note(self, field: str, variable: str) -> None:
+        """Raises ConfigError: another variable is for the same flag."""
+        if (other := self._variables.setdefault(field, variable)) != variable:
+            raise ConfigError(f"${other}, ${variable}: both are for the same flag: set one of them")
 
     def _take_path(self) -> str | None:
         """Its value, taken out of the words. Raises ConfigError: twice, or without one."""
