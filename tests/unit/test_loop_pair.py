@@ -10,7 +10,7 @@ import pytest
 
 from penstock.config.request.params import SamplingParams
 from penstock.core.pair.messages import Drained, End, Reason, Refused
-from penstock.core.plan import Aborted, Advance, Entered, Finished, Outcome, PeerLeft
+from penstock.core.plan import Aborted, Advance, Arrived, Entered, Finished, Outcome, PeerLeft
 from penstock.engine import process as engine_main
 from penstock.engine import wire
 from penstock.engine.loop import EngineLoop
@@ -18,6 +18,7 @@ from penstock.engine.pd.remote import Peer
 from penstock.engine.pd.router import CROWDED, FAILS, LATE, REFUSES, Peers
 from penstock.transfer.events import Down, PeerMessage, Unpaired, Up
 from penstock.transfer.facts import Facts
+from penstock.transfer.messages import Ask
 
 _spec = importlib.util.spec_from_file_location(
     "engine_fake", Path(__file__).with_name("engine_fake.py"))
@@ -158,6 +159,18 @@ def test_each_reason_without_a_pair_is_one_line_of_the_log(capfd):
     assert capfd.readouterr().err.splitlines() == [
         "disaggregation: connected", "disaggregation: weights: a here and b there",
         "disaggregation: cannot connect"]
+
+
+def test_a_prefill_instance_that_writes_its_last_pages_takes_no_prompt(monkeypatch):
+    link, core = Link(), Core()
+    core.cfg = replace(core.cfg, role="prefill")
+    loop = EngineLoop(core, fake.FakeExecutor(), vocab_size=fake.VOCAB, max_model_len=fake.CONTEXT,
+                      peers=Peers(Peer(link, "prefill")))
+    monkeypatch.setattr(loop, "stats", lambda: {"pages_to_store": 0})
+    engine_main.store_rest(SimpleNamespace(loop=loop), None, 0.0)
+    link.events.append(PeerMessage(1, Ask(7, bytes(8), SamplingParams(), [], 1, bytes(16))))
+    loop.turn(block=False)
+    assert link.said == [Refused(7, 0, Reason.REFUSED)] and not any(isinstance(e, Arrived) for e in core.seen)
 
 
 def test_the_end_of_the_connection_is_the_excuse_of_all():

@@ -114,8 +114,8 @@ class EngineLoop:
         self._untold: dict[RequestId, None] = {}        # whose clients wait for the end of a prompt
         self._events: list[Event] = []          # since the last advance
         self._chunks: list[OutputChunk] = []          # refusals since the last turn
-        self.steps_in_flight = 0
-        self.moves_in_flight = 0
+        self.is_ending = False                  # prompts of other engines are refused from now on
+        self.steps_in_flight = self.moves_in_flight = 0
         self.num_tokens = 0                     # output tokens since the start
 
     @property
@@ -230,8 +230,8 @@ class EngineLoop:
         assert self._paired is not None
         peer = self._paired.of(asked)
         self._newest_asked += 1
-        found = None
-        if asked.submit.room is not None and self._rooms is not None:
+        found = Reason.REFUSED if self.is_ending else None
+        if found is None and asked.submit.room is not None and self._rooms is not None:
             found = self._rooms.asked(asked, self._newest_asked)
         if isinstance(found, Reason):
             peer.refuse(asked.transfer, found)

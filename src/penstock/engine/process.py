@@ -122,8 +122,10 @@ def run(engine: EngineParts, link: ApiLink) -> None:
 
 
 def store_rest(engine: EngineParts, link: ApiLink, store_s: float) -> None:
-    """Write the cached pages that wait for storage, for at most so many seconds. Requests that still run end first."""
+    """Write the cached pages that wait for storage, for at most so many seconds. Requests that still run end first,
+    and prompts of decode instances are refused."""
     loop, until = engine.loop, time.monotonic() + store_s
+    loop.is_ending = True
     for rid in list(loop.recorder.core.live):
         loop.handle(wire.Abort(rid))
     began, left = loop.stats()["pages_to_store"], 0.0
