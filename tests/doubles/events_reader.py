@@ -22,7 +22,6 @@ class BlockStored(Tagged):
     lora_id: int | None
     medium: str | None
     lora_name: str | None
-    cache_salt: str | None = None
 
 
 class BlockRemoved(Tagged):
@@ -48,7 +47,7 @@ class Index:
 
     def __init__(self) -> None:
         self.media: dict[str, set[int]] = {}
-        self._by_tokens: dict[tuple[str | None, int | None, tuple[int, ...]], int] = {}
+        self._by_tokens: dict[tuple[int | None, tuple[int, ...]], int] = {}
 
     def apply(self, batch: Batch) -> None:
         for event in batch.events:
@@ -64,14 +63,14 @@ class Index:
                     assert parent is None or any(parent in blocks for blocks in self.media.values())
                     for i, block in enumerate(event.block_hashes):
                         tokens = tuple(event.token_ids[i * size:(i + 1) * size])
-                        self._by_tokens[event.cache_salt, parent, tokens] = parent = block
+                        self._by_tokens[parent, tokens] = parent = block
                         self.media.setdefault(event.medium, set()).add(block)
 
-    def cached(self, prompt: Sequence[int], size: int, salt: str | None = None) -> int:
+    def cached(self, prompt: Sequence[int], size: int) -> int:
         """Tokens of this prompt that an engine which has these blocks need not compute; the last one always is."""
         parent, known = None, 0
         while (known + 1) * size < len(prompt):
-            parent = self._by_tokens.get((salt, parent, tuple(prompt[known * size:(known + 1) * size])))
+            parent = self._by_tokens.get((parent, tuple(prompt[known * size:(known + 1) * size])))
             if parent is None or not any(parent in blocks for blocks in self.media.values()):
                 break
             known += 1

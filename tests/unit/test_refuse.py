@@ -64,6 +64,8 @@ CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
      {"kv_events_config": "{}", "prefix_cache": False}),
     ({"kv_events_config": '{"publisher": "zmq", "media": ["GPU", "CPU", "STORAGE"]}'},
      {"kv_events_config": '{"publisher": "zmq"}'}),
+    ({"kv_events_config": '{"publisher": "zmq", "replay_endpoint": "tcp://*:5558"}', "dp": 2},
+     {"kv_events_config": '{"publisher": "zmq", "replay_endpoint": "tcp://*:5657"}', "dp": 64}),
     ({"max_num_seqs": 0}, {"max_num_seqs": 1}),
     ({"max_num_batched_tokens": 0}, {"max_num_batched_tokens": 1}),
     ({"max_waiting": -1}, {"max_waiting": 0}),

@@ -31,7 +31,7 @@ from penstock.config.base import collector
 from penstock.config.base.errors import ConfigError
 from penstock.config.base.storage_url import parse_storage
 from penstock.config.request.defaults import shown
-from penstock.config.settings.kv_events import shown_events
+from penstock.config.settings.kv_events import kv_events, shown_events
 from penstock.config.settings.pairkey import read_secret
 from penstock.config.settings.tree import Config, KVConfig, ServerConfig
 from penstock.engine.client.client import EngineDied
@@ -74,6 +74,8 @@ def run(config: Config | None, args: argparse.Namespace) -> int:
     keys = load_keys(config.server, secret)
     if keys.says:
         logs.info(keys.says)
+    if keys and kv_events(config.kv.kv_events_config) is not None:
+        logs.info("warning: --kv-events-config publishes no page of an API key, and here every request needs one")
     with bind(config.server) as listener:
         files = files_of(config.model)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -30,6 +30,7 @@ from penstock.engine.record import EventLog, write_flight, write_on_signal
 from penstock.exec.waker import Waker
 
 if TYPE_CHECKING:
+    from penstock.engine.kv_events import KvPublisher
     from penstock.engine.loop import EngineLoop
     from penstock.engine.pd.router import Peers
     from penstock.exec.pipeline.crew import Crew
@@ -153,13 +154,14 @@ def tell(peers: Peers, link: ApiLink, missing: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
-    """What a process runs. `crew`, `peers`: where there are several ranks, and another end."""
+    """What a process runs. `crew`, `peers`, `publisher`: where there are several ranks, another end, KV events."""
 
     loop: EngineLoop
     ready: wire.EngineReady
     wakes: Waker
     crew: Crew | None
     peers: Peers | None
+    publisher: KvPublisher | None
     begin: Callable[[], object]     # what neither ready nor the first requests shall wait for
 
 
@@ -183,7 +185,7 @@ def build(config: Config, event_log: EventLog) -> EngineParts:
     # Imported here: torch takes seconds, reads its limits then, and Hello must be checked before.
     from penstock.core.core import Core
     from penstock.core.policy.capacity import largest
-    from penstock.engine.kv_events import KvPublisher, check_events, warning
+    from penstock.engine.kv_events import KvPublisher, check_events, shown
     from penstock.engine.loop import EngineLoop
     from penstock.engine.pd.open import links_of, open_peers
     from penstock.engine.storing import Storing
@@ -194,22 +196,23 @@ def build(config: Config, event_log: EventLog) -> EngineParts:
 
     links_of(config)                    # wrong addresses are refused before a model is loaded
     check_storage(config.kv)
-    events, publisher = check_events(config.kv.kv_events_config), None
+    events = check_events(config.kv.kv_events_config)
     if config.model.grammar_backend == "llguidance" and (why := proved(lambda: vocabulary_of(config))):
         raise ConfigError(f"--grammar-backend llguidance: {why}")
+    publisher = None if events is None else KvPublisher(events, log=log)        # its ports may be another's
     built = build_engine(config, log, vocabulary=lambda: vocabulary_of(config))
     peers = open_peers(config, built)
     storage = built.executor.storage
     info = built.info if peers is None else built.info | {"pair_address": peers.address}
     core_config = built.core_config
-    if events is not None:
+    if events is not None and publisher is not None:
         if all(group.reach for group in core_config.groups):
             raise ConfigError("--kv-events-config: every layer of this model keeps a part of its tokens only, so no "
                               "prefix of whole pages can be published: leave it out")
         core_config = replace(core_config, published_tiers=len(events.media))
-        publisher = KvPublisher(events, core_config.page_size, config.server.router_dialect, built.wakes.wake)
-        if unsafe := warning(events):
-            log(f"warning: {unsafe}")
+        publisher.start(core_config.page_size, config.server.router_dialect, built.wakes.wake)
+        for line in shown(events):
+            log(line)
     loop = EngineLoop(Core(core_config), built.executor, vocab_size=built.vocab_size,
                       max_model_len=built.max_model_len, selection=built.selection,
                       event_log=event_log, check=config.debug.debug_check, peers=peers,
@@ -222,7 +225,7 @@ def build(config: Config, event_log: EventLog) -> EngineParts:
                        info=info, selection=built.selection,
                        dense_len=min(built.max_model_len, largest(built.core_config, False) + 1))
     return EngineParts(loop=loop, ready=ready, wakes=built.wakes, crew=built.crew, peers=peers,
-                  begin=built.grammars.begin if built.grammars is not None else lambda: None)
+                  publisher=publisher, begin=built.grammars.begin if built.grammars is not None else lambda: None)
 
 
 def log(line: str) -> None:
@@ -269,6 +272,8 @@ def main(argv: list[str]) -> NoReturn:
             _end_ranks(engine)
             os._exit(EXIT_BUG)
     event_log.close()
+    if engine.publisher is not None:
+        engine.publisher.close()
     _end_ranks(engine, asked=True)
     os._exit(0)                                     # no thread of ours has anything to save
 

@@ -4,14 +4,20 @@ Owns what they mean here: whether events are on, and which address the engine wi
 """
 from __future__ import annotations
 
+import ipaddress
 import re
-from typing import Literal
+import socket
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
+NUMBER_MAX = 1 << 24
 EVENTS_FORM = ("a JSON object is needed with fields of vLLM's: enable_kv_cache_events, publisher (zmq or null), "
-               "endpoint and replay_endpoint (tcp://HOST:PORT or ipc://PATH), buffer_steps, hwm, max_queue_size, "
-               "topic; and media, the first of GPU, CPU, STORAGE")
+               "endpoint and replay_endpoint (tcp://HOST:PORT or ipc://PATH), buffer_steps, hwm, max_queue_size "
+               f"(each 1 to {NUMBER_MAX}), topic; and media, the first of GPU, CPU, STORAGE")
+PORTS_FORM = ("endpoint and replay_endpoint of each engine have the next ports: take ports that are at least as far "
+              "apart as there are engines, such as 5557 and 5657, and at most 65535 for the last engine")
+_Number: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=NUMBER_MAX)]
 _ENDPOINT = re.compile(r"ipc://.+|tcp://(\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 MEDIA = ("GPU", "CPU", "STORAGE")
 
@@ -21,11 +27,11 @@ class KvEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     enable_kv_cache_events: bool | None = None
     publisher: Literal["zmq", "null"] | None = None
-    endpoint: str = "tcp://*:5557"
+    endpoint: str = "tcp://127.0.0.1:5557"  # vLLM's default is open to other machines
     replay_endpoint: str | None = None
-    buffer_steps: int = 10_000              # batches that can be replayed
-    hwm: int = 100_000                      # batches that wait for a slow subscriber
-    max_queue_size: int = 100_000           # turns of the engine that wait for the publishing thread
+    buffer_steps: _Number = 10_000          # batches that can be replayed
+    hwm: _Number = 100_000                  # batches that wait for a slow subscriber
+    max_queue_size: _Number = 100_000       # turns of the engine that wait for the publishing thread
     topic: str = ""
     media: tuple[str, ...] = MEDIA[:2]
     data_parallel_rank: int = 0             # number of this engine: its ports are so much higher
@@ -33,7 +39,7 @@ class KvEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def __post_init__(self) -> None:
         if self.media != MEDIA[:max(1, len(self.media))]:
             raise ValueError("media")
-        if min(self.buffer_steps, self.hwm, self.max_queue_size) < 1 or not 0 <= self.data_parallel_rank < 1 << 16:
+        if not 0 <= self.data_parallel_rank < 1 << 16:
             raise ValueError("a number")
         for rank in (0, self.data_parallel_rank):
             for endpoint in filter(None, (self.endpoint, self.replay_endpoint)):
@@ -47,6 +53,15 @@ class KvEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         enabled = self.publisher == "zmq" if self.enable_kv_cache_events is None else self.enable_kv_cache_events
         return enabled and self.publisher != "null"
 
+    def has_room(self, engines: int) -> bool:
+        """Whether so many engines, this one and those after it, have ports and paths of their own."""
+        both = map(_ENDPOINT.fullmatch, filter(None, (self.endpoint, self.replay_endpoint)))
+        ports = [int(found[2]) for found in both if found is not None and found[2]]
+        if any(port + self.data_parallel_rank + engines > 1 << 16 for port in ports):
+            return False
+        return not listens(self.endpoint) or (
+            self.endpoint != self.replay_endpoint and (len(ports) < 2 or abs(ports[0] - ports[1]) >= engines))
+
     def at(self, endpoint: str) -> str:
         """Return the address of this engine: the next port, or another path, for each rank."""
         rank = self.data_parallel_rank
@@ -55,6 +70,30 @@ class KvEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             return endpoint + (f"_dp{rank}" if rank else "")
         host, _, port = rest.rpartition(":")
         return f"{scheme}://{host}:{int(port) + rank}"
+
+
+def host_of(endpoint: str) -> str:
+    """Return the host of a TCP endpoint, an IPv6 address without brackets; "": of a path."""
+    found = _ENDPOINT.fullmatch(endpoint)
+    return (found[1] or "").strip("[]") if found is not None else ""
+
+
+def listens(endpoint: str) -> bool:
+    """Whether the engine listens at this endpoint: a path, a wildcard or an IP address of this machine. At others,
+    such as a name, a subscriber listens and the engine connects to it."""
+    host = host_of(endpoint)
+    if host in ("", "*"):
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    try:
+        with socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6, socket.SOCK_DGRAM) as here:
+            here.bind((host, 0))
+    except OSError:
+        return False
+    return True
 
 
 def kv_events(text: str | None) -> KvEvents | None:

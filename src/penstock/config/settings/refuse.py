@@ -16,7 +16,7 @@ from penstock.config.base.machine import Machine
 from penstock.config.base.sizes import show_bytes
 from penstock.config.base.storage_url import FORMS, masked, parse_storage
 from penstock.config.request.selection import BOUNDS, BOUNDS_VERSION, SINKS, WINDOW, Selection
-from penstock.config.settings.kv_events import EVENTS_FORM, is_wrong, kv_events
+from penstock.config.settings.kv_events import EVENTS_FORM, PORTS_FORM, KvEvents, is_wrong, kv_events
 from penstock.config.settings.plain import object_of
 from penstock.config.settings.tree import (
     DECODE_INSTANCES_MAX,
@@ -79,10 +79,15 @@ def _is_elsewhere(url: object) -> bool:
     return found is not None and found.folder is None
 
 
+def _events(config: Config) -> KvEvents | None:
+    """KV events that are published, None as well where the text is wrong."""
+    text = config.kv.kv_events_config
+    return None if is_wrong(text) else kv_events(text)
+
+
 def _publishes(config: Config, medium: str) -> bool:
     """Whether KV events of pages in this medium are published."""
-    text = config.kv.kv_events_config
-    events = None if is_wrong(text) else kv_events(text)
+    events = _events(config)
     return events is not None and medium in events.media
 
 
@@ -360,6 +365,9 @@ REFUSED: tuple[Refusal[Machine], ...] = (
             "events say what the prefix cache has: leave one of them out"),
     Refusal(lambda c, _: _publishes(c, "STORAGE") and c.kv.kv_storage is None,
             ("kv.kv_events_config", "kv.kv_storage"), "without storage there is no medium STORAGE: leave it out"),
+    Refusal(lambda c, _: (events := _events(c)) is not None
+            and not events.has_room(c.pair.decode_replicas or c.device.dp), ("kv.kv_events_config", "device.dp"),
+            PORTS_FORM),
     _outside("schedule.max_num_seqs", 1, 4096, "1 to 4096 requests"),
     _outside("schedule.max_num_batched_tokens", 1, 1 << 20, "1 to 1048576 tokens a step"),
     _outside("schedule.max_waiting", 0, 1 << 20, "0 to 1048576 waiting requests"),
