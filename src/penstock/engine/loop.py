@@ -230,7 +230,7 @@ class EngineLoop:
         assert self._paired is not None
         peer = self._paired.of(asked)
         self._newest_asked += 1
-        found = Reason.REFUSED if self.is_ending else None
+        found: Submit | Reason | None = Reason.REFUSED if self.is_ending else None
         if found is None and asked.submit.room is not None and self._rooms is not None:
             found = self._rooms.asked(asked, self._newest_asked)
         if isinstance(found, Reason):
