@@ -119,6 +119,14 @@ def test_an_admins_key_is_a_key_and_a_tenants_is_no_admins(tmp_path):
     assert not Keys(["one"]).is_admin(one) and Keys([]).is_admin(b"")
 
 
+def test_the_only_key_has_a_cache_of_its_own_unless_pages_are_published():
+    for keys, shared in ((Keys(["one"]), True), (Keys(["one", "two"]), False), (Keys(["one"], ["boss"]), False)):
+        one = keys.tenant(b"Bearer one")
+        assert one and keys.cache_of(one, published=False) == one
+        assert keys.cache_of(one, published=True) == (b"" if shared else one)
+    assert Keys([]).cache_of(b"", published=True) == b""
+
+
 @pytest.mark.parametrize(("given", "admins", "says"), [
     ({"api_key": "one"}, {"one"}, "the only one is an admin's"),
     ({"api_key": "one", "admin_api_key": "boss"}, {"boss"}, ""),

@@ -117,14 +117,15 @@ class OpenAI:
                  secret: bytes | None = None, routed: Routed = ALONE, clips: bool = False,
                  unlisted: Sequence[str] = (),
                  is_admin: Callable[[bytes], bool] = lambda tenant: True,
-                 turn_of: Callable[[bytes], int] = lambda tenant: 0) -> None:
+                 turn_of: Callable[[bytes], int] = lambda tenant: 0,
+                 cache_of: Callable[[bytes], bytes] = lambda tenant: tenant) -> None:
         """secret: what tenants' namespaces are made with, None: drawn. routed: which part of a pair.
 
         also: more names of the model. unlisted: names that are taken and not shown in the list of models.
         clips: a maximum that does not fit the context is clipped, where it would be refused.
         is_admin: whether a tenant may go before others. turn_of: the number by which its turn among others is
-        counted, 0: there are no others."""
-        self.clips, self._is_admin, self._turn_of = clips, is_admin, turn_of
+        counted, 0: there are no others. cache_of: the name of the tenant's cache, b"": it needs none of its own."""
+        self.clips, self._is_admin, self._turn_of, self._cache_of = clips, is_admin, turn_of, cache_of
         self.routed = routed
         self.engine = engine
         self.text = text
@@ -316,7 +317,7 @@ class OpenAI:
             raise RequestError("this model has no tokenizer: use stop_token_ids", "stop")
         _check_scores(prompts, params)
         await self._check_grammar(params, prompts.ids[0], tenant, blamed)
-        root = namespace(self._secret, tenant, request.cache_salt)
+        root = namespace(self._secret, self._cache_of(tenant), request.cache_salt)
         room = self.routed.room(request)
         turn = 0 if params.priority < 0 or room is not None else self._turn_of(tenant)
         engine = self.engine.of(request.data_parallel_rank)

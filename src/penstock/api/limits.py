@@ -90,9 +90,17 @@ class Keys:
         """Whether this tenant may see and change what belongs to all of them."""
         return not self._hashes or tenant in self._admins
 
+    def __len__(self) -> int:
+        return len(self._hashes)
+
     def turn_of(self, tenant: bytes) -> int:
         """The number by which this key's turn among the others is counted; 0: there are no others."""
         return int.from_bytes(tenant[:7], "little") + 1 if len(self._hashes) > 1 else 0
+
+    def cache_of(self, tenant: bytes, *, published: bool) -> bytes:
+        """The name of the tenant's cache. If pages are `published`, the only key needs no cache apart from others:
+        routers find then what its prompts find."""
+        return b"" if published and len(self._hashes) == 1 else tenant
 
     @property
     def says(self) -> str:

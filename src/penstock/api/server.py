@@ -74,8 +74,9 @@ def run(config: Config | None, args: argparse.Namespace) -> int:
     keys = load_keys(config.server, secret)
     if keys.says:
         logs.info(keys.says)
-    if keys and kv_events(config.kv.kv_events_config) is not None:
-        logs.info("warning: --kv-events-config publishes no page of an API key, and here every request needs one")
+    if len(keys) > 1 and kv_events(config.kv.kv_events_config) is not None:
+        logs.info("warning: --kv-events-config publishes no page of one API key among several, and here every "
+                  "request needs one")
     with bind(config.server) as listener:
         files = files_of(config.model)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -261,7 +262,9 @@ class _Server:
                      choices_max=len(self._engine.members) * (schedule.max_num_seqs + schedule.max_waiting),
                      secret=self._secret, routed=routed_of(config, self._engine.ready),
                      clips=config.server.clip_max_tokens, is_admin=self._keys.is_admin,
-                     turn_of=self._keys.turn_of)
+                     turn_of=self._keys.turn_of,
+                     cache_of=functools.partial(self._keys.cache_of,
+                                                published=kv_events(config.kv.kv_events_config) is not None))
         app = build_app(api, self._health, self._keys, config.server,
                         {"model": api.model, "sampling_defaults": text.sampling,
                          "pid": self._engine.ready.pid, **info,
