@@ -153,9 +153,8 @@ class KVConfig:
     kv_storage_write_policy: Annotated[StorageWrites, "pages to store. write_through: all; write_through_selective: "
                                        "prefixes used twice; none: read only",
                                        Alias("--hicache-write-policy")] = "write_through"
-    kv_events_config: Annotated[str | None, "publish which pages are cached, for routers, over ZMQ, by default to this "
-                                "machine only: vLLM's JSON, e.g. {\"enable_kv_cache_events\": true}; needs pip install "
-                                "'.[events]'"] = None
+    kv_events_config: Annotated[str | None, "publish cached pages to routers over ZMQ, by default on this machine: "
+                                "vLLM's JSON, e.g. {\"enable_kv_cache_events\": true}; needs '.[events]'"] = None
     kv_cache_dtype: Annotated[Kept, "type of an MLA KV cache: auto is the compute type, fp8 is fp8_e4m3 with a "
                               "scale per 128 values. Refused for models without MLA"] = "auto"
     sparse_metadata_dtype: Annotated[Kept, "type of indexer keys (DSA; auto: as --kv-cache-dtype) or of key min/max "
