@@ -61,6 +61,10 @@ def test_the_bound_sees_who_gives_way_too_often(monkeypatch: pytest.MonkeyPatch)
     assert any("gave way" in line for line in late)
 
 
+def test_a_call_without_events_starts_no_load_of_a_hit() -> None:
+    assert not fair(220).late()
+
+
 def test_who_gave_way_twice_does_not_for_those_of_a_higher_priority_who_come_later() -> None:
     assert not fair(1005, "model=3,hot_pages=0").late()
 

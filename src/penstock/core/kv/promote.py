@@ -252,8 +252,7 @@ def load_some(kv: Pages, r: Request, entry: Entry, headroom: Headroom) -> bool:
             _load_nodes(kv, g, entry, n)
             kv.hits_left -= 3 * n              # it takes so much longer than to pin them
             left -= n
-    if not any([w.unseen for w in parts]):
-        kv.hits_left = min(kv.hits_left, 0)    # its row is the next turn's, not the next call's
+    kv.hits_left = min(kv.hits_left, 0)        # the rest, or its row, is the next turn's, not the next call's
     return True
 
 
