@@ -50,7 +50,7 @@ class Published:
         if tree.touched is None or not (tree.touched or tree.was_flushed or self.late):
             return None
         if cleared := tree.was_flushed:
-            # Of pages that nobody finds any more some stay, and what is still in use is found again.
+            # Some hidden pages stay in the tree, and lookups find those still in use again.
             tree.was_flushed, self._epoch = False, self._epoch + 1
             tree.touched.clear()
             self.late = deque(node for root in tree.roots.values() for node in root.children.values())

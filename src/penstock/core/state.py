@@ -47,7 +47,7 @@ Columns: TypeAlias = tuple[tuple[Row, ...], tuple[RequestId, ...], tuple[int, ..
 
 
 class Watcher:
-    """Is told of events and edges as they happen, once it is in `Core.watchers`, and takes no edge itself. Each of
+    """Receives events and edges as they happen, once it is in `Core.watchers`, and takes no edge itself. Each of
     these does nothing until it is overridden."""
 
     def event(self, event: Event) -> None:

@@ -18,7 +18,7 @@ def _silently(tree: Tree, touched: dict[Node, None] | None) -> None:
 
 @instead_of(Tree, "detach")
 def eviction_not_published(real: Real, tree: Tree, node: Node, space: TierGroup) -> Copy:
-    """A copy goes, and routers are not told."""
+    """A copy goes, and is not published as removed."""
     before = None if tree.touched is None else dict(tree.touched)
     copy: Copy = real(tree, node, space)
     _silently(tree, before)
@@ -27,7 +27,7 @@ def eviction_not_published(real: Real, tree: Tree, node: Node, space: TierGroup)
 
 @instead_of(Tree, "banish")
 def damage_not_published(real: Real, tree: Tree, node: Node) -> None:
-    """Pages that nobody may find stay published until they are evicted."""
+    """Damaged pages stay published until they are evicted."""
     before = None if tree.touched is None else dict(tree.touched)
     real(tree, node)
     _silently(tree, before)

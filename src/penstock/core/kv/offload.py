@@ -25,8 +25,8 @@ def reserve(kv: Pages, r: Request, phase: Phase) -> Trial:
     """Take the host pages that pausing or staging needs at most, for what has no host copy; or nothing.
     What the host has of a row that is being staged must stay there: it is pinned, that of a long table over
     turns. Of a table that is too long for one look, a page for each full one is promised to it instead, but
-    for the first that the host must keep anyway. If the host has not so many, nobody is staged; who can have
-    half of them may pause without a promise, and what gets none stays on the device."""
+    for the first that the host must keep anyway. If the host has not so many, a spill is refused. With
+    half of them a pause goes on without a promise; a page that gets none stays on the device."""
     claim, staging = Claim(kv, r), phase is Phase.STAGING
     at_once = staging and not _is_wide(kv, r)
     held, spare = list[tuple[Column, int, Copy]](), [list[Copy]() for _ in r.tables]
@@ -66,8 +66,8 @@ def reserve(kv: Pages, r: Request, phase: Phase) -> Trial:
 
 
 def _num_kept(kv: Pages, r: Request, g: int, begin: int, n: int) -> int:
-    """How many of the first of n entries, which are sealed, are pinned on the host: by `r`, or by others, who
-    share how its path begins."""
+    """How many of the first of n entries, all full pages, are pinned on the host: by `r`, or by requests with the
+    same first pages."""
     t, host = r.tables[g], kv.host[g]
 
     def may_go(i: int) -> bool:

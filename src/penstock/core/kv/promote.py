@@ -221,7 +221,7 @@ def load(kv: Pages, r: Request, g: int, entries: list[tuple[int, Node]]) -> None
 # ---------------------------------------------------------------- before there is a row
 def load_some(kv: Pages, r: Request, entry: Entry, headroom: Headroom) -> bool:
     """Start as many loads of a hit or a resume as this turn allows, if it has more than one turn may start. The tree
-    gets those pages on the device as well, so whoever gives up the trial leaves them cached. False: what is left is
+    gets those pages on the device as well, so an abandoned trial leaves them cached. False: what is left is
     for `commit`, which also says what is lacking."""
     parts, most = entry.parts, kv.hits_most
     if most > kv.cfg.hit_pages:
