@@ -27,6 +27,7 @@ LAYERS = {
     "text": ("config", "model", "exec"),
     "engine": ("config", "core", "exec", "memory", "replay", "text", "transfer"),
     "llm": ("config", "engine", "model", "text"),
+    "plan": ("bench", "config", "core", "engine", "exec", "model"),
     "api": ("config", "engine", "exec", "memory", "model", "text"),
 }
 # Layers that see only parts of another one.
@@ -35,6 +36,9 @@ ONLY = {
     ("memory", "core"): ("penstock.core.plan", "penstock.core.settings"),
     ("text", "exec"): ("penstock.exec.sampling.grammar",),
     ("exec", "core"): ("penstock.core.plan", "penstock.core.settings"),
+    ("plan", "bench"): ("penstock.bench.report",),
+    ("plan", "engine"): ("penstock.engine.client.affinity",),
+    ("plan", "exec"): ("penstock.exec.load",),
     ("transfer", "core"): ("penstock.core.plan", "penstock.core.pair.messages"),
 }
 THIRD_PARTY = {

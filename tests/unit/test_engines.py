@@ -212,5 +212,5 @@ def test_the_pages_of_a_long_prompt_are_noted_over_turns_of_the_event_loop():
             await asyncio.sleep(0)
 
     asyncio.run(main())
-    assert one.cached(pages) == len(pages) and next(reversed(one._pages)) == 0       # its end goes first
+    assert one.cached(pages) == len(pages) and next(reversed(one._pages._known)) == 0       # its end goes first
     assert other.cached(pages) == 0, "another engine has been sent nothing"

@@ -27,6 +27,7 @@ class Command:
     model: Literal["needed", "optional", "none"]
     own_flags: bool = True              # False: its module is not imported for --help
     serves: bool = False                # whether it takes the flags of the HTTP server, too
+    resolves: bool = True               # False: its config is for another machine, and the module resolves it
 
 
 COMMANDS = {
@@ -40,6 +41,8 @@ COMMANDS = {
                      help="measure speed: offline, or of a running server"),
     "eval": Command(module="penstock.eval.main", model="optional",
                     help="measure answers: recall, needles, a text's perplexity, GSM8K"),
+    "plan": Command(module="penstock.plan.main", model="optional", resolves=False,
+                    help="say what engines would make of a trace: hits, latencies, tokens/s"),
     "sim": Command(module="penstock.sim.main", model="none",
                    help="test the scheduler (the engine's planner) with simulated ranks and injected faults"),
     "store": Command(module="penstock.cli.store", model="none",
@@ -120,7 +123,7 @@ def _run(name: str, command: Command, words: list[str]) -> int:
             args.model = file.model
         if command.model == "needed" or getattr(args, "model", None):
             raw = config_from(args)
-            config = resolve(of_torchrun(raw) if command.serves else raw, probe())
+            config = raw if not command.resolves else resolve(of_torchrun(raw) if command.serves else raw, probe())
             limit_libraries(config.device.debug_cpu_isa)
             if args.print_config:
                 print("\n".join(lines(config, without=without)))

@@ -6,10 +6,7 @@ choice costs no message.
 from __future__ import annotations
 
 import asyncio
-import bisect
 import itertools
-from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -20,15 +17,11 @@ from penstock.config.base.errors import RequestError
 from penstock.config.request.params import SamplingParams
 from penstock.config.settings.kv_events import with_rank
 from penstock.config.settings.tree import Config
+from penstock.engine.client.affinity import Load, SentPages, least, pages_of
 from penstock.engine.client.client import ChoiceStream, EngineClient, EngineDied
 from penstock.engine.client.supervised import Kept
 from penstock.engine.wire import BootstrapRoom, EngineReady
 
-# In tokens of a prompt that must be computed: a choice that is open, which slows down others' steps a little,
-# and one that has to wait for a row, while another engine has one free. A conversation so stays where its
-# KV is, and a prompt that everybody begins with does not keep everybody in one place.
-OPEN_TOKENS = 16
-WAITING_TOKENS = 256
 HASH_INLINE = 16_384        # tokens of a prompt that are hashed on the event loop, which takes about 1 ms
 NOTED_INLINE = 4_096        # pages of a prompt that are noted in one turn of the event loop, in about .3 ms
 # Of the engines' numbers, what is of the storage that they share, not of each.
@@ -45,7 +38,7 @@ class Member(Kept):
     """One of the engines, and what is known of its cache."""
 
     _of: EngineClient | None = None                     # whose cache `_pages` tells
-    _pages: OrderedDict[int, None]
+    _pages: SentPages
 
     @property
     def ready(self) -> EngineReady:
@@ -61,8 +54,7 @@ class Member(Kept):
 
     def cached(self, pages: Sequence[int]) -> int:
         """How many of them, from the first on, it has been sent and has kept, as far as is known."""
-        known = self._known()                          # of a page also what is before it: see `sent`
-        return bisect.bisect_left(range(len(pages)), True, key=lambda n: pages[n] not in known)
+        return self._known().cached(pages)
 
     def sent(self, pages: Sequence[int]) -> None:
         """It has been sent a prompt of these. Those of a long one are noted over turns of the event loop: where
@@ -82,17 +74,11 @@ class Member(Kept):
         asyncio.get_running_loop().call_soon(note)
 
     def _note(self, pages: Sequence[int]) -> None:
-        known = self._known()
-        for page in reversed(pages):                    # the first of a prompt are forgotten last, as there
-            known[page] = None
-            known.move_to_end(page)
-        room = self.known("hbm_pages") + self.known("dram_pages")
-        while len(known) > room:
-            known.popitem(last=False)
+        self._known().note(pages, self.known("hbm_pages") + self.known("dram_pages"))
 
-    def _known(self) -> OrderedDict[int, None]:
+    def _known(self) -> SentPages:
         if self._of is not self.engine:
-            self._of, self._pages = self.engine, OrderedDict()
+            self._of, self._pages = self.engine, SentPages()
         return self._pages
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, *, eos_ids: Sequence[int] = (),
@@ -200,14 +186,10 @@ class Engines:
         return streams
 
     def _choose(self, tokens: int, pages: Sequence[int], choices: int) -> Member:
-        """Return the engine that has least to do for the request: the longest cached prefix, then the least
-        load, unless the prefix is worth less than the requests that it would wait for."""
+        """Return the engine that has least to do for the request, see `affinity.least`."""
         there = [m for m in self.members if not m.missing] or self.members
-        over = [max(0, m.num_open + choices - m.known("max_num_seqs")) for m in there]
-        waits = 0 if all(over) else WAITING_TOKENS
-        cost = [tokens - m.known("page_size") * m.cached(pages) + OPEN_TOKENS * m.num_open + waits * more
-                for m, more in zip(there, over, strict=True)]
-        return there[min(range(len(there)), key=lambda n: (cost[n], there[n].num_open))]
+        return there[least(tokens, choices, [
+            Load(m.known("page_size") * m.cached(pages), m.num_open, m.known("max_num_seqs")) for m in there])]
 
     def flush(self) -> None:
         """Forget cached pages that no request holds, everywhere."""
@@ -227,19 +209,6 @@ def together(numbers: Sequence[Mapping[str, float]]) -> dict[str, float]:
             before = out.get(name, 0.0)
             out[name] = max(before, value) if name in SHARED else before + value
     return out
-
-
-def pages_of(prompt: Sequence[int], namespace: int, page_size: int) -> list[int]:
-    """A number for each whole page of a prompt, of it and of what is before it; none of ids that no
-    vocabulary has."""
-    try:
-        data = array("q", prompt).tobytes()
-    except OverflowError:
-        return []
-    width = 8 * page_size
-    return list(itertools.accumulate(
-        (data[at:at + width] for at in range(0, len(data) - width + 1, width)),
-        lambda key, page: hash((key, page)), initial=namespace))[1:]
 
 
 def environment(config: Config, n: int) -> dict[str, str] | None:

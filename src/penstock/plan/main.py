@@ -1,0 +1,90 @@
+"""`penstock plan`: what a trace has, and what engines would make of it."""
+from __future__ import annotations
+
+import argparse
+import sys
+
+from penstock.bench.report import check_output, write_json
+from penstock.config.base.errors import ConfigError
+from penstock.config.settings.tree import Config
+from penstock.plan import report
+from penstock.plan.agents import Agents, agents
+from penstock.plan.grid import Point, points
+from penstock.plan.trace import Trace, largest_hits, read
+
+PAGE_TOKENS = 16                # of the share of a prompt that was seen before, without a MODEL
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("plan")
+    source = group.add_mutually_exclusive_group(required=True)
+    source.add_argument("--trace", metavar="FILE", help="requests: Mooncake JSONL, or CSV with arrival_s, "
+                        "input_tokens, output_tokens")
+    source.add_argument("--agents", type=int, metavar="N", help="N sessions of a coding agent whose context grows")
+    group.add_argument("--turns", type=int, metavar="N", help="turns of an agent (default: 43)")
+    group.add_argument("--one-shots", type=int, metavar="N", help="single prompts of 32,000 tokens next to the agents")
+    group.add_argument("--trace-seed", type=int, metavar="N", help="seed of --agents (default: 0)")
+    group.add_argument("--scale", type=float, default=1.0, metavar="X", help="divide lengths, pools and speeds by "
+                       "this: a run takes less time, and means the same but for the size of a page")
+    group.add_argument("--rates", metavar="FILE", help="speeds of the machine: a JSON file, or h200 (default: h200)")
+    group.add_argument("--grid", metavar="KEY=VALUES,...", help="combinations to try, e.g. host=64G..1T,engines=1..8,"
+                       "budget=0,2048; keys: device, host, storage, engines, budget")
+    group.add_argument("--routing", choices=("affinity", "round-robin"), help="how prompts reach several engines "
+                       "(default: affinity, as --data-parallel-size routes)")
+    group.add_argument("--output-json", metavar="FILE", help="file for all numbers of all grid points")
+
+
+def run(config: Config | None, args: argparse.Namespace) -> int:
+    """Return the exit code. `config` is not resolved. Raises ConfigError."""
+    trace = trace_of(args)
+    if config is None:
+        for name in ("rates", "grid", "routing", "output_json"):
+            if getattr(args, name) is not None:
+                raise ConfigError(f"--{name.replace('_', '-')} needs a MODEL")
+        print(report.of_trace(trace, largest_hits(trace, PAGE_TOKENS)))
+        return 0
+    check_output("--output-json", args.output_json)
+    return planned(config, args, trace)
+
+
+def planned(config: Config, args: argparse.Namespace, trace: Trace) -> int:
+    """Run each grid point. Raises ConfigError before the first one if one of them could not start."""
+    from dataclasses import replace
+
+    from penstock.plan.rates import read_rates
+    from penstock.plan.shape import divided, plan_engine
+    from penstock.plan.world import Result, World
+
+    rates, scale = read_rates(args.rates or "h200"), args.scale
+    grid = points(args.grid)
+    engines = [plan_engine(point.settings(config), rates) for point in grid]
+    done: list[tuple[Point, Result]] = []
+    for point, engine in zip(grid, engines, strict=True):
+        core = engine.core
+        if point.storage:
+            if not core.dram_pages:
+                raise ConfigError(f"--grid {point}: storage needs a host tier: give host=SIZE")
+            core = replace(core, disk_pages=1 << 16, store_root=b"plan")
+        world = World(trace, replace(engine, core=divided(core, scale)), rates, engines=point.engines,
+                      routing=args.routing or "affinity", storage_bytes=point.storage, scale=scale)
+        done.append((point, world.run()))
+        print(report.progress(point, done[-1][1]), file=sys.stderr, flush=True)
+    print(report.of_grid(trace, engines[0], rates, done, scale))
+    if args.output_json:
+        write_json(args.output_json, report.plain(trace, rates, done, scale))
+    return 0
+
+
+def trace_of(args: argparse.Namespace) -> Trace:
+    """The trace that the flags name. Raises ConfigError."""
+    if not args.scale >= 1:
+        raise ConfigError(f"--scale is {args.scale:g}: at least 1")
+    given = {name: value for name in ("turns", "one_shots") if (value := getattr(args, name)) is not None}
+    if args.trace is not None:
+        for name in (*given, *(["trace_seed"] if args.trace_seed is not None else [])):
+            raise ConfigError(f"--{name.replace('_', '-')} is for --agents")
+        return read(args.trace, args.scale)
+    for name, value in (("agents", args.agents), *given.items()):
+        if value < (name != "one_shots"):
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}: at least {int(name != 'one_shots')}")
+    return agents(Agents(sessions=args.agents, seed=args.trace_seed or 0, **given), args.scale)

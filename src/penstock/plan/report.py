@@ -1,0 +1,94 @@
+"""What `penstock plan` prints."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from penstock.bench.report import percentile, table
+from penstock.config.base.sizes import show_bytes
+from penstock.plan.grid import Point
+from penstock.plan.trace import Trace
+
+if TYPE_CHECKING:
+    from penstock.plan.rates import Rates
+    from penstock.plan.shape import Planned
+    from penstock.plan.world import Result
+
+KNEE = 0.02             # of the hit rate: more memory that gains less is past the knee
+
+
+def of_trace(trace: Trace, largest: float) -> str:
+    """`largest`: the share of prompt tokens that was seen before."""
+    prompts = sorted(trace.prompts())
+    answers = sum(turn.output for session in trace.sessions for turn in session.turns)
+    return (f"{trace.name}: {len(trace.sessions):,} sessions, {len(prompts):,} requests, prompts of {prompts[0]:,} to "
+            f"{prompts[-1]:,} tokens (median {prompts[len(prompts) // 2]:,}), {sum(prompts):,} in all, {answers:,} "
+            f"output tokens\nshare of the prompt tokens that a cache without a limit has: {largest:.3f}")
+
+
+def numbers(r: Result) -> dict[str, float]:
+    """All that is reported of a grid point, by name; times in ms, shares from 0 to 1."""
+    prompts, seconds = max(1, r.prompt_tokens), max(1e-9, r.seconds)
+    return {
+        "hits": r.hits, "hits_device": r.device_tokens / prompts, "hits_host": r.host_tokens / prompts,
+        "hits_storage": r.storage_tokens / prompts, "hits_largest": r.largest_hits,
+        "ttft_p50_ms": 1e3 * percentile(r.ttft_s, 50), "ttft_p95_ms": 1e3 * percentile(r.ttft_s, 95),
+        "itl_p50_ms": 1e3 * percentile(r.gaps_s, 50), "itl_p95_ms": 1e3 * percentile(r.gaps_s, 95),
+        "output_tokens_s": r.output_tokens / seconds, "prompt_tokens_s": r.prompt_tokens / seconds,
+        "seconds": r.seconds, "gpu_busy": r.device_busy, "load_busy": r.load_busy, "save_busy": r.save_busy,
+        "storage_read_busy": r.read_busy, "storage_write_busy": r.write_busy, "load_bytes": r.load_bytes,
+        "save_bytes": r.save_bytes, "swaps": r.swaps, "recomputes": r.drops, "spills": r.spills,
+        "promotions": r.promotions, "refused": r.refused}
+
+
+def progress(point: Point, r: Result) -> str:
+    return f"{point}: hits {r.hits:.3f}, time to first token {percentile(r.ttft_s, 50):.2f} s"
+
+
+def of_grid(trace: Trace, planned: Planned, rates: Rates, done: Sequence[tuple[Point, Result]],
+            scale: float) -> str:
+    """A table with a line for each grid point, and the knee."""
+    largest = max(r.largest_hits for _, r in done)
+    lines = [of_trace(trace, largest) + (f"\nlengths are divided by {scale:g}" if scale != 1 else ""),
+             f"{rates.name}: {show_bytes(planned.weight_bytes >> 20 << 20)} of weights, "
+             f"{planned.core.rows} requests at once, {planned.core.step_tokens:,} tokens a step" + (
+                 f"; not measured: {', '.join(rates.estimated)}" if rates.estimated else ""), ""]
+    rows = []
+    for point, r in done:
+        n = numbers(r)
+        rows.append([str(point), *(f"{n[name]:.3f}" for name in ("hits", "hits_device", "hits_host", "hits_storage")),
+                     f"{n['ttft_p50_ms'] / 1e3:.2f}, {n['ttft_p95_ms'] / 1e3:.2f}",
+                     f"{n['itl_p50_ms']:.1f}, {n['itl_p95_ms']:.1f}", f"{n['output_tokens_s']:.0f}",
+                     f"{n['gpu_busy']:.2f}", f"{n['load_busy']:.2f}, {n['save_busy']:.2f}",
+                     f"{r.swaps}, {r.drops}, {r.spills}"])
+    lines.append(table(("grid point", "hits", "device", "host", "storage", "TTFT p50, p95 (s)", "ITL p50, p95 (ms)",
+                        "tokens/s", "GPU busy", "link up, down", "swapped, recomputed, spilled"), rows))
+    refused = max(r.refused for _, r in done)
+    if refused:
+        lines.append(f"refused: up to {refused} requests, whose context no pool holds")
+    return "\n".join([*lines, *knees(done)])
+
+
+def knees(done: Sequence[tuple[Point, Result]]) -> list[str]:
+    """For each series of sizes of one tier: the least size whose hit rate is within KNEE of the largest one's."""
+    found = []
+    for key in ("device", "host", "storage"):
+        series: dict[tuple[object, ...], list[tuple[int, Result]]] = {}
+        for point, r in done:
+            rest = tuple(getattr(point, name) for name in Point.__slots__ if name != key)
+            series.setdefault(rest, []).append((getattr(point, key) or 0, r))
+        for one in series.values():
+            if len(one) < 2:
+                continue
+            one.sort(key=lambda pair: pair[0])
+            size, r = next(pair for pair in one if pair[1].hits >= one[-1][1].hits - KNEE)
+            where = "the largest tried: more may help" if size == one[-1][0] else f"{r.hits:.3f} of the prompt tokens"
+            found.append(f"knee: {key}={show_bytes(size)} ({where})")
+    return found
+
+
+def plain(trace: Trace, rates: Rates, done: Sequence[tuple[Point, Result]], scale: float) -> dict[str, Any]:
+    """All of it for a JSON file."""
+    return {"trace": trace.name, "rates": rates.name, "estimated": list(rates.estimated), "scale": scale,
+            "points": [{"point": {name: getattr(point, name) for name in Point.__slots__}, **numbers(r)}
+                       for point, r in done]}
