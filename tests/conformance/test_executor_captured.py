@@ -17,9 +17,8 @@ from hosted import NEW, Engine, hosted_work, kind, play, resident
 
 from penstock.core.plan import Paused, RequestId, Spilled
 from penstock.exec.graphs import halves
-from penstock.exec.graphs.capture import DecodeGraphs, decode_step, decodes_of
+from penstock.exec.graphs.capture import DecodeGraphs, decode_step
 from penstock.exec.sparse.layers import HOST
-from penstock.exec.step.attend import Latent
 from penstock.kernels.attention.latent_attention import PagedContext
 
 BUCKET = 5
@@ -38,19 +37,17 @@ class Eager(DecodeGraphs):
     halves = None
 
     def __init__(self, rank):
-        self._model, self._tables = rank._model, rank._tables
-        self._decodes = (decodes_of(rank._attending, rank._tables.groups) if isinstance(rank._attending, Latent) else
-                         rank._attending.decodes(BUCKET))
+        self._model, self._tables, self._attending = rank._model, rank._tables, rank._attending
         self._buckets, self.kinds, self._halved = (BUCKET,), [], 0
 
     def run(self, rows, positions):
-        kind = self._decodes.kind(rows)
+        kind = self._attending.kind(rows)
         self.kinds.append(kind)
         input_2B = torch.zeros(2, BUCKET, dtype=torch.int32, device=where.DEVICE)
         input_2B[1] = -1
         input_2B[:, :len(rows)] = torch.tensor([rows, positions], device=where.DEVICE)
         logits_BV = torch.empty(BUCKET, self._model.vocab_size, device=where.DEVICE)
-        logits_BV, answer_XB = decode_step(self._model, self._tables, self._decodes, kind, input_2B, None,
+        logits_BV, answer_XB = decode_step(self._model, self._tables, self._attending, kind, input_2B, None,
                                            logits_BV, self.halves if kind == HOST else None)
         return logits_BV[:len(rows)], answer_XB
 
@@ -77,12 +74,12 @@ def test_halves_of_a_step_decode_as_all_of_it(captured, monkeypatch):
     """Where a step misses much it is worth it, and no longer where all is found."""
     monkeypatch.setattr(hosted, "KIND", ["latent"])
     engine, graphs = captured(Engine(hbm_pages=70, step_tokens=100))
-    graphs.halves, decodes, wanted = InTurn(), graphs._decodes, []
-    play(engine, lambda turn: wanted.append(decodes.halves()) or ())
+    graphs.halves, attending, wanted = InTurn(), engine.rank._attending, []
+    play(engine, lambda turn: wanted.append(attending.halves()) or ())
     assert graphs.kinds.count(HOST) > NEW and True in wanted
-    assert decodes.may_halve(HOST, 16) and not (decodes.may_halve(HOST, 8) or decodes.may_halve("device", 16))
-    engine.rank._attending.rows.missed_bytes = decodes._indexed.weight_bytes // 64
-    assert not decodes.halves()
+    assert attending.may_halve(HOST, 16) and not (attending.may_halve(HOST, 8) or attending.may_halve("device", 16))
+    attending.rows.missed_bytes = attending.weight_bytes // 64
+    assert not attending.halves()
 
 
 @pytest.mark.parametrize("ends", [0, 1, 2])

@@ -23,7 +23,7 @@ from penstock.core.plan import (
     RequestId,
     Retired,
 )
-from penstock.exec.step.attend import Latent
+from penstock.exec.step.latent import Latent
 from penstock.memory.lateness import Promptly
 
 LATENESS = {"thread": lambda: None, "prompt": Promptly, "latest": Latest,

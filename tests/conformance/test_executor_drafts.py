@@ -261,19 +261,19 @@ def test_speculation_is_as_much_as_a_request_asks_for():
 
 # ---------------------------------------------------------------- faults
 def behind_a_wrong_draft(mp):
-    right = states.DecodeStates.checked
-    mp.setattr(states.DecodeStates, "checked", lambda self, counts_B: right(self, torch.ones_like(counts_B)))
+    right = states.StepStates.checked
+    mp.setattr(states.StepStates, "checked", lambda self, counts_B: right(self, torch.ones_like(counts_B)))
 
 
 def of_the_page_before_the_step(mp):
     """Not that behind the row's first token."""
-    right = states.DecodeStates.checked
+    right = states.StepStates.checked
 
     def checked(self, counts_B):
-        for g, (from_N, to_B, page_NW) in self._places.items():
-            self._places[g] = from_N, to_B, torch.cat((from_N[:, None], page_NW[:, 1:]), 1)
+        for g, (from_N, _) in self._places.items():
+            self._pages[g] = torch.cat((from_N[:, None], self._pages[g][:, 1:]), 1)
         right(self, counts_B)
-    mp.setattr(states.DecodeStates, "checked", checked)
+    mp.setattr(states.StepStates, "checked", checked)
 
 
 def none_at_the_end_of_a_page_of_drafts(mp):
@@ -282,7 +282,7 @@ def none_at_the_end_of_a_page_of_drafts(mp):
 
 
 def none_behind_drafts(mp):
-    mp.setattr(states.DecodeStates, "checked", lambda self, counts_B: None)
+    mp.setattr(states.StepStates, "checked", lambda self, counts_B: None)
 
 
 @pytest.mark.parametrize("fault", [

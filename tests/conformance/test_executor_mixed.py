@@ -4,20 +4,21 @@ Stand-ins for flash-attn-4, which takes no float32, and on a CPU for Triton.
 """
 from __future__ import annotations
 
-import inspect
-import re
-
+import hosted
 import numpy as np
+import on_a_device
 import pytest
 import torch
 import where
-from prompts_engine import PROMPTS, Engine, dense, play
+from prompts_engine import PROMPTS, Engine, dense, model, play
 
+from penstock.config.settings.tree import KVConfig
 from penstock.core import schedule
 from penstock.core.plan import Aborted, Paused, RequestId, Row, StepId, StepPlan
-from penstock.exec.graphs import mixed, steps
+from penstock.exec.graphs import mixed
 from penstock.exec.graphs.mixed import MixedGraphs, step
-from penstock.exec.graphs.steps import WHY, Uncaptured
+from penstock.exec.graphs.steps import WHY, cause, uncaptured
+from penstock.exec.load.sizing import groups_of
 from penstock.exec.step.step_batch import MIXED, StepBatch, pad, parts, sizes
 from penstock.kernels.attention.paged_attention import flash, triton_decode
 
@@ -59,7 +60,7 @@ class Eager(MixedGraphs):
     """Computes each step when it runs, with its padding."""
 
     def __init__(self, rank):
-        self._model, self._tables, self._grouped = rank._model, rank._tables, rank._attending
+        self._model, self._tables, self._attending = rank._model, rank._tables, rank._attending
         self._draws = None
         self._rows, self._graphs, self.launched = (2, 4), {}, mixed.Counter()
         self.capture()
@@ -71,7 +72,7 @@ class Eager(MixedGraphs):
         values = np.full(sum(sizes(MIXED, bucket)), 99, dtype=np.int32)
         pad(batch.mixed, bucket, values)
         given = parts(torch.from_numpy(values), MIXED, bucket)
-        logits, answer = step(self._model, self._tables, self._grouped, given, None,
+        logits, answer = step(self._model, self._tables, self._attending, given, None,
                               torch.empty(bucket[1], self._model.vocab_size))
         return logits[:sum(batch.samples)], answer
 
@@ -147,14 +148,45 @@ def test_what_waits_for_copies_or_is_too_large_is_launched_and_counted(captured,
     assert any("executor_launched_total" in name for name in engine.ex.stats())
 
 
-def test_each_cause_says_which_steps_are_not_captured_and_why():
-    for cause, why in WHY.items():
-        engine = Engine()
-        assert engine.rank.uncaptured == ""
-        engine.rank._steps.insert(0, Uncaptured(cause))
-        assert engine.rank.uncaptured == why and why.partition(", as ")[0] in ("all", "prompts")
-    causes = set(re.findall(r'Uncaptured\((.*)\)\]', inspect.getsource(steps.captured)))
-    assert {cause for of in causes for cause in re.findall('"([a-z]+)"', of)} == set(WHY)
+CODES = KVConfig(kv_cache_dtype="fp8_e4m3")
+LEFT = {        # by cause: an engine whose steps it leaves, and what they are
+    "codes": (lambda: Engine(family="mla", groups=groups_of(model("mla"), None, CODES)),
+              "all, as KV of MLA layers is fp8"),
+    "drafts": (lambda: Engine(family="mtp", draft_tokens=3), "prompts, as a layer drafts behind each step"),
+    "latent": (lambda: Engine(family="mla"), "prompts, as layers are MLA"),
+    "selects": (hosted.Engine, "prompts, as requests select what they read"),
+    "states": (lambda: Engine(family="state"), "prompts, as layers keep a state"),
+    "backend": (Engine, "prompts, as one call cannot read pages of this model"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_each_cause_says_which_steps_are_not_captured_and_why(name, monkeypatch):
+    """Once steps are captured; and as many are launched as the counter says."""
+    make, why = LEFT[name]
+    on_a_device.plainly(monkeypatch)
+    engine = make()
+    if name == "drafts":
+        on_a_device.drafting(engine, 3)
+        engine.rank._makes = engine.rank._drafts.ahead
+    assert engine.rank.uncaptured == "" and WHY.keys() - LEFT.keys() == {"off", "stages", "shared"}
+    assert cause("prompts", engine.rank._attending, engine.rank._makes) == name
+    assert cause("decodes", engine.rank._attending, engine.rank._makes) == ("codes" if name == "codes" else "")
+    engine.rank._eager.cause = name
+    assert engine.rank.uncaptured == why and why.partition(", as ")[0] in ("all", "prompts")
+    engine.add(1, PROMPTS[4], 1)
+    engine.drain()
+    assert engine.ex.stats()[f'executor_launched_total{{cause="{name}"}}'] == len([p for p in engine.plans if p.rows])
+
+
+def test_what_is_told_of_all_ranks():
+    def told(ranks, graphs=True, stages=1, alone=True):
+        return uncaptured(ranks, graphs=graphs, stages=stages, alone=alone)
+    assert told(["", ""]) == "" and told([WHY["latent"]] * 2) == WHY["latent"]
+    assert told(["", WHY["backend"]]) == f"rank 0: none; rank 1: {WHY['backend']}"
+    assert told(["", ""], graphs=False, stages=2) == "all, as --no-cuda-graphs says"
+    assert told(["", ""], stages=2) == "all, as layers are cut into stages"
+    assert told(["", ""], alone=False) == "all, as ranks share a GPU"
 
 
 def short_of(lacking, graphs, monkeypatch):

@@ -26,7 +26,8 @@ from penstock.core.plan import Aborted, Dropped, Paused, RequestId
 from penstock.exec.drafts.mtp import MTP as DraftMTP
 from penstock.exec.graphs.layer import LayerDrafts
 from penstock.exec.sampling.tokens import Answers
-from penstock.exec.step.attend import Grouped, Latent
+from penstock.exec.step.dense import Dense as DenseAttention
+from penstock.exec.step.latent import Latent
 
 FAMILIES = ["mtp", "mtp_chosen", "mtp_state", "eagle"]
 pytestmark = pytest.mark.usefixtures("stages")
@@ -223,7 +224,7 @@ def hidden_state_of_the_first_token_kept(mp):
 
 def first_entry_is_seen(mp):
     """Which is of no hidden state."""
-    for kind in (Latent, Grouped):
+    for kind in (Latent, DenseAttention):
         mp.setattr(kind, "__init__", functools.partialmethod(
             lambda self, was, *args, first=0: was(self, *args, first=0), kind.__init__))
 

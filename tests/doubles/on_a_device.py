@@ -14,13 +14,11 @@ import torch
 import where
 
 from penstock.exec.drafts.device import Ahead
-from penstock.exec.graphs import capture
 from penstock.exec.graphs.drafts import DraftGraphs, every, widths
 from penstock.exec.graphs.layer import LayerDrafts
 from penstock.exec.sampling.on_device import Draws
 from penstock.exec.sampling.tokens import Drawn
-from penstock.exec.sparse import bounds
-from penstock.exec.step.attend import Grouped, Latent
+from penstock.exec.step import dense
 from penstock.exec.step.step_batch import pad
 from penstock.kernels.types.ragged import Ragged
 
@@ -55,8 +53,7 @@ def plainly(monkeypatch: Any) -> None:
     """On a CPU: without Triton's kernels."""
     if where.DEVICE == "cuda":
         return
-    for module in (bounds, capture):
-        monkeypatch.setattr(module, "PagedDecode", Plain)
+    monkeypatch.setattr(dense, "PagedDecode", Plain)
 
 
 def as_a_device(engine: Any) -> Any:
@@ -97,9 +94,7 @@ def drafting(engine: Any, drafts: int) -> Any:
                   tp_size=1, beyond=rank._tokens.beyond,
                   keeps=layer is not None or bool(rank._attending.states))
     buckets = every((1, 2, rows), 1 + drafts, 32) if layer else widths(rows, 1 + drafts, 32)
-    decodes = (capture.decodes_of(rank._attending, rank._tables.groups)
-               if isinstance(rank._attending, Grouped | Latent) else rank._attending.decodes(32))
-    rank._drafts = EagerDrafts(rank._model, rank._tables, decodes, rank._tokens.draws, buckets, None, ahead)
+    rank._drafts = EagerDrafts(rank._model, rank._tables, rank._attending, rank._tokens.draws, buckets, None, ahead)
     rank._drafting.leave()
     return engine
 

@@ -124,9 +124,9 @@ def test_lines_that_a_rank_logs_are_no_answers():
     try:
         for _ in range(2):
             process._log("GPU memory in use")
-        process.send(wire.Ready(b"", process._use.parts))
+        process.send(wire.Ready(b"", process._use.parts, "prompts"))
         process._log("and one more")
-        assert rank.answer(20) == wire.Ready(b"", {"kv": 5})
+        assert rank.answer(20) == wire.Ready(b"", {"kv": 5}, "prompts")
         with pytest.raises(TimeoutError):
             rank.answer(0.05)
     finally:

@@ -30,15 +30,17 @@ from penstock.exec.drafts.narrow import WIDE, Narrowing
 from penstock.exec.graphs.drafts import DraftGraphs
 from penstock.exec.graphs.layer import LayerDrafts
 from penstock.exec.graphs.mixed import START_S
-from penstock.exec.graphs.steps import Uncaptured, captured
+from penstock.exec.graphs.steps import WHY, captured, cause
 from penstock.exec.sampling.grammar import Grammars
 from penstock.exec.sampling.prompt import PromptReader, Read, landed
 from penstock.exec.sampling.sampler import Logprobs
 from penstock.exec.sampling.tokens import Answers, Drawn, tokens_of
 from penstock.exec.sparse.bounds import Selecting, Selector
 from penstock.exec.sparse.indexer import Indexed
-from penstock.exec.step.attend import ANY, Attending, Grouped, Latent, LatentOps, Reads
+from penstock.exec.step.attend import ANY, Attending, LatentOps, Reads
+from penstock.exec.step.dense import Dense
 from penstock.exec.step.eager import Eager, Steps
+from penstock.exec.step.latent import Latent
 from penstock.exec.step.links import Links, Sampled
 from penstock.exec.step.step_batch import Inputs, StepBatch
 from penstock.exec.step.tables import RowTables
@@ -173,8 +175,8 @@ class Rank:
                                     tp_size=model.stage.tp_rank.size,
                                     keeps=self._mtp is not None or bool(self._attending.states))
         self._prompts = PromptReader(model.logits, model.vocab_size) if self._links.after is None else None
-        self._steps: list[Steps] = [
-            Eager(model, own, self._tables, self._attending, self._links, self._mtp)]
+        self._eager = Eager(model, own, self._tables, self._attending, self._links, self._mtp)
+        self._steps: list[Steps] = [self._eager]
         self._mover = Mover([*hbm, *dram], lateness, wake)
         self._ahead = device.type == "cuda" and self._links.before is None and self._links.after is None
         self._queue: deque[StepPlan] = deque()
@@ -225,13 +227,14 @@ class Rank:
             self._steps[:-1], self._drafts = captured(
                 self._model, self._tables, self._attending, self._tokens.draws, buckets, seconds, width,
                 WIDE["cuda"], self._makes, rehearses)
+        self._eager.cause = cause("prompts", self._attending, self._makes)
         if self._drafts is not None and self._drafting is not None:
             self._drafting.leave()
 
     @property
     def uncaptured(self) -> str:
         """Which steps `capture` has left, and why; "": none but those that are too large for it."""
-        return next((way.why for way in self._steps if isinstance(way, Uncaptured)), "")
+        return WHY.get(self._eager.cause, "")
 
     def settle(self) -> None:
         """No further plan comes: leave nothing on the links."""
@@ -475,8 +478,8 @@ def _attending(parts: RankParts, groups: Sequence[CacheShape], tables: RowTables
     model, attention, selector = parts.model, parts.attention, parts.selector
     if selector is None:
         if isinstance(attention, LatentOps):
-            return Latent(model.attention, groups, attention, hbm)
-        return Grouped(model.attention, groups, attention, hbm)
+            return Latent(model.attention, groups, attention, hbm, tables.groups[:len(groups)])
+        return Dense(model.attention, groups, attention, hbm, tables.groups)
     for pool in dram:           # its address goes to kernels before any page: they must know it
         pool.index(pool.base)
     given = selector, model, groups, tables, hbm, dram

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from penstock.core.plan import RequestId, StepId
 from penstock.exec.drafts.drafter import Drafter, DraftQuery
-from penstock.exec.step.attend import Grouped, Latent, LatentOps
+from penstock.exec.step.attend import LatentOps
+from penstock.exec.step.dense import Dense
+from penstock.exec.step.latent import Latent
 from penstock.exec.step.states import StatePools
 from penstock.exec.step.step_batch import StepBatch
-from penstock.exec.step.tables import Lowered, RowTables
+from penstock.exec.step.tables import GroupTable, Lowered, RowTables
 from penstock.kernels.attention.paged_attention import Prepare
 from penstock.kernels.types.ragged import on_device
 from penstock.memory.hbm import HbmPool
@@ -37,7 +39,7 @@ class MTP(Drafter):
         self.name = model.drafter
         self.model, self._tables = model, tables
         kv, self._hidden = (replace(group, drafts=False) for group in groups[-2:])
-        self.attending = _attending(model.drafting, kv, ops, hbm[-2])
+        self.attending = _attending(model.drafting, kv, ops, hbm[-2], tables.groups[-2])
         self._states = StatePools((self._hidden,), hbm[-1:])
         self.pool_PD = hbm[-1].pages[:, 0, 0, 0, 0]
 
@@ -96,14 +98,14 @@ def _position(ask: DraftQuery) -> int:
 
 
 def _attending(shape: AttentionShape, kv: CacheShape, ops: Prepare | LatentOps,
-               pool: HbmPool) -> Grouped | Latent:
+               pool: HbmPool, table: GroupTable) -> Dense | Latent:
     """The first entry is of no hidden state: others do not see it."""
     if isinstance(ops, LatentOps):
         if shape.latent_dim:
-            return Latent(shape, (kv,), ops, (pool,), first=1)
+            return Latent(shape, (kv,), ops, (pool,), (table,), first=1)
         assert ops.heads is not None, "no op for KV heads was chosen"
         ops = ops.heads
-    return Grouped(shape, (kv,), ops, (pool,), first=1)
+    return Dense(shape, (kv,), ops, (pool,), (table,), first=1)
 
 
 def put_rows(pool_PGH: Tensor, slot_B: Tensor, row_BH: Tensor) -> None:

@@ -14,7 +14,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -22,19 +22,13 @@ from torch import Tensor
 
 from penstock.exec.graphs.halves import Copies, Halves
 from penstock.exec.sampling.on_device import Draws
-from penstock.exec.step.attend import Grouped, Latent, NoIndexer
+from penstock.exec.step.attend import Attending
 from penstock.exec.step.eager import Ran, Steps, wait
-from penstock.exec.step.states import DecodeStates
 from penstock.exec.step.step_batch import StepBatch, pad
-from penstock.exec.step.tables import GroupTable, RowTables
-from penstock.kernels.attention.latent_attention import PagedContext
-from penstock.kernels.attention.paged_attention import AttentionSpec
-from penstock.kernels.fused.step import Looks, Queries, begin, best, say
-from penstock.kernels.kv import write_kv
-from penstock.kernels.kv.write_kv import WriteAt
-from penstock.kernels.types import fp8
+from penstock.exec.step.tables import RowTables
+from penstock.kernels.fused.step import Queries, begin, best, say
 from penstock.memory.mover import Arrivals
-from penstock.model.base import Attend, LocalLayer, Model
+from penstock.model.base import Model
 
 # With its logits_BV float32 and answer_XB, as `DecodeGraphs.run` returns them.
 Recorded: TypeAlias = tuple[torch.cuda.CUDAGraph, Tensor, Tensor]
@@ -117,33 +111,6 @@ class Replays:
         return graph, *out
 
 
-class DecodeAttention(Protocol):
-    """How rows that decode attend, as a function of tensors on the device alone."""
-
-    kinds: tuple[str, ...] = ("all",)       # of steps, each captured by itself
-    looks: Looks = Looks()                  # what `attend` asks of the queries
-
-    def kind(self, rows: Sequence[int]) -> str:
-        """Of a step with these rows of the tables."""
-        return self.kinds[0]
-
-    def attend(self, kind: str, queries: Queries, turn_NW: Tensor | None = None) -> Attend:
-        """Of queries, begun with `looks`, one of a row, or with `turn_NW` W of each of N rows, as
-        `kernels.choose.resolve` takes them; of padding there is no context, and nothing is written for it."""
-
-    def half(self, kind: str, queries: Queries, copies: Copies) -> Attend:
-        """Half of the queries of a step that `may_halve`, one of a row."""
-        raise AssertionError(f"steps of {kind} are not halved")
-
-    def may_halve(self, kind: str, bucket: int) -> bool:
-        """Whether steps of so many rows are captured in halves, too: what they lack comes from the host."""
-        return False
-
-    def halves(self) -> bool:
-        """Whether the next such step is run so: by what those before it have missed."""
-        return False
-
-
 class DecodeGraphs(Steps):
     """One query for each of up to `buckets[-1]` rows, through all layers, to the next token.
 
@@ -151,10 +118,10 @@ class DecodeGraphs(Steps):
     rows' last tokens.
     """
 
-    def __init__(self, model: Model, tables: RowTables, decodes: DecodeAttention, draws: Draws,
+    def __init__(self, model: Model, tables: RowTables, attending: Attending, draws: Draws,
                  buckets: Sequence[int], replays: Replays) -> None:
         assert list(buckets) == sorted(set(buckets)), f"buckets {buckets}"
-        self._model, self._tables, self._decodes, self._draws = model, tables, decodes, draws
+        self._model, self._tables, self._attending, self._draws = model, tables, attending, draws
         self._buckets, self._replays = tuple(buckets), replays
         self._graphs: dict[tuple[str, int, bool], Recorded] = {}
         self._halved = 0
@@ -169,20 +136,20 @@ class DecodeGraphs(Steps):
         if not self.takes(batch):
             return None
         wait(arrivals)
-        return Ran(batch.rows, *self.run(batch.rows, batch.start), counted=self._decodes.looks.count_LRKE is not None)
+        return Ran(batch.rows, *self.run(batch.rows, batch.start), counted=self._attending.looks.count_LRKE is not None)
 
     def capture(self) -> None:
         """Capture every bucket, the largest first: the others fit into its memory. Writes no page."""
         halves = None
-        for bucket, kind in product(reversed(self._buckets), self._decodes.kinds):
+        for bucket, kind in product(reversed(self._buckets), self._attending.kinds):
             given = self._replays.input[:2 * bucket].view(2, bucket)
             given.zero_()
             given[1] = -1
-            if may := self._decodes.may_halve(kind, bucket):
+            if may := self._attending.may_halve(kind, bucket):
                 halves = halves or Halves()
             for of in (None, halves) if may else (None,):
                 self._graphs[kind, bucket, of is not None] = self._replays.record(functools.partial(
-                    decode_step, self._model, self._tables, self._decodes, kind, given, self._draws, halves=of))
+                    decode_step, self._model, self._tables, self._attending, kind, given, self._draws, halves=of))
 
     def run(self, rows: Sequence[int], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Decode these rows of the tables, whose last tokens are at `positions`. Does not wait.
@@ -195,8 +162,8 @@ class DecodeGraphs(Steps):
         self._replays.write(2 * bucket, functools.partial(
             pad, {"row_N": rows, "position_N": positions}, (0, bucket)))
         self._tables.check(rows, [position + 1 for position in positions])
-        kind = self._decodes.kind(rows)
-        halves = (kind, bucket, True) in self._graphs and self._decodes.halves()
+        kind = self._attending.kind(rows)
+        halves = (kind, bucket, True) in self._graphs and self._attending.halves()
         self._halved += halves
         graph, logits_BV, answer_XB = self._graphs[kind, bucket, halves]
         graph.replay()
@@ -206,7 +173,7 @@ class DecodeGraphs(Steps):
         return {"executor_halved_steps_total": float(self._halved)}
 
 
-def decode_step(model: Model, tables: RowTables, decodes: DecodeAttention, kind: str, input_2B: Tensor,
+def decode_step(model: Model, tables: RowTables, attending: Attending, kind: str, input_2B: Tensor,
                 draws: Draws | None, logits_RV: Tensor, halves: Halves | None = None) -> tuple[Tensor, Tensor]:
     """What is captured, as a function of rows and positions: as `DecodeGraphs.run`, with padding.
 
@@ -215,14 +182,13 @@ def decode_step(model: Model, tables: RowTables, decodes: DecodeAttention, kind:
     halves      runs the layers of half of the rows beside the others'; None: all at once
     """
     row_B, position_B = input_2B
-    queries = begin(row_B, position_B, tables.last_R, decodes.looks)
+    queries = begin(row_B, position_B, tables.last_R, attending.looks)
 
     def layers(queries: Queries, copies: Copies | None = None) -> Tensor:
-        attend = decodes.attend(kind, queries) if copies is None else decodes.half(kind, queries, copies)
-        return model.forward(queries.token_B, queries.at_B, attend)
+        return model.forward(queries.token_B, queries.at_B, attending.decode(kind, queries, copies=copies))
     hidden_BD = layers(queries) if halves is None else halves.run(queries, layers)
     return next_tokens(model, tables, hidden_BD, row_B, position_B, draws, logits_RV,
-                       decodes.looks.count_LRKE)
+                       attending.looks.count_LRKE)
 
 
 def next_tokens(model: Model, tables: RowTables, hidden_SD: Tensor, row_S: Tensor, position_S: Tensor,
@@ -234,95 +200,3 @@ def next_tokens(model: Model, tables: RowTables, hidden_SD: Tensor, row_S: Tenso
     if draws is not None:
         draws.draw(logits_SV, found.token_B, row_S, position_S)
     return logits_SV, say(found, row_S, position_S, tables.last_R, count_LRKE)
-
-
-class PagedDecode:
-    """A row's one query over the device pages of one cache group, up to its own position."""
-
-    def __init__(self, spec: AttentionSpec, table_RM: Tensor, page_size: int, row_B: Tensor,
-                 position_B: Tensor, context_B: Tensor) -> None:
-        """context_B: position + 1."""
-        from penstock.kernels.attention.paged_attention import triton_decode  # needs Triton
-        processors = (1 if row_B.device.type == "cpu" else
-                      torch.cuda.get_device_properties(row_B.device).multi_processor_count)
-        self._row_B, self._position_B, self._context_B = row_B, position_B, context_B
-        self._triton, self._spec, self._table_RM = triton_decode, spec, table_RM
-        self._cut = triton_decode.tuning(len(row_B), spec.num_kv_heads, table_RM.shape[1] * page_size,
-                                         processors, spec.window)
-
-    def write_kv(self, k_BKH: Tensor, v_BKH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> None:
-        self._triton.write_kv(k_BKH, v_BKH, k_PKGH, v_PKGH, self._table_RM, self._row_B, self._position_B)
-
-    def __call__(self, q_BNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor,
-                 sinks_N: Tensor | None = None) -> Tensor:
-        return self._triton.decode(q_BNH, k_PKGH, v_PKGH, self._table_RM, self._row_B, self._context_B,
-                                   spec=self._spec, cut=self._cut, sinks_N=sinks_N)
-
-
-class GroupedDecodes(DecodeAttention):
-    """Of layers that read all of their KV, from device pages: several positions of a row are
-    queries like others, each with its own context."""
-
-    def __init__(self, grouped: Grouped, tables: Sequence[GroupTable]) -> None:
-        """tables: of its cache groups; more may follow."""
-        self._grouped, self._tables = grouped, tables
-
-    def attend(self, kind: str, queries: Queries, turn_NW: Tensor | None = None) -> Attend:
-        at = queries.row_B, queries.position_B
-        return _Attend(self._grouped, [
-            PagedDecode(spec, table.device_RM, table.size, *at, queries.context_B)
-            for spec, table in zip(self._grouped.specs, self._tables, strict=False)],
-            self._grouped.states.decode(self._tables, *at, turn_NW))
-
-
-def decodes_of(attending: Grouped | Latent, tables: Sequence[GroupTable]) -> DecodeAttention:
-    """Where layers read all, whose groups have these tables."""
-    if isinstance(attending, Latent):
-        return LatentDecodes(attending, tables[0])
-    return GroupedDecodes(attending, tables)
-
-
-class LatentDecodes(DecodeAttention):
-    """`GroupedDecodes` over MLA KV entries."""
-
-    def __init__(self, latent: Latent, table: GroupTable) -> None:
-        self.latent, self.table_RM, self.looks = latent, table.device_RM, Looks((table.place,))
-        self.write_kv = write_kv.OP.use("triton" if table.device_RM.is_cuda else "reference")
-
-    def attend(self, kind: str, queries: Queries, turn_NW: Tensor | None = None) -> Attend:
-        return _LatentAttend(self, queries)
-
-
-class _LatentAttend(NoIndexer):
-    def __init__(self, decodes: LatentDecodes, queries: Queries) -> None:
-        self._of, nowhere_B = decodes, torch.full_like(queries.at_B, -1)
-        self._at = WriteAt(queries.slot_LB[0], nowhere_B, nowhere_B, queries.own_B, queries.position_B, 1)
-        self._seen = PagedContext(decodes.table_RM, queries.row_B, queries.context_B, decodes.latent.first)
-
-    def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
-                 chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:
-        assert chosen_TS is None and sinks_N is None, "MLA KV entries are attended to as a whole here"
-        shape, pool_PGH = self._of.latent.shape, self._of.latent.rows[layer]
-        kept_T1H = fp8.kept(kv_TCKH[:, 0], pool_PGH.dtype, shape.latent_dim)
-        self._of.write_kv((kept_T1H,), self._at, pool_PGH[:, None, None])
-        return self._of.latent.attend(q_TNH, pool_PGH, self._seen, value_dim=shape.latent_dim,
-                                      scale=shape.scale)[0]
-
-
-class Decoding(NoIndexer):
-    """`model.base.Attend` of a captured step over KV heads: its tokens T are the B queries. `state`: where
-    those are of layers that keep one."""
-
-    state: DecodeStates
-
-
-class _Attend(Decoding):
-    def __init__(self, grouped: Grouped, decodes: Sequence[PagedDecode], state: DecodeStates) -> None:
-        self._grouped, self._decodes, self.state = grouped, decodes, state
-
-    def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
-                 chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:
-        assert chosen_TS is None, "KV heads are attended to as a whole here"
-        group, k_PKGH, v_PKGH = self._grouped.places[layer]
-        self._decodes[group].write_kv(kv_TCKH[:, 0], kv_TCKH[:, 1], k_PKGH, v_PKGH)
-        return self._decodes[group](q_TNH, k_PKGH, v_PKGH, sinks_N)

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from penstock.core.plan import RequestId, StepPlan
 from penstock.exec.drafts.device import OUT, Ahead, OnDevice
-from penstock.exec.graphs.capture import DecodeAttention, Decoding, Recorded, Replays
+from penstock.exec.graphs.capture import Recorded, Replays
 from penstock.exec.sampling.on_device import Draws
+from penstock.exec.step.attend import Attending, KeepsStates
 from penstock.exec.step.eager import Ran, wait
 from penstock.exec.step.step_batch import Line, pad
 from penstock.exec.step.tables import RowTables
@@ -45,9 +46,9 @@ class DraftGraphs:
 
     lines = 3       # of the input: rows, positions of their last tokens (-1: padding, or OUT), drafts at most
 
-    def __init__(self, model: Model, tables: RowTables, decodes: DecodeAttention, draws: Draws,
+    def __init__(self, model: Model, tables: RowTables, attending: Attending, draws: Draws,
                  buckets: Mapping[int, int], replays: Replays, ahead: Ahead) -> None:
-        self._model, self._tables, self._decodes, self._draws = model, tables, decodes, draws
+        self._model, self._tables, self._attending, self._draws = model, tables, attending, draws
         self._buckets, self._replays, self.ahead = dict(sorted(buckets.items())), replays, ahead
         self._graphs: dict[tuple[str, int], Recorded] = {}
 
@@ -57,14 +58,14 @@ class DraftGraphs:
 
     def capture(self) -> None:
         """Capture every bucket. Writes no page."""
-        for (rows, width), kind in product(reversed(self._buckets.items()), self._decodes.kinds):
+        for (rows, width), kind in product(reversed(self._buckets.items()), self._attending.kinds):
             given = self._replays.input[:self.lines * rows].view(self.lines, rows)
             given.zero_()
             given[1] = -1
             self._graphs[kind, rows] = self._replays.record(functools.partial(self._step, kind, given, width))
 
     def _step(self, kind: str, given: Tensor, width: int, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
-        return draft_step(self._model, self._tables, self._decodes, kind, given, self._draws,
+        return draft_step(self._model, self._tables, self._attending, kind, given, self._draws,
                           self.ahead.drafter, width, logits_RV)
 
     def step(self, plan: StepPlan, arrivals: Arrivals, flying: Mapping[RequestId, int],
@@ -77,7 +78,7 @@ class DraftGraphs:
         lines: dict[str, Line] = {"row_N": rows}
         lines["position_N"], lines["most_N"] = self.ahead.lines(plan, width, flying, out)
         self._tables.check(rows, [start + count for start, count in zip(plan.start, plan.count, strict=True)])
-        logits_BV, answer_3B = self._run(self._decodes.kind(rows), bucket, lines)
+        logits_BV, answer_3B = self._run(self._attending.kind(rows), bucket, lines)
         return Ran([row for row in rows for _ in range(width)], logits_BV[:len(rows) * width], answer_3B,
                    width=width)
 
@@ -89,7 +90,7 @@ class DraftGraphs:
         return logits_BV, answer_3B
 
 
-def draft_step(model: Model, tables: RowTables, decodes: DecodeAttention, kind: str, input_3N: Tensor, draws: Draws,
+def draft_step(model: Model, tables: RowTables, attending: Attending, kind: str, input_3N: Tensor, draws: Draws,
                drafter: OnDevice, width: int, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     """What is captured: (logits_BV float32, answer_3B int64), the second as `Draws.checked` returns it.
     Positions of a row are queries like others, each with its own context: what all of them write comes before
@@ -108,13 +109,13 @@ def draft_step(model: Model, tables: RowTables, decodes: DecodeAttention, kind: 
     position_B = torch.where(computes_NW, at_N[:, None] + turn_W, -1).flatten()
     row_B, index_B = (x.repeat_interleave(width) for x in (row_N, index_N))
     turn_B = turn_W.repeat(len(row_N))
-    queries = begin(row_B, position_B, tables.last_R, decodes.looks)
-    attend = decodes.attend(kind, queries, turn_B.view(-1, width))
+    queries = begin(row_B, position_B, tables.last_R, attending.looks)
+    attend = attending.decode(kind, queries, turn_B.view(-1, width))
     hidden_BD = model.forward(token_B, queries.at_B, attend)
     logits_BV = logits_RV[:len(token_B)].copy_(model.head(hidden_BD))
     answer_3B, counts_B = draws.checked(logits_BV, tables.last_R, row_B, index_B, position_B,
                                         id_NW.flatten().int(), turn_B, width)
-    if isinstance(attend, Decoding):
+    if isinstance(attend, KeepsStates):
         attend.state.checked(counts_B)
     drafter.ran(token_B, hidden_BD, row_B, position_B, turn_B, counts_B)
     drafter.said(index_N, at_N, answer_3B[0].view(-1, width))

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from penstock.exec.drafts.device import OnDevice
 from penstock.exec.drafts.mtp import MTP, put_rows
-from penstock.exec.graphs.capture import decodes_of
 from penstock.exec.step.states import lasts
 from penstock.exec.step.tables import RowTables
 from penstock.kernels.fused.step import begin
@@ -23,11 +22,10 @@ class LayerDrafts(OnDevice):
 
     def __init__(self, mtp: MTP, tables: RowTables) -> None:
         self._mtp, self._last_R = mtp, tables.last_R
-        self._kv, self._hidden = tables.groups[-2:]
-        self._decodes = decodes_of(mtp.attending, tables.groups[-2:-1])
+        self._hidden = tables.groups[-1]
 
     def propose(self, index_N: Tensor, at_N: Tensor, last_N: Tensor, most_N: Tensor, most: int) -> Tensor:
-        row_N = index_N.clamp(max=len(self._kv.device_RM) - 1).int()
+        row_N = index_N.clamp(max=len(self._hidden.device_RM) - 1).int()
         hidden_ND, token_N, drafts = self._before(row_N, at_N), last_N, list[Tensor]()
         for n in range(most):
             position_N = (at_N + n).where((at_N >= 0) & (n < most_N), -1)
@@ -58,5 +56,6 @@ class LayerDrafts(OnDevice):
         return torch.where((position_B > 0)[:, None], self._mtp.pool_PD[page_B], 0)
 
     def _layer(self, token_B: Tensor, before_BD: Tensor, row_B: Tensor, position_B: Tensor) -> Tensor:
-        queries = begin(row_B, position_B, self._last_R, self._decodes.looks)
-        return self._mtp.model.draft(token_B, before_BD, queries.at_B, self._decodes.attend("all", queries))
+        attending = self._mtp.attending
+        queries = begin(row_B, position_B, self._last_R, attending.looks)
+        return self._mtp.model.draft(token_B, before_BD, queries.at_B, attending.decode("all", queries))

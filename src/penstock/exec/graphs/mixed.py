@@ -5,7 +5,7 @@ and context; which rows decode and which sample. All else is on the device, as i
 captured at the start: a capture takes .1 s, with kernels to compile .9 s, in which all rows would wait.
 
     T tokens of the step, B rows of it, D of these that decode, S that sample, each padded
-    R rows of the tables   M pages a row   N query heads   K KV heads   G page size   H head dim
+    R rows of the tables
 """
 from __future__ import annotations
 
@@ -19,64 +19,28 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from penstock.exec.graphs.capture import PagedDecode, Recorded, Replays, next_tokens
+from penstock.exec.graphs.capture import Recorded, Replays, next_tokens
 from penstock.exec.sampling.on_device import Draws
-from penstock.exec.step.attend import Grouped, NoIndexer
+from penstock.exec.step.attend import Attending
 from penstock.exec.step.eager import Ran, Steps
 from penstock.exec.step.step_batch import MIXED, Bucket, StepBatch, pad, parts, sizes
 from penstock.exec.step.tables import RowTables
-from penstock.kernels.attention.paged_attention import flash
 from penstock.memory.mover import Arrivals
-from penstock.model.base import Attend, LocalLayer, Model
+from penstock.model.base import Model
 
 TOKENS = (16, 32, 64, 128, 256, 512, 1024)
 ROWS = (8, 64)                      # and as many as there are
 START_S = 5.0                       # after which no further bucket is captured
 
 
-def step(model: Model, tables: RowTables, grouped: Grouped, given: Mapping[str, Tensor], draws: Draws | None,
+def step(model: Model, tables: RowTables, attending: Attending, given: Mapping[str, Tensor], draws: Draws | None,
          logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     """What is captured: (logits_SV, answer_2S int64), as `DecodeGraphs.run` returns, with padding.
     logits_RV: as for `decode_step`."""
     id_T = torch.where(given["id_T"] < 0, tables.last_R[given["row_T"].long()], given["id_T"].long())
-    attend: Attend = _Mixed(grouped, tables, given)
-    hidden_TD = model.forward(id_T, given["position_T"].clamp(min=0).long(), attend)
+    hidden_TD = model.forward(id_T, given["position_T"].clamp(min=0).long(), attending.prompts(given))
     return next_tokens(model, tables, hidden_TD[given["at_S"].long()], given["row_S"], given["position_S"],
                        draws, logits_RV)
-
-
-class _Mixed(NoIndexer):
-    """`model.base.Attend` of such a step."""
-
-    def __init__(self, grouped: Grouped, tables: RowTables, given: Mapping[str, Tensor]) -> None:
-        from penstock.kernels.attention.paged_attention import triton_decode  # needs Triton
-        self._write_kv, self._grouped, self._given = triton_decode.write_kv, grouped, given
-        self._tables = [table.device_RM for table in tables.groups]
-        at = given["row_D"], given["context_D"] - 1, given["context_D"]
-        self._decodes = [PagedDecode(spec, table.device_RM, table.size, *at)
-                         for spec, table in zip(grouped.specs, tables.groups, strict=True)]
-        # Entries without a page are not read, and may be looked at.
-        self._pages = [table_RM[given["row_B"].long()].clamp_min(0) for table_RM in self._tables]
-        self._decode_T = given["decode_T"].clamp(min=0).long()
-        self._decodes_T11 = (given["decode_T"] >= 0)[:, None, None]
-        self._padding_T11 = (given["position_T"] < 0)[:, None, None]
-
-    def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
-                 chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:
-        assert chosen_TS is None and sinks_N is None, "only plain attention is in one call"
-        group, k_PKGH, v_PKGH = self._grouped.places[layer]
-        given = self._given
-        self._write_kv(kv_TCKH[:, 0], kv_TCKH[:, 1], k_PKGH, v_PKGH, self._tables[group], given["row_T"],
-                       given["position_T"])
-        decode_DNH = self._decodes[group](q_TNH[given["at_D"].long()], k_PKGH, v_PKGH)
-        pages_BM = self._pages[group]
-        out_TNH = flash.attend(
-            q_TNH, k_PKGH.transpose(1, 2), v_PKGH.transpose(1, 2),
-            scale=self._grouped.specs[group].scale, max_query=len(q_TNH),
-            max_key=pages_BM.shape[1] * k_PKGH.shape[2], start_B1=given["start_B1"], context_B=given["context_B"],
-            table_BM=pages_BM)
-        out_TNH = torch.where(self._decodes_T11, decode_DNH[self._decode_T], out_TNH)
-        return out_TNH.masked_fill_(self._padding_T11, 0)
 
 
 class MixedGraphs(Steps):
@@ -85,9 +49,9 @@ class MixedGraphs(Steps):
     Reads and writes the tables and pools in place: nobody may replace their tensors.
     """
 
-    def __init__(self, model: Model, tables: RowTables, grouped: Grouped, draws: Draws | None, rows: int,
+    def __init__(self, model: Model, tables: RowTables, attending: Attending, draws: Draws | None, rows: int,
                  replays: Replays) -> None:
-        self._model, self._tables, self._grouped, self._draws = model, tables, grouped, draws
+        self._model, self._tables, self._attending, self._draws = model, tables, attending, draws
         self._rows, self._replays = (*(r for r in ROWS if r < rows), rows), replays
         self._graphs: dict[Bucket, Recorded] = {}
         self.launched: Counter[str] = Counter()         # steps that were not replayed, by cause
@@ -140,4 +104,4 @@ class MixedGraphs(Steps):
         for part in (given["position_T"], given["decode_T"], given["position_S"]):
             part.fill_(-1)
         return self._replays.record(
-            functools.partial(step, self._model, self._tables, self._grouped, given, self._draws))
+            functools.partial(step, self._model, self._tables, self._attending, given, self._draws))

@@ -58,6 +58,7 @@ class RankProcess:
         self.died, self.hangs = False, ""           # hangs: why it is taken for dead
         self.memory = b""                           # `wire.Ready.memory`
         self.use: dict[str, int] = {}               # `wire.Ready.use`
+        self.uncaptured = ""                        # `wire.Ready.uncaptured`
         self.queued: deque[float] = deque()         # when each plan was sent that is not reported yet
         self.steps: deque[tuple[float, float]] = deque(maxlen=OVERLAPS)
         self.busy = self.overlap = 0.0              # seconds
@@ -255,7 +256,7 @@ class Crew:
         for rank in self.ranks:
             message = rank.answer(self.timeout_s)
             assert isinstance(message, wire.Ready)
-            rank.memory, rank.use = message.memory, message.use
+            rank.memory, rank.use, rank.uncaptured = message.memory, message.use, message.uncaptured
         if not self._watched:                       # while it loads, a library may hold a rank's interpreter
             self._watched = True
             threading.Thread(target=self._look, daemon=True, name="penstock-watch").start()

@@ -204,7 +204,7 @@ class Process:
             if line := self._use.ended():
                 self._log(line)
         self._count()
-        self.send(wire.Ready(handle, self._use.parts))
+        self.send(wire.Ready(handle, self._use.parts, self._rank.uncaptured))
 
     def _drop(self) -> None:
         """Before another rank takes its place: the device's memory has no room for both."""

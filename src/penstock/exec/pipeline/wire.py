@@ -133,10 +133,11 @@ class StageRefused(_Message, frozen=True):
 
 class Ready(_Message, frozen=True):
     """Answers Pools. `memory`: of an engine of a pair, the handle of its pools on a GPU (`memory.across`).
-    `use`: bytes of a GPU by what they are for (`exec.start.memory_use`)."""
+    `use`: bytes of a GPU by what they are for (`exec.start.memory_use`). `uncaptured`: as `Rank.uncaptured`."""
 
     memory: bytes = b""
     use: dict[str, int] = {}
+    uncaptured: str = ""
 
 
 class RankMemory(_Message, frozen=True):

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from penstock.core.plan import Bind
-from penstock.exec.graphs.capture import DecodeAttention
 from penstock.exec.graphs.halves import LEAST, LINK_SHARE, Copies
 from penstock.exec.sparse.bounds import Selector
 from penstock.exec.sparse.layers import DEVICE, HOST, SparseLayers, SparseStep, row_attention
@@ -66,7 +65,7 @@ class Indexed(Selects):
     def __init__(self, selector: Selector, model: Model, groups: Sequence[CacheShape], tables: RowTables,
                  device: Sequence[BlockPool], host: Sequence[BlockPool], ops: LatentOps) -> None:
         self._tables, self._ops, self._shape = tables, ops, model.attention
-        self.weight_bytes, self.tp_size = model.num_bytes, model.stage.tp_rank.size
+        self.weight_bytes, self._tp_size = model.num_bytes, model.stage.tp_rank.size
         assert self._shape.latent_dim and self._shape.topk, "ops for MLA KV entries and another model"
         assert ops.select is not None, "a model with an indexer, and no op for it"
         self._select = ops.select
@@ -87,13 +86,37 @@ class Indexed(Selects):
         self._gather = gather.OP.use(selector.backends["gather"])
         pages = tables.groups[0].device_RM.shape[1] if host else 0
         self._whole_P11GH = device[0].pages.new_empty(pages, *device[0].pages.shape[2:])
+        # Of captured steps.
+        rows, keys = tables.groups[:2]
+        self.kinds = (DEVICE,) if rows.host_RM is None else (DEVICE, HOST)
+        self.looks = self.rows.looks(keys.place, rows.place, rows.host_place)
+        self._keys_RM, self._nowhere = keys.device_RM, dict[int, Tensor]()
 
     def bind(self, bind: Bind, *, budget: int, num_prompt: int) -> None:
         self.rows.bind(bind, budget=self._shape.topk, first=0)
 
-    def decodes(self, most: int) -> IndexedDecodes:
-        """Of steps of up to `most` tokens that rows decode."""
-        return IndexedDecodes(self, self._tables, most)
+    def kind(self, rows: Sequence[int]) -> str:
+        """Whether a row lacks a device page."""
+        return DEVICE if all(map(self._tables.groups[self.rows.group].is_resident, rows)) else HOST
+
+    def may_halve(self, kind: str, bucket: int) -> bool:
+        """What the ranks of a layer add up goes one way at a time."""
+        return kind == HOST and bucket >= LEAST and self._tp_size == 1
+
+    def halves(self) -> bool:
+        return self.rows.missed_bytes * LINK_SHARE > self.weight_bytes
+
+    def decode(self, kind: str, queries: Queries, turn_NW: Tensor | None = None,
+               copies: Copies | None = None) -> Attend:
+        row_B, position_B = queries.row_B, queries.position_B
+        if (nowhere_B := self._nowhere.get(len(row_B))) is None:        # not of a graph: a step comes before it
+            nowhere_B = self._nowhere[len(row_B)] = torch.full_like(queries.at_B, -1)
+        key_B, device_B, host_B = queries.slot_LB
+        at = WriteAt(device_B, host_B, nowhere_B, queries.own_B, position_B, 1)
+        keys_at = WriteAt(key_B, nowhere_B, nowhere_B, queries.own_B, position_B, 1)
+        step = SparseStep(row_B, position_B, (slice(None),), self.rows.hot.now_11,
+                          None if turn_NW is None else turn_NW.flatten(), kind == HOST, copies)
+        return _IndexedStep(self, step, slice(None), (), at, keys_at, row_B, position_B, self._keys_RM)
 
     def step(self, lowered: Lowered) -> Attend:
         """The attention of a step whose binds, grows, remaps and resizes are applied."""
@@ -127,13 +150,13 @@ class Indexed(Selects):
         """Whether so many tokens of a row, the last of `end`, read what is before them from one place. Of a
         row on the device only codes on a GPU, where they choose more than there are: a CPU decodes as it
         reads, and a copy is 45 % of 17 tokens of 16 heads."""
-        if not self._tables.groups[0].is_resident(r):
+        if not self._tables.groups[self.rows.group].is_resident(r):
             return True
         pages = self._whole_P11GH
         return pages.is_cuda and pages.dtype == torch.uint8 and count * self._shape.topk > end
 
     def _chunk(self, r: int, at: slice, start: int, end: int) -> _Chunk:
-        table = self._tables.groups[0]
+        table = self._tables.groups[self.rows.group]
         resident = table.is_resident(r)
         pages = slice(0, -(-(end if resident else start) // table.size))
         device_P, host_P = (x[r, pages] for x in (table.device_RM, self.rows.host_RM))
@@ -219,43 +242,3 @@ class _IndexedStep:
     def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
         return self.indexed.choose(layer, q_TIJ, weight_TI, key_TJ, self.row_T, self.position_T,
                                    self.table_RM, self.keys_at)
-
-
-class IndexedDecodes(DecodeAttention):
-    """Of an `Indexed`: steps by whether a row lacks a device page."""
-
-    def __init__(self, indexed: Indexed, tables: RowTables, most: int) -> None:
-        """most: tokens of a step."""
-        self._indexed, self._tables = indexed, tables.groups
-        self._nowhere_T = torch.full_like(tables.last_R[:1], -1).repeat(most)
-        self.kinds = (DEVICE,) if tables.groups[0].host_RM is None else (DEVICE, HOST)
-        # What the ranks of a layer add up goes one way at a time.
-        self._may_halve = indexed.tp_size == 1
-        rows, keys = tables.groups[:2]
-        self.looks = indexed.rows.looks(keys.place, rows.place, rows.host_place)
-
-    def kind(self, rows: Sequence[int]) -> str:
-        return DEVICE if all(map(self._tables[0].is_resident, rows)) else HOST
-
-    def may_halve(self, kind: str, bucket: int) -> bool:
-        return kind == HOST and bucket >= LEAST and self._may_halve
-
-    def halves(self) -> bool:
-        return self._indexed.rows.missed_bytes * LINK_SHARE > self._indexed.weight_bytes
-
-    def attend(self, kind: str, queries: Queries, turn_NW: Tensor | None = None) -> Attend:
-        return self._attend(kind, queries, turn_NW, None)
-
-    def half(self, kind: str, queries: Queries, copies: Copies) -> Attend:
-        return self._attend(kind, queries, None, copies)
-
-    def _attend(self, kind: str, queries: Queries, turn_NW: Tensor | None, copies: Copies | None) -> Attend:
-        row_B, position_B = queries.row_B, queries.position_B
-        nowhere_B, (key_B, device_B, host_B) = self._nowhere_T[:len(row_B)], queries.slot_LB
-        assert len(nowhere_B) == len(row_B), f"a step of {len(row_B)} tokens"
-        at = WriteAt(device_B, host_B, nowhere_B, queries.own_B, position_B, 1)
-        keys_at = WriteAt(key_B, nowhere_B, nowhere_B, queries.own_B, position_B, 1)
-        step = SparseStep(row_B, position_B, (slice(None),), self._indexed.rows.hot.now_11,
-                          None if turn_NW is None else turn_NW.flatten(), kind == HOST, copies)
-        return _IndexedStep(self._indexed, step, slice(None), (), at, keys_at, row_B, position_B,
-                            self._tables[1].device_RM)

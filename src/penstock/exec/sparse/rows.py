@@ -40,7 +40,7 @@ class HotRow:
 
 
 class HotRows:
-    """Rows by table index, of the layers of one hosted cache group, group 0.
+    """Rows by table index, of the layers of one hosted cache group, `group`.
 
     pool        its device pages, of which hot buffers are made
     unit        tokens that are chosen together
@@ -48,12 +48,14 @@ class HotRows:
     layers      of the group, numbered in `stage`; told by their numbers in the whole model
     """
 
+    group = 0
+
     def __init__(self, tables: RowTables, pool: BlockPool, *, unit: int, hot_pages: int,
                  layers: Sequence[LocalLayer], stage: Stage) -> None:
         layout = pool.layout
         self._tables, self._pool, self._unit = tables, pool, unit
         self._names = [stage.first + layer for layer in layers]
-        kv = tables.groups[0]
+        kv = tables.groups[self.group]
         rows, pages = kv.device_RM.shape
         self.hot = HotBuffers(layers=layout.num_layers, rows=rows, kv_heads=layout.num_kv_heads,
                               pages=pages, hot_pages=hot_pages, page_units=layout.page_size // unit,
@@ -73,7 +75,7 @@ class HotRows:
     def at_once(self, r: int) -> int:
         """Queries of row `r` of which its hot buffer holds all that they choose, whatever that is: 1 at
         least, ANY where every page is on the device, next to that where the buffer holds the whole row."""
-        row, table, size = self._rows[r], self._tables.groups[0], self._pool.layout.page_size
+        row, table, size = self._rows[r], self._tables.groups[self.group], self._pool.layout.page_size
         if not row.budget or table.is_resident(r):
             return ANY
         if row.hot_pages * size >= table.end(r):
@@ -84,7 +86,7 @@ class HotRows:
         """The row's tables are bound already. budget: units that each query behind position `first`
         chooses; 0: this request reads all of its KV."""
         r = self._tables.index(bind.row)
-        row, hot = self._rows[r], bind.hot[0] if bind.hot else ()
+        row, hot = self._rows[r], bind.hot[self.group] if bind.hot else ()
         if hot or row.hot_pages:
             self.hot.bind(r, [self._pool.index(h.page) for h in hot], [h.keeps for h in hot])
         self._rows[r] = HotRow(bind.rid, budget, first, len(hot))
@@ -93,7 +95,7 @@ class HotRows:
         """The row is bound. Of the pages only those where a buffer begins hold an entry already."""
         r, pages = self._tables.index(resize.row), [self._pool.index(hot.page) for hot in resize.pages]
         keeps, had = [hot.keeps for hot in resize.pages], self._rows[r].hot_pages
-        assert resize.group == 0 and self._rows[r].rid is not None, f"no hot buffer for {resize}"
+        assert resize.group == self.group and self._rows[r].rid is not None, f"no hot buffer for {resize}"
         if had and pages:
             assert max(keeps) < 0, f"a hot buffer that goes on holds what it held: {resize}"
             self.hot.resize(r, pages)
@@ -163,14 +165,14 @@ class HotRows:
 
     def write_at(self, lowered: Lowered, bounds: GroupTable | None = None) -> WriteAt:
         """Where the tokens of a step go, and the bounds of their units if there is a group of them."""
-        at, kv = (lowered.row_T, lowered.positions_T), self._tables.groups[0]
+        at, kv = (lowered.row_T, lowered.positions_T), self._tables.groups[self.group]
         places = kv.place, kv.host_place, BlockTableRef(None, 1) if bounds is None else self.units(bounds)
         device_T, host_T, bounds_T = (place.slots(*at) for place in places)
         return WriteAt(device_T, host_T, bounds_T, lowered.row_T.int(), lowered.positions_T.int(), self._unit)
 
     def units(self, bounds: GroupTable) -> BlockTableRef:
         """Where the bounds of units are."""
-        return BlockTableRef(bounds.device_RM, self._tables.groups[0].size // self._unit, self._unit)
+        return BlockTableRef(bounds.device_RM, self._tables.groups[self.group].size // self._unit, self._unit)
 
 
 class Selects(Attending):
@@ -178,6 +180,9 @@ class Selects(Attending):
 
     selects = True
     rows: HotRows
+
+    def uncaptured(self, steps: str) -> str:
+        return "selects" if steps == "prompts" else ""
 
     def resize(self, resize: HotResize) -> None:
         self.rows.resize(resize)

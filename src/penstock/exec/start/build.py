@@ -22,6 +22,7 @@ from penstock.exec.drafts.drafter import Drafter, drafter_of
 from penstock.exec.front import Front
 from penstock.exec.graphs import mixed
 from penstock.exec.graphs.capture import buckets_of
+from penstock.exec.graphs.steps import uncaptured
 from penstock.exec.load.backends import parts_of, selection_for, selector_of
 from penstock.exec.load.layout import Caches, caches_of
 from penstock.exec.load.sizing import DeviceMemory, NodeMemory, Sizes, groups_of, show_size, size_pools
@@ -243,9 +244,10 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
             started = time.perf_counter()
             rank.capture(buckets_of(core.rows), width=1 + core.draft_tokens)
             info["capture_seconds"] = round(time.perf_counter() - started, 3)
-            info["uncaptured_steps"] = rank.uncaptured
             log(f"steps of up to {counted(core.rows, 'row')} captured in {info['capture_seconds']} s"
                 + (f"; launched kernel by kernel: {rank.uncaptured}" if rank.uncaptured else ""))
+        if device == "cuda":
+            info["uncaptured_steps"] = uncaptured([rank.uncaptured], graphs=captures, stages=1, alone=True)
         use.took("graphs")
     except torch.OutOfMemoryError:
         raise ConfigError(
@@ -402,6 +404,9 @@ def _several(config: Config, log: Callable[[str], object], wakes: Waker,
     except BaseException:
         crew.close()
         raise
+    if device == "cuda":
+        info["uncaptured_steps"] = uncaptured([rank.uncaptured for rank in crew.ranks], alone=crew.alone,
+                                              graphs=config.device.cuda_graphs, stages=config.device.pp)
     for i, rank in enumerate(crew.ranks):
         info |= {f"rank_{i}_gpu_{part}_bytes": n for part, n in rank.use.items()}
     info |= {"pp": config.device.pp, "pp_layers": ",".join(map(str, layers[::tp_size])), "tp": tp_size,

@@ -55,14 +55,22 @@ def wait(arrivals: Arrivals) -> None:
 
 
 class Eager(Steps):
-    """Takes every step. groups: that `attending` knows; mtp: has cache groups behind these."""
+    """Takes every step. groups: that `attending` knows; mtp: has cache groups behind these. `cause`: of
+    `graphs.steps.WHY`, for which some come that would be replayed: they are counted."""
+
+    cause = ""
 
     def __init__(self, model: Model, groups: Sequence[CacheShape], tables: RowTables, attending: Attending,
                  links: Links, mtp: MTP | None = None) -> None:
         self._model, self._groups, self._tables = model, groups, tables
         self._attending, self._links, self._mtp = attending, links, mtp
+        self._count = 0
+
+    def stats(self) -> dict[str, float]:
+        return {f'executor_launched_total{{cause="{self.cause}"}}': float(self._count)} if self.cause else {}
 
     def step(self, batch: StepBatch, arrivals: Arrivals) -> Ran:
+        self._count += bool(self.cause)
         lowered = self._tables.lower(batch)
         own = replace(lowered, ragged=lowered.ragged[:len(self._groups)])
         hidden_TD = self._forward(own, [of for of in arrivals if of[0] < len(self._groups)])

@@ -6,15 +6,15 @@ known how many drafts are, these are scanned once more: a state that has seen a 
 The last stage knows when it has sampled, one before it when the row goes on, or when it is told. A captured
 step has both scans in it, since the device knows: nothing of it waits for anyone.
 
-    N rows of a captured step, each of W positions, B in all
     B rows of the step   T tokens of the step   P pages   E elements of a state
+    N rows of a captured step, each of W positions
 """
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from penstock.kernels.types.ragged import Ragged, on_device
 from penstock.kernels.types.states import Again, States, starts_of
 from penstock.memory.pool import BlockPool
 from penstock.model.base import CacheShape, LocalLayer
+
+Starts: TypeAlias = tuple[tuple[int, ...], Tensor, Tensor]      # `States.starts`, `start_B` and `row_T`
+Places: TypeAlias = Mapping[int, tuple[Tensor, Tensor]]         # of each group `States.from_B` and `to_T`
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +65,20 @@ class StatePools:
         for before, states in [*self._open.items()]:
             self.settle(before, {row: begins[row] - start - 1 for row, start in states.waiting.items()
                                  if row in begins})
-        found = StepStates(self._layers, {g: lowered.ragged[g] for g in self._groups}, runs)
+        found = StepStates(self._layers)
+        if self._layers:
+            found.launched({g: lowered.ragged[g] for g in self._groups}, runs)
         if found.waiting:
             self._open[lowered.batch.step] = found
         return found
 
     def decode(self, tables: Sequence[GroupTable], row_B: Tensor, position_B: Tensor,
-               turn_NW: Tensor | None = None) -> DecodeStates:
-        """Of a captured step, tables by cache group; the others as `graphs.capture.Decodes` takes them."""
-        return DecodeStates(self._layers, {g: tables[g] for g in self._groups}, row_B, position_B, turn_NW)
+               turn_NW: Tensor | None = None) -> StepStates:
+        """Of a captured step, tables by cache group; the others as `Attending.decode` has them."""
+        found = StepStates(self._layers)
+        if self._layers:
+            found.captured({g: tables[g] for g in self._groups}, row_B, position_B, turn_NW)
+        return found
 
     def settle(self, step: StepId, right: Mapping[int, int]) -> bool:
         """Of rows with drafts in this step, by table index, how many of them are right: the states behind
@@ -88,36 +96,61 @@ class StatePools:
 
 
 class StepStates:
-    """Of one step."""
+    """Of one step: launched, by a host that knows its rows, or captured, where all that depends on a row is read on
+    the device. `again`: by layer the scan that its drafts have once more; None: there are none."""
 
-    def __init__(self, layers: dict[LocalLayer, tuple[int, Tensor]], ragged: Mapping[int, Ragged],
-                 runs: Sequence[_Run]) -> None:
-        self._layers, self._ragged, self._runs = layers, ragged, runs
+    def __init__(self, layers: Mapping[LocalLayer, tuple[int, Tensor]]) -> None:
+        self._layers, self._places = layers, dict[int, tuple[Tensor, Tensor]]()
+        self._starts: Starts | None = None
+        self._sizes, self._pages = dict[int, int](), dict[int, Tensor]()        # of each group; pages of all tokens
+        self._drafting = dict[int, _Run]()              # of a step that is launched: rows that are not settled
+        self._position_B: Tensor | None = None
+        self._turn_NW: Tensor | None = None
+        self.again: dict[LocalLayer, list[Again]] | None = None
+
+    def launched(self, ragged: Mapping[int, Ragged], runs: Sequence[_Run]) -> None:
+        device = next(iter(ragged.values())).page_T.device
+        starts = (0, *(run.end for run in runs))
+        self._starts = starts, *starts_of(starts, device)
         self._places = {g: _places(of, runs) for g, of in ragged.items()}
-        self._starts = (0, *(run.end for run in runs))
-        self._drafting = {run.row: run for run in runs if run.drafts}           # and not settled
-        self._again: dict[LocalLayer, list[Again]] | None = (
-            {layer: [] for layer in layers} if self._drafting else None)
+        # As the tables are: a later step may change them.
+        self._sizes, self._pages = ({g: of.page_size for g, of in ragged.items()},
+                                    {g: of.page_T for g, of in ragged.items()})
+        self._drafting = {run.row: run for run in runs if run.drafts}
+        self._may_scan_again(bool(self._drafting))
+
+    def captured(self, tables: Mapping[int, GroupTable], row_B: Tensor, position_B: Tensor,
+                 turn_NW: Tensor | None) -> None:
+        width = 1 if turn_NW is None else turn_NW.shape[1]
+        row_NW, at_NW = (x.long().view(-1, width) for x in (row_B, position_B))
+        self._starts = _cut(len(row_NW), width, row_B.device)
+        self._position_B, self._turn_NW = position_B, turn_NW
+        for g, table in tables.items():
+            from_N, page_NW = (table.place.pages(row, at.clamp(min=0)) for row, at in (
+                (row_NW[:, 0], at_NW[:, 0] - 1), (row_NW, at_NW)))
+            self._sizes[g], self._pages[g] = table.size, page_NW.where(at_NW >= 0, -1)
+            to_NW = self._pages[g] if turn_NW is None else self._pages[g].where(turn_NW == 0, -1)
+            self._places[g] = from_N.where(at_NW[:, 0] > 0, -1), to_NW.flatten()
+        self._may_scan_again(width > 1)
+
+    def _may_scan_again(self, drafts: bool) -> None:
+        self.again = {layer: [] for layer in self._layers} if drafts else None
 
     @property
     def waiting(self) -> dict[int, int]:
         """Rows with drafts that are not settled, and where each began."""
         return {row: run.start for row, run in self._drafting.items()}
 
-    @cached_property
-    def _on_device(self) -> tuple[Tensor, Tensor]:
-        return starts_of(self._starts, next(iter(self._ragged.values())).page_T.device)
-
     def __call__(self, layer: LocalLayer, tokens: int) -> States:
         """As `model.base.AttendsStates.state`."""
-        assert tokens == self._starts[-1], f"{tokens} tokens in a step of {self._starts[-1]}"
+        assert self._starts is not None and tokens == self._starts[0][-1], f"{tokens} tokens in another step"
         group, pool_PE = self._layers[layer]
-        return States(pool_PE, self._starts, *self._places[group], *self._on_device,
-                      None if self._again is None else self._again[layer])
+        starts, start_B, row_T = self._starts
+        return States(pool_PE, starts, *self._places[group], start_B, row_T,
+                      None if self.again is None else self.again[layer])
 
     def settle(self, right: Mapping[int, int]) -> None:
         """As `StatePools.settle`."""
-        assert self._again is not None, "a step without drafts"
         runs, firsts, tokens = list[_Run](), list[int](), list[int]()
         for row in [row for row in self._drafting if row in right]:
             run = self._drafting.pop(row)
@@ -127,75 +160,38 @@ class StepStates:
                 tokens += range(run.first + 1, run.first + 1 + n)
         if not runs:
             return
-        device = next(iter(self._ragged.values())).page_T.device
+        device = next(iter(self._pages.values())).device
         first_b, at_t = (on_device(at, device, torch.int64) for at in (firsts, tokens))
-        # As the tables were: a later step may have changed them.
-        places = {g: (of.page_T[first_b], _left(of.page_T[at_t], of.page_size, runs))
-                  for g, of in self._ragged.items()}
         starts = (0, *(run.end for run in runs))
-        for layer, (group, pool_PE) in self._layers.items():
-            [again] = self._again[layer]
-            again(at_t, States.of(pool_PE, starts, *places[group]))
-
-
-class DecodeStates:
-    """Of a captured step: all that depends on a row is read on the device, once a layer asks."""
-
-    def __init__(self, layers: dict[LocalLayer, tuple[int, Tensor]], tables: Mapping[int, GroupTable],
-                 row_B: Tensor, position_B: Tensor, turn_NW: Tensor | None) -> None:
-        self._layers, self._tables, self._row_B, self._position_B = layers, tables, row_B, position_B
-        self._turn_NW, self._width = turn_NW, 1 if turn_NW is None else turn_NW.shape[1]
-        self._again: dict[LocalLayer, list[Again]] | None = (
-            {layer: [] for layer in layers} if self._width > 1 else None)
-
-    def _cut(self, width: int) -> tuple[tuple[int, ...], Tensor, Tensor]:
-        """`States.starts`, `start_B` and `row_T` of rows that have so many tokens each."""
-        tokens, device = len(self._row_B) // self._width * width, self._row_B.device
-        return ((*range(0, tokens + 1, width),), torch.arange(0, tokens + 1, width, device=device),
-                torch.arange(tokens, device=device) // width)
-
-    @cached_property
-    def _starts(self) -> tuple[tuple[int, ...], Tensor, Tensor]:
-        return self._cut(self._width)
-
-    @cached_property
-    def _places(self) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
-        """Of each group `States.from_B`, `States.to_T`, and pages [N, W] of all positions, -1: padding."""
-        row_NW, at_NW = (x.long().view(-1, self._width) for x in (self._row_B, self._position_B))
-        found = {}
-        for g, table in self._tables.items():
-            from_N, page_NW = (table.place.pages(row, at.clamp(min=0)) for row, at in (
-                (row_NW[:, 0], at_NW[:, 0] - 1), (row_NW, at_NW)))
-            page_NW = page_NW.where(at_NW >= 0, -1)
-            to_NW = page_NW if self._turn_NW is None else page_NW.where(self._turn_NW == 0, -1)
-            found[g] = from_N.where(at_NW[:, 0] > 0, -1), to_NW.flatten(), page_NW
-        return found
-
-    def __call__(self, layer: LocalLayer, tokens: int) -> States:
-        """As `model.base.AttendsStates.state`."""
-        assert tokens == len(self._row_B), f"{tokens} tokens in a step of {len(self._row_B)}"
-        group, pool_PE = self._layers[layer]
-        from_N, to_B, _ = self._places[group]
-        starts, start_N, row_B = self._starts
-        return States(pool_PE, starts, from_N, to_B, start_N, row_B,
-                      None if self._again is None else self._again[layer])
+        self._scan_again(at_t, (starts, *starts_of(starts, device)), {
+            g: (page_T[first_b], _left(page_T[at_t], self._sizes[g], runs)) for g, page_T in self._pages.items()})
 
     def checked(self, counts_B: Tensor) -> None:
-        """Once it is known which positions count: the states behind them are written. All that follow a row's
-        first are scanned, since a scan does not see what comes behind."""
-        if not self._again or self._turn_NW is None:
+        """Of a captured step, once it is known which positions count: the states behind them are written. All that
+        follow a row's first are scanned, since a scan does not see what comes behind."""
+        if not self.again or self._turn_NW is None:
             return
-        at_NW = torch.arange(len(counts_B), device=counts_B.device).view(-1, self._width)
-        at_t, (starts, start_N, row_t) = at_NW[:, 1:].flatten(), self._cut(self._width - 1)
-        places = {}
-        for g, (_, _, page_NW) in self._places.items():
-            lasts_B = lasts(counts_B, self._position_B, self._turn_NW.flatten(), self._tables[g].size)
-            to_NW = page_NW.where(lasts_B.view(-1, self._width), -1)
+        assert self._position_B is not None
+        rows, width = self._turn_NW.shape
+        at_NW, places = torch.arange(len(counts_B), device=counts_B.device).view(-1, width), {}
+        for g, page_NW in self._pages.items():
+            lasts_B = lasts(counts_B, self._position_B, self._turn_NW.flatten(), self._sizes[g])
+            to_NW = page_NW.where(lasts_B.view(-1, width), -1)
             # Dense: of one draft a row `flatten` alone would be a view.
             places[g] = page_NW[:, 0].contiguous(), to_NW[:, 1:].flatten().contiguous()
+        self._scan_again(at_NW[:, 1:].flatten(), _cut(rows, width - 1, counts_B.device), places)
+
+    def _scan_again(self, at_t: Tensor, starts: Starts, places: Places) -> None:
+        assert self.again is not None, "a step without drafts"
         for layer, (group, pool_PE) in self._layers.items():
-            [again] = self._again[layer]
-            again(at_t, States(pool_PE, starts, *places[group], start_N, row_t))
+            [again] = self.again[layer]
+            again(at_t, States(pool_PE, starts[0], *places[group], *starts[1:]))
+
+
+def _cut(rows: int, width: int, device: torch.device) -> Starts:
+    """Of rows that have so many tokens each."""
+    return ((*range(0, rows * width + 1, width),), torch.arange(0, rows * width + 1, width, device=device),
+            torch.arange(rows * width, device=device) // width)
 
 
 def lasts(counts_B: Tensor, position_B: Tensor, turn_B: Tensor, size: int) -> Tensor:
