@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.exec.sampling.sampler import Sampling
+from penstock.exec.sampling.verify import counted
 from penstock.exec.step.edits import Edits
 from penstock.kernels.sample import draw
 from penstock.kernels.types.ragged import on_device
@@ -50,18 +51,14 @@ class Draws:
         id_B                int32: what a position that follows took as its input; else -1
         turn_B              int32, below `width`: 0 for the first position of a row, then 1, 2, ...
 
-        Each draws with the uniform of its own index. Tokens count up to the first that is not what the
-        position behind it took, or up to where logits are not finite: the last that counts is the row's last
-        token, and uniforms of those behind it are not used.
+        Each draws with the uniform of its own index. The last that counts is the row's last token, and uniforms of
+        those behind it are not used.
         """
         best_B, token_B = logits_BV.max(-1)
         for turn in range(width):
             self.draw(logits_BV, token_B, row_B, position_B.where(turn_B == turn, -1))
         fine_B, first_B = best_B.abs() < float("inf"), turn_B == 0
-        at_B = torch.arange(len(token_B), device=token_B.device)
-        follows_B = first_B | ((id_B == token_B.roll(1)) & fine_B)
-        wrong_B = torch.where(follows_B, -1, at_B).cummax(0).values
-        counts_B = wrong_B < torch.where(first_B, at_B, -1).cummax(0).values
+        counts_B = counted(token_B, id_B, fine_B, first_B)
         ends_B = counts_B & ~(counts_B & ~first_B).roll(-1)
         last_R.index_copy_(0, torch.where(ends_B, index_B, len(last_R) - 1), token_B)
         unused_B = ~counts_B & (position_B >= 0) & (self._params_R4[index_B, 0] > 0)

@@ -31,6 +31,7 @@ from penstock.exec.sampling.sampler import (
     check_ids,
     told,
 )
+from penstock.exec.sampling.verify import counted
 from penstock.exec.step.eager import Ran
 from penstock.exec.step.links import Links, TokensFromLast
 from penstock.exec.step.step_batch import StepBatch
@@ -82,30 +83,32 @@ class Answers:
         if self.counted:
             self.counts, inputs = [*zip(*inputs, strict=True)], []
         told([s for _, s in self.states], fine, self.recorded)
-        for first, end in pairwise((*(self.firsts or range(len(self.states))), len(self.states))):
-            self.tokens.append(self._follow(first, end, tokens, fine, *inputs))
+        firsts = [*(self.firsts or range(len(self.states)))]
+        counts = [True] * len(tokens)
+        if inputs and self.answer_2B is not None:
+            first_B = torch.zeros(len(tokens), dtype=torch.bool)
+            first_B[firsts] = True
+            token_B, fine_B, input_B = self.answer_2B
+            counts = counted(token_B, input_B, fine_B == FINE, first_B).tolist()
+        for first, end in pairwise((*firsts, len(self.states))):
+            says = sum(counts[first:end])
+            drafts = [*takewhile(lambda token: token >= 0, inputs[0][first + 1:end])] if inputs else []
+            self.tokens.append(self._follow(*self.states[first], tokens[first:first + says], fine[first], drafts))
 
-    def _follow(self, first: int, end: int, tokens: Sequence[int], fine: Sequence[int],
-                inputs: Sequence[int] = ()) -> tuple[int, ...]:
-        """What a row says at these positions: a token counts if the one before it was its input."""
-        end = next((i for i in range(first + 1, end) if inputs[i] < 0), end)
-        (rid, s), said = self.states[first], list[int]()
-        if self.say(rid, s, tokens[first], fine[first]):
-            said.append(tokens[first])
-        right = 0
-        for i in range(first + 1, end):
-            if not said or inputs[i] != said[-1]:
+    def _follow(self, rid: RequestId, s: Sampling, tokens: Sequence[int], code: int,
+                drafts: Sequence[int]) -> tuple[int, ...]:
+        """What a row says of tokens that count: up to where it ends, which a device does not know."""
+        said = list[int]()
+        for token in tokens:
+            if not self.say(rid, s, token, FINE if said else code):
                 break
-            right += 1
-            # The next step fails, if it is so again.
-            if said[-1] in s.stop_ids or fine[i] != FINE or not self.say(rid, s, tokens[i], fine[i]):
+            said.append(token)
+            if token in s.stop_ids:
                 break
-            said.append(tokens[i])
-        if end > first + 1:
-            self.drafts.append((rid, end - first - 1, right))
-        # As `Draws.checked`, which knows no end.
-        s.beyond += 1 - len(said) + len([*takewhile(
-            lambda i: inputs[i] == tokens[i - 1] and fine[i] == FINE, range(first + 1, end))])
+        if drafts:
+            right = len([*takewhile(lambda pair: pair[0] == pair[1], zip(said, drafts, strict=False))])
+            self.drafts.append((rid, len(drafts), right))
+        s.beyond += len(tokens) - len(said)
         return tuple(said)
 
     def say(self, rid: RequestId, s: Sampling, token: int, code: int) -> bool:
