@@ -16,7 +16,7 @@ from penstock.api.limits import Keys
 from penstock.config.settings.tree import ServerConfig
 from penstock.engine.client.client import checked_limits
 from penstock.engine.client.metrics import Metrics
-from penstock.engine.wire import EngineReady, OutputChunk, TokenLogprob
+from penstock.engine.wire import NO_ORIGIN, EngineReady, OutputChunk, TokenLogprob
 from penstock.text.chat import ChatTemplate
 from penstock.text.encoder import Encoder
 from penstock.text.model_text import ModelText
@@ -127,9 +127,9 @@ class Scripted:
     async def hashed(self, prompt, namespace):
         return prompt
 
-    def submit(self, prompt, params, *, eos_ids=(), namespace=0, room=None, tenant=0):
+    def submit(self, prompt, params, *, eos_ids=(), namespace=0, room=None, origin=NO_ORIGIN):
         checked_limits(self.ready, prompt, params, eos_ids)
-        self.tenant = tenant
+        self.tenant = origin.tenant
         self.prompt, self.params = self.tokenizer.decode(prompt, skip_special=False), params
         ids = self.tokenizer.encode(self.says, add_special=False)
         ids += [self.eos] if self.finish == "stop" else []

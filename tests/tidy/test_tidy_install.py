@@ -16,7 +16,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULES = {"prometheus_client": "prometheus-client", "yaml": "pyyaml"}
 # Installed with torch, or looked for and done without.
 GUARDED = {"triton", "cuda", "flash_attn", "cutlass", "nixl", "mooncake", "obstore", "redis", "transformers",
-           "matplotlib", "setproctitle", "huggingface_hub", "zmq"}
+           "matplotlib", "setproctitle", "huggingface_hub", "zmq", "opentelemetry"}
 
 
 def names(requirements: list[str]) -> set[str]:

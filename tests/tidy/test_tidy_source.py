@@ -183,8 +183,8 @@ def test_only_config_reads_the_environment() -> None:
 
 
 # What people read may say what day it is; a deadline may not (`time.monotonic` does not leap).
-DATED = {"api/openai_format.py", "engine/record.py", "engine/kv_events.py", "api/app.py", "text/chat_render.py",
-         "memory/stores/files.py", "memory/stores/valkey.py"}
+DATED = {"api/openai_format.py", "engine/record.py", "engine/kv_events.py", "engine/traces/timeline.py", "api/app.py",
+         "text/chat_render.py", "memory/stores/files.py", "memory/stores/valkey.py"}
 
 
 def test_no_deadline_is_on_the_wall_clock() -> None:

@@ -39,6 +39,7 @@ SET: dict[str, tuple[str, Any]] = {
     "--disaggregation-mode decode": ("pair.disaggregation_mode", "decode"),
     "--disaggregation-transfer-backend mooncake": ("pair.disaggregation_transfer_backend", "mooncake"),
     '--allowed-origins ["*"]': ("server.cors_origins", ("*",)),
+    "--otlp-traces-endpoint http://x": ("server.otlp_traces_endpoint", "http://x"),
     "--tokenizer-path /x": ("model.tokenizer", "/x"),
     "--hicache-ratio 2": ("kv.host_ratio", 2.0), "--hicache-size 30": ("kv.host_bytes", 30 * 10**9),
     "-c 4096": ("model.max_model_len", 4096), "--ctx-size 4096": ("model.max_model_len", 4096),

@@ -13,7 +13,7 @@ from penstock.config.settings.cli import from_options
 from penstock.engine.client import replicas as client
 from penstock.engine.client.client import EngineDied
 from penstock.engine.client.replicas import Engines, pages_of, together
-from penstock.engine.wire import EngineReady
+from penstock.engine.wire import NO_ORIGIN, EngineReady
 
 PAGE, ROWS = 16, 4
 ONE = SamplingParams(max_tokens=1)
@@ -29,7 +29,7 @@ class Fake:
         self.prompts: list[tuple[int, ...]] = []
         self.num_waiting = self.num_running = self.flushed = 0
 
-    def submit(self, prompt, params, *, eos_ids=(), namespace=0, room=None, tenant=0):
+    def submit(self, prompt, params, *, eos_ids=(), namespace=0, room=None, origin=NO_ORIGIN):
         self.prompts.append(tuple(prompt))
         self.num_running += params.n
         return [object()] * params.n

@@ -48,7 +48,7 @@ class Rig:
         tokens = [] if more.get("leader") else [(start * 7 + k) % 97 for k in range(prompt)]
         params = SamplingParams(n=9, priority=priority)
         self.loop.handle(wire.Submit(rid=self.rid, prompt=tokens, params=params, stop_ids=[], max_new=max_new,
-                                     tenant=tenant, **more))
+                                     origin=wire.Origin(tenant), **more))
         return self.rid
 
     def turn(self):

@@ -316,7 +316,7 @@ def test_what_can_wait_is_begun_when_there_is_nothing_to_do_and_once(monkeypatch
         (None, 1, []), (0, 0, []), (9.0, 0, []), (None, 0, [wire.Flush()]), (None, 0, []), (None, 0, []),
         (None, 0, [wire.Shutdown()])])
     waits, begun, coming = [], [], []
-    loop = SimpleNamespace(recorder=None, works_here=False, handle=lambda message: None,
+    loop = SimpleNamespace(recorder=None, timelines=None, works_here=False, handle=lambda message: None,
                            turn=lambda block: turn())
 
     def turn():

@@ -70,7 +70,7 @@ def hostile(rng: random.Random, newest: int) -> wire.ToEngine:
                 params=params, stop_ids=[number(range(100))], max_new=number(range(1, 60)),
                 namespace=number(range(3)),
                 leader=rng.choice((None, number(range(newest + 1)))), choice=number(range(1)),
-                selects=rng.random() < .05, attention=number(range(1)), tenant=number(range(3)))
+                selects=rng.random() < .05, attention=number(range(1)), origin=wire.Origin(number(range(3))))
         case 2:
             return wire.Abort(rid)
         case 3:

@@ -13,7 +13,7 @@ from penstock.config.settings.tree import KVConfig
 from penstock.engine.client.generation import Ended, Generation
 from penstock.engine.client.metric_help import HELP
 from penstock.engine.client.metrics import PREFIX, Metrics, parse_name, published
-from penstock.engine.wire import EngineReady, OutputChunk
+from penstock.engine.wire import NO_ORIGIN, EngineReady, OutputChunk
 
 
 def samples(text: bytes) -> dict[tuple, float]:
@@ -121,7 +121,7 @@ class OneChoice:
     def stop_at(self, count: int) -> None:
         self.stopped = count
 
-    def submit(self, prompt, params, *, eos_ids, namespace, room=None, tenant=0):
+    def submit(self, prompt, params, *, eos_ids, namespace, room=None, origin=NO_ORIGIN):
         return [self]
 
     def __aiter__(self):

@@ -66,6 +66,7 @@ CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
      {"kv_events_config": '{"publisher": "zmq"}'}),
     ({"kv_events_config": '{"publisher": "zmq", "replay_endpoint": "tcp://*:5558"}', "dp": 2},
      {"kv_events_config": '{"publisher": "zmq", "replay_endpoint": "tcp://*:5657"}', "dp": 64}),
+    ({"otlp_traces_endpoint": "grpc://host:4317"}, {"otlp_traces_endpoint": "https://[::1]:4318"}),
     ({"max_num_seqs": 0}, {"max_num_seqs": 1}),
     ({"max_num_batched_tokens": 0}, {"max_num_batched_tokens": 1}),
     ({"max_waiting": -1}, {"max_waiting": 0}),

@@ -27,6 +27,7 @@ FROM_ENGINE = [
                             cached_tokens=16, cached_by_tier={"hbm": 16, "dram": 0},
                             kv_reads={"hot_hits": 3}, drafts=(7, 4)),
                  wire.OutputChunk(rid=2, tokens=[], index=0)]),
+    wire.Timelines([wire.Timeline("00-1-2-01", 1, [("queued", 1 << 60, 1 << 61)])]),
     wire.Stats(1, {"pages_free": 3.0}),
     wire.Shown(2, 1, [wire.SeenRequest(7, "prefill", 9, 3, 0)],
                [wire.SeenTurn(4, 2, 1, 3, 0, [(7, "queued", "prefill")])])]

@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -25,7 +25,7 @@ from penstock.api import native
 from penstock.api.apis import anthropic, responses
 from penstock.api.apis import generate as sglang
 from penstock.api.completions import OpenAI, as_api_error
-from penstock.api.limits import CLOSE, Disconnected, Keys, read_body
+from penstock.api.limits import CLOSE, Disconnected, Keys, read_body, while_connected
 from penstock.api.openai_format import encode, event
 from penstock.api.openapi import document
 from penstock.api.page import FILES, Page
@@ -42,6 +42,9 @@ from penstock.engine.client.metrics import CONTENT_TYPE, STATS_AGE, Metrics
 from penstock.engine.client.replicas import Engines, Member, together
 from penstock.engine.client.supervised import Kept
 
+if TYPE_CHECKING:
+    from penstock.engine.traces.spans import RequestSpan
+
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 ReceiveCall = Callable[[], Awaitable[Message]]
@@ -56,6 +59,7 @@ ADMIN_PATHS = ("/metrics", "/server_info", "/get_server_info", "/flush_cache", "
 STATS_S_MAX = 5.0
 GENERATE_S_MAX = 20.0
 JSON_TYPE = "application/json"
+DISCONNECTED = "client_disconnected"          # `error.type` of a span
 BODY_BYTES, BYTES_A_TOKEN = 4 << 20, 16     # largest body: at least, and for each token of the context
 
 
@@ -94,9 +98,12 @@ class HttpReply:
         self._metrics = metrics
         self.started = False
         self.ended = False
+        self.status = 0              # that was sent
+        self.span: RequestSpan | None = None
 
     async def whole(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         self.started = self.ended = True
+        self.status = status
         self._metrics.answers.labels(str(status)).inc()
         await self._send({"type": "http.response.start", "status": status, "headers": [
             (b"content-type", JSON_TYPE.encode()), (b"content-length", b"%d" % len(body)),
@@ -104,7 +111,7 @@ class HttpReply:
         await self._send({"type": "http.response.body", "body": body})
 
     async def start(self) -> None:
-        self.started = True
+        self.started, self.status = True, 200
         self._metrics.answers.labels("200").inc()
         await self._send({"type": "http.response.start", "status": 200, "headers": [
             (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -118,6 +125,8 @@ class HttpReply:
     async def error(self, error: ApiError) -> None:
         """As a status, or, once a stream runs, as its last event."""
         body = self._shape(error, self.started)
+        if self.span is not None:
+            self.span.failed(str(error.body["error"]["code"] or error.status), error.status)
         if not self.started:
             await self.whole(error.status, encode(body), error.headers)
         elif not self.ended:
@@ -128,9 +137,10 @@ class Generating:
     """ASGI endpoint of a POST that runs in the engine: it ends at once when its client has gone."""
 
     def __init__(self, api: OpenAI, handler: Handler, bytes_max: int,
-                 shape: Shape | None = None) -> None:
+                 shape: Shape | None = None, operation: str = "") -> None:
+        """operation: what a span of such a request is called; "": it has none."""
         self._api = api
-        self._shape = shape
+        self._shape, self._operation = shape, operation
         self._handler = handler
         self._bytes_max = bytes_max
 
@@ -138,20 +148,25 @@ class Generating:
         # Past the frameworks' wrappers, which each event of a stream would pay for.
         reply = HttpReply(scope["send"], self._api.metrics, self._shape)
         api = self._api
+        if self._operation and api.traces is not None:
+            reply.span = api.traces.begin(self._operation, scope["headers"])
         api.num_open += 1
         api.idle.clear()
         try:
             body = await self._body(scope, receive)
             if len(body) > collector.LARGE_BYTES:
                 collector.trim_later()
-            await _while_connected(self._handler(self._api, body, scope["tenant"], reply), receive)
+            await while_connected(self._handler(self._api, body, scope["tenant"], reply), receive)
         except Disconnected:
-            pass
+            if reply.span is not None:
+                reply.span.failed(DISCONNECTED)
         # One request's error is one request's answer, whatever it is: left to the frameworks, an
         # unknown one would end a stream without a word and print its text, which may be a prompt.
         except Exception as e:
             await reply.error(as_api_error(e))
         finally:
+            if reply.span is not None:
+                reply.span.end(reply.status)
             api.num_open -= 1
             if not api.num_open:
                 api.idle.set()
@@ -169,31 +184,6 @@ class Generating:
                     415, f"the body's Content-Encoding is {show(kind.decode('latin-1'))}: send it as it is",
                     code="unsupported_media_type", headers=CLOSE | {"accept-encoding": "identity"})
         return await read_body(scope["headers"], receive, self._bytes_max)
-
-
-async def _while_connected(work: Awaitable[None], receive: ReceiveCall) -> None:
-    """Await `work`; cancel it as soon as the client disconnects. Raises Disconnected then."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.create_task(_disconnect(receive))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise Disconnected
-        task.result()
-    finally:
-        gone.cancel()
-        if not task.done():
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-        # An error's traceback has this frame, and the task has the error: a cycle, with all that was read of
-        # the body in it, which is collected after hours.
-        del task, work
-
-
-async def _disconnect(receive: ReceiveCall) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class Guard:
@@ -259,17 +249,17 @@ def build_app(api: OpenAI, health: Health, keys: Keys, config: ServerConfig,
     def get(path: str, view: Callable[[Request], Awaitable[Response]]) -> Route:
         return Route(path, view, methods=["GET"])
 
-    def generating(path: str, handler: Handler, shape: Shape | None = None) -> Route:
-        return Route(path, Generating(api, handler, body_max, shape), methods=["POST"])
+    def generating(path: str, handler: Handler, shape: Shape | None = None, operation: str = "") -> Route:
+        return Route(path, Generating(api, handler, body_max, shape, operation), methods=["POST"])
 
     page = Page(api.engine, views.numbers, views.shown, lambda: health.died or health.draining)
     serving = () if peer is not None and not peer.serves else (
-        generating("/v1/chat/completions", OpenAI.chat),
-        generating("/v1/completions", OpenAI.completion),
-        generating("/v1/messages", anthropic.create, anthropic.error_body),
+        generating("/v1/chat/completions", OpenAI.chat, operation="chat"),
+        generating("/v1/completions", OpenAI.completion, operation="text_completion"),
+        generating("/v1/messages", anthropic.create, anthropic.error_body, "chat"),
         generating("/v1/messages/count_tokens", anthropic.count, anthropic.error_body),
-        generating("/v1/responses", responses.create, responses.error_body),
-        generating("/generate", sglang.create),
+        generating("/v1/responses", responses.create, responses.error_body, "chat"),
+        generating("/generate", sglang.create, operation="text_completion"),
         get("/v1/models", views.models),
         get("/v1/models/{name:path}", views.model),
         generating("/tokenize", native.tokenize),

@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
@@ -46,7 +46,7 @@ from penstock.engine.client.generation import Ended, Generation
 from penstock.engine.client.metrics import Metrics
 from penstock.engine.client.namespaces import namespace
 from penstock.engine.client.replicas import Engines
-from penstock.engine.wire import BootstrapRoom
+from penstock.engine.wire import BootstrapRoom, Origin
 from penstock.text.chat import ONLY_TEXT, ChatTemplate, too_many_messages
 from penstock.text.detokenize import Detokenizer
 from penstock.text.encoder import Encoder
@@ -54,6 +54,9 @@ from penstock.text.helper import HelperDied
 from penstock.text.model_text import ModelText
 from penstock.text.tools.asked import AnswerForm, ToolOffer
 from penstock.text.turns import TooManyTexts
+
+if TYPE_CHECKING:
+    from penstock.engine.traces.spans import RequestSpan, Traces
 
 log = logging.getLogger("penstock.http")
 T = TypeVar("T")
@@ -66,6 +69,7 @@ class Reply(Protocol):
     """One HTTP answer: `whole`, or `start` and any number of `events`."""
 
     started: bool
+    span: RequestSpan | None        # None: the request is not traced
 
     async def whole(self, status: int, body: bytes, headers: dict[str, str]) -> None: ...
     async def start(self) -> None: ...
@@ -117,16 +121,17 @@ class OpenAI:
                  secret: bytes | None = None, routed: Routed = ALONE, clips: bool = False,
                  unlisted: Sequence[str] = (),
                  is_admin: Callable[[bytes], bool] = lambda tenant: True,
-                 turn_of: Callable[[bytes], int] = lambda tenant: 0,
+                 turn_of: Callable[[bytes], int] = lambda tenant: 0, traces: Traces | None = None,
                  cache_of: Callable[[bytes], bytes] = lambda tenant: tenant) -> None:
         """secret: what tenants' namespaces are made with, None: drawn. routed: which part of a pair.
 
         also: more names of the model. unlisted: names that are taken and not shown in the list of models.
         clips: a maximum that does not fit the context is clipped, where it would be refused.
         is_admin: whether a tenant may go before others. turn_of: the number by which its turn among others is
-        counted, 0: there are no others. cache_of: the name of the tenant's cache, b"": it needs none of its own."""
+        counted, 0: there are no others. traces: makes a span of each request, None: there are
+        none. cache_of: the name of the tenant's cache, b"": it needs none of its own."""
         self.clips, self._is_admin, self._turn_of, self._cache_of = clips, is_admin, turn_of, cache_of
-        self.routed = routed
+        self.routed, self.traces = routed, traces
         self.engine = engine
         self.text = text
         self.tokenizer = text.tokenizer
@@ -320,6 +325,7 @@ class OpenAI:
         root = namespace(self._secret, self._cache_of(tenant), request.cache_salt)
         room = self.routed.room(request)
         turn = 0 if params.priority < 0 or room is not None else self._turn_of(tenant)
+        origin = Origin(turn, "" if reply.span is None else reply.span.trace)
         engine = self.engine.of(request.data_parallel_rank)
         generation = Generation(engine, self.tokenizer, self.metrics, began=began, shown=shown,
                                 silent=isinstance(request, CompletionRequest) and request.silent)
@@ -329,7 +335,7 @@ class OpenAI:
                 for prompt in prompts.ids:
                     generation.submit(
                         await self.engine.hashed(prompt, root), params, eos_ids=self.eos_ids, namespace=root,
-                        room=room, tenant=turn, context=prompt if isinstance(request, CompletionRequest) else ())
+                        room=room, origin=origin, context=prompt if isinstance(request, CompletionRequest) else ())
                 if request.stream and not self.routed.prefills:
                     await self._stream(generation, request, out, reply)
                 else:
@@ -337,6 +343,8 @@ class OpenAI:
         finally:
             # Also when the client has gone, which cancels this task wherever it waits.
             await generation.close()
+            if reply.span is not None:
+                reply.span.answered(out.id, self.named(request.model), params, bool(request.stream), generation)
 
     async def _check_grammar(self, params: SamplingParams, prompt: list[int], tenant: bytes,
                              blamed: str) -> None:

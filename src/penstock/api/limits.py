@@ -6,6 +6,7 @@ connections. Knows no route.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import hmac
@@ -35,6 +36,31 @@ HEADERS_MAX = 100
 
 class Disconnected(Exception):
     """The client has gone and reads no answer."""
+
+
+async def while_connected(work: Awaitable[None], receive: Receive) -> None:
+    """Await `work`; cancel it as soon as the client disconnects. Raises Disconnected then."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.create_task(_disconnect(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Disconnected
+        task.result()
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        # An error's traceback has this frame, and the task has the error: a cycle, with all that was read of
+        # the body in it, which is collected after hours.
+        del task, work
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def read_body(headers: Iterable[tuple[bytes, bytes]], receive: Receive, bytes_max: int,

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import errno
 import functools
+import importlib.util
 import logging
 import os
 import signal
@@ -17,7 +18,7 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 import uvloop
@@ -28,7 +29,7 @@ from penstock.api.completions import OpenAI
 from penstock.api.limits import Keys, LimitedProtocol, check_uvicorn, load_keys
 from penstock.api.pd_router import routed_of
 from penstock.config.base import collector
-from penstock.config.base.errors import ConfigError
+from penstock.config.base.errors import ConfigError, install_hint
 from penstock.config.base.storage_url import parse_storage
 from penstock.config.request.defaults import shown
 from penstock.config.settings.kv_events import kv_events, shown_events
@@ -47,6 +48,9 @@ from penstock.text.encoder import Encoder
 from penstock.text.helper import HelperDied
 from penstock.text.model_text import ModelText, open_text
 
+if TYPE_CHECKING:
+    from penstock.engine.traces.spans import Traces
+
 log = logging.getLogger("penstock.http")
 
 EXIT_ENGINE_DIED = 1
@@ -56,6 +60,7 @@ DEAD_S = 1.0           # for new ones to hear it: a closed port says less
 # Middle collections to a full one of the cycle collector, which takes 50 to 75 ms with 512 requests: one in
 # 14,000 requests. Cycles of requests that a middle one has seen wait for it, 130 bytes a request.
 FULL = 50
+OTEL = "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"
 CLOSING_S = 5          # for connections to close after the last answer
 
 
@@ -70,17 +75,17 @@ def run(config: Config | None, args: argparse.Namespace) -> int:
     check_uvicorn()
     descriptors.raise_limit()
     tls = tls_of(config.server)
-    secret = _secret(config.kv)
+    secret, traces = _secret(config.kv), _traces(config)
     keys = load_keys(config.server, secret)
     if keys.says:
         logs.info(keys.says)
     if len(keys) > 1 and kv_events(config.kv.kv_events_config) is not None:
         logs.info("warning: --kv-events-config publishes no page of one API key among several, and here every "
                   "request needs one")
-    with bind(config.server) as listener:
+    with bind(config.server) as listener, contextlib.closing(traces) if traces else contextlib.nullcontext():
         files = files_of(config.model)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_Server(config, files, keys, listener, secret, tls).serve())
+            return runner.run(_Server(config, files, keys, listener, secret, tls, traces).serve())
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -137,6 +142,26 @@ def _secret(kv: KVConfig) -> bytes | None:
     return None if url is None else secret_of(url, kv.kv_storage_key, readonly=kv.is_readonly)
 
 
+def _traces(config: Config) -> Traces | None:
+    """Return what makes spans; None: no requests are traced. Raises ConfigError."""
+    endpoint = config.server.otlp_traces_endpoint
+    if endpoint is None:
+        return None
+    for package in OTEL:
+        if not _is_installed(package):
+            raise ConfigError(f"--otlp-traces-endpoint: {package.replace('.', '-')} is not installed: "
+                              f"{install_hint('otel')}")
+    from penstock.engine.traces.spans import Traces
+    return Traces(endpoint, config.pair.disaggregation_mode or "")
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:             # nor what it is in
+        return False
+
+
 def handled(*, reloads: bool) -> list[signal.Signals]:
     """The signals that a server acts on; SIGHUP is a closed terminal's. One that is ignored when this process
     starts stays so: `nohup` and shells without job control ask for that. reloads: SIGHUP ends nothing."""
@@ -156,8 +181,10 @@ class _Server:
     """One run of the API process."""
 
     def __init__(self, config: Config, files: ModelFiles, keys: Keys,
-                 listener: socket.socket, secret: bytes | None, tls: ssl.SSLContext | None) -> None:
-        self._config, self._secret, self._tls = config, secret, tls
+                 listener: socket.socket, secret: bytes | None, tls: ssl.SSLContext | None,
+                 traces: Traces | None) -> None:
+        self._config, self._secret, self._tls, self._traces = config, secret, tls, traces
+        traced = None if traces is None else traces.phases
         self._files = files
         self._keys = keys
         self._listener = listener
@@ -165,10 +192,10 @@ class _Server:
         self._encoder: Encoder | None = None
         self._death: EngineDied | None = None
         self._stop = asyncio.Event()          # a signal, or the engine's death
-        self._pair = PairHere(config, logs.info) if config.pair.prefill_replicas else None
+        self._pair = PairHere(config, logs.info, traced) if config.pair.prefill_replicas else None
         decode = config if self._pair is None else self._pair.decode
         self._engine = Engines(decode, logs.info, self._on_death,
-                               fds=() if self._pair is None else self._pair.fds)
+                               fds=() if self._pair is None else self._pair.fds, traced=traced)
         self._began = time.monotonic()
 
     async def serve(self) -> int:
@@ -262,7 +289,7 @@ class _Server:
                      choices_max=len(self._engine.members) * (schedule.max_num_seqs + schedule.max_waiting),
                      secret=self._secret, routed=routed_of(config, self._engine.ready),
                      clips=config.server.clip_max_tokens, is_admin=self._keys.is_admin,
-                     turn_of=self._keys.turn_of,
+                     turn_of=self._keys.turn_of, traces=self._traces,
                      cache_of=functools.partial(self._keys.cache_of,
                                                 published=kv_events(config.kv.kv_events_config) is not None))
         app = build_app(api, self._health, self._keys, config.server,

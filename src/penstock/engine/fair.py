@@ -37,10 +37,10 @@ class Fair:
     def add(self, m: Submit) -> None:
         """Keep `m`, which has a tenant, until it is its turn. A key that had nothing here gets no credit for
         the time before."""
-        if self._clean(m.tenant) is None:
-            self._served[m.tenant] = max(self._now, self._served.get(m.tenant, 0))
+        if self._clean(m.origin.tenant) is None:
+            self._served[m.origin.tenant] = max(self._now, self._served.get(m.origin.tenant, 0))
         self._held[m.rid] = m
-        heapq.heappush(self._lines.setdefault(m.tenant, []), (m.params.priority, m.rid))
+        heapq.heappush(self._lines.setdefault(m.origin.tenant, []), (m.params.priority, m.rid))
 
     def drop(self, rid: int) -> bool:
         """Forget a request whose client has gone, and return whether it was here."""

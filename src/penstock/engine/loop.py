@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.config.base.errors import ConfigError, RequestError
-from penstock.config.request.scores import scores_fit
-from penstock.config.request.selection import Selection, attention_identity
+from penstock.config.base.errors import ConfigError
+from penstock.config.request.selection import Selection
 from penstock.core.pair.messages import Reason
 from penstock.core.plan import (
     ONE_PEER,
@@ -46,7 +45,7 @@ from penstock.engine.fair import Fair
 from penstock.engine.pd.rendezvous import LATE, UNCLAIMED, WORDS, Rooms
 from penstock.engine.pd.router import PdRouter
 from penstock.engine.record import EventLog
-from penstock.engine.request import Live, Runner
+from penstock.engine.request import ID_MAX, Limits, Live, Runner
 from penstock.engine.shown import shown
 from penstock.engine.timers import Timers
 from penstock.engine.wire import (
@@ -74,8 +73,8 @@ if TYPE_CHECKING:
     from penstock.engine.pd.remote import Peer
     from penstock.engine.pd.router import Peers
     from penstock.engine.storing import Storing
+    from penstock.engine.traces.timeline import Timelines
 
-ID_MAX = 1 << 62
 ASKED_IDS = 1 << 40                     # above those of this engine's own clients
 UNWANTED = "the decode engine has gone, or wants this prompt no longer"
 
@@ -85,21 +84,22 @@ class EngineLoop:
     def __init__(self, core: Core, executor: Runner, *, vocab_size: int, max_model_len: int,
                  selection: Selection | None = None, event_log: EventLog | None = None,
                  check: bool = False, peers: Peers | None = None, storing: Storing | None = None,
-                 publisher: KvPublisher | None = None,
+                 publisher: KvPublisher | None = None, timelines: Timelines | None = None,
                  deadlines_s: Mapping[str, float] | None = None, room_s: float | None = None,
                  clock: Callable[[], float] = time.monotonic) -> None:
         """selection: the largest that `executor` can decode from; None: it reads all KV.
         peers: the engines of the other end of a pair. storing: where `executor` has storage. deadlines_s: by
-        phase, how long a request may be in it. room_s: of a prefill instance behind a router, how long a prompt
-        that one end has waits for the other."""
+        phase, how long a request may be in it. timelines: of traced requests. room_s: of a prefill instance behind a
+        router, how long a prompt that one end has waits for the other."""
         self._core = core
         self.recorder = Recorder(core)
         self._executor = executor
-        self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
-        self._selection = selection
+        self._limits = Limits(vocab_size, max_model_len, selection)
         self._event_log = event_log or EventLog()
         self._check, self._storing, self._publisher = check, storing, publisher
+        self.timelines = timelines
+        if timelines is not None:
+            core.watchers.append(timelines)
         self._timers = Timers(clock, deadlines_s or {}, storing)
         self._works_for_peer = core.cfg.role == "prefill"
         self._live: dict[int, Live] = {}
@@ -156,7 +156,7 @@ class EngineLoop:
                 elif self._paired is not None:
                     self._paired.unpark(rid)
             case StopAt(rid, count):
-                if rid in self._live and 0 < count <= self._max_model_len:
+                if rid in self._live and 0 < count <= self._limits.max_model_len:
                     self._events.append(Stopped(RequestId(rid), count))
             case Flush():
                 self._events.append(Flushed())
@@ -179,7 +179,7 @@ class EngineLoop:
             m = msgspec.structs.replace(m, prompt=self._first[1])
         if self._works_for_peer:
             m = msgspec.structs.replace(m, max_new=1)
-        if (reason := self._refusal(m)) is not None:
+        if (reason := self._limits.refusal(m)) is not None:
             self._refuse(m, "refused", reason)
         # One end of a pair takes them in order, as the other wants them: there prompts take longer anyway.
         elif (m.params.grammar is None or self._paired is not None
@@ -191,7 +191,7 @@ class EngineLoop:
     def _begin(self, m: Submit) -> None:
         if self._works_for_peer:
             self._enter(m)
-        elif m.tenant:
+        elif m.origin.tenant:
             self._fair.add(m)
             self._release()
         else:
@@ -240,7 +240,7 @@ class EngineLoop:
             live.peer, live.transfer = peer, asked.transfer
             peer.accept(asked.transfer, found.rid, len(found.prompt))
             self._events.append(Claimed(live.rid, asked.transfer, peer.id))
-        elif self._refusal(m := msgspec.structs.replace(asked.submit, rid=self._newest_asked)) is not None:
+        elif self._limits.refusal(m := msgspec.structs.replace(asked.submit, rid=self._newest_asked)) is not None:
             peer.refuse(asked.transfer)
         else:
             peer.accept(asked.transfer, m.rid, len(m.prompt))
@@ -290,9 +290,11 @@ class EngineLoop:
         rid = RequestId(m.rid)
         prompt = tuple(m.prompt)                # the same one, if it is a tuple: all choices share it
         leader = m.leader if m.leader in self._live else None
+        if self.timelines is not None:
+            self.timelines.begin(m)
         self._executor.open(rid, prompt, m.params, choice=m.choice, stop_ids=tuple(m.stop_ids))
         self._live[rid] = Live(rid, m.params, peer=peer, transfer=transfer, num_prompt=len(prompt),
-                               room=m.room if self._rooms is not None else None, tenant=m.tenant)
+                               room=m.room if self._rooms is not None else None, tenant=m.origin.tenant)
         self._events.append(Arrived(
             rid=rid, prompt=prompt, max_new=m.max_new, stop=frozenset(m.stop_ids),
             min_new=m.params.min_tokens, namespace=m.namespace, priority=m.params.priority,
@@ -300,48 +302,6 @@ class EngineLoop:
             attention=m.attention, transfer=transfer,
             peer=at if peer is None else peer.id, cached_max=m.params.cached_max,
             drafts=m.params.speculative_tokens))
-
-    def _refusal(self, m: Submit) -> str | None:
-        """Why `m` cannot run. The API process has said so before with more words: this is the
-        check that lets nothing received become an index or a size."""
-        try:
-            m.params.checked()
-        except RequestError as e:
-            return str(e)
-        vocab = self._vocab_size
-        if not 0 < m.rid < ID_MAX or not 0 <= m.choice < m.params.n:
-            return "the request id or the choice is out of range"
-        if not m.prompt or min(m.prompt) < 0 or max(m.prompt) >= vocab:
-            return f"the prompt is empty or has a token id outside 0 to {vocab - 1}"
-        if (reason := self._selection_refusal(m)) is not None:
-            return reason
-        if m.max_new < 1 or len(m.prompt) + m.max_new > self._max_model_len:
-            return (f"{len(m.prompt)} prompt tokens and {m.max_new} new ones: "
-                    f"the context is {self._max_model_len}")
-        if any(not 0 <= i < vocab for i in (*m.stop_ids, *m.params.logit_bias, *m.params.forced)):
-            return f"a stop id, a logit bias or a forced id is outside 0 to {vocab - 1}"
-        if m.params.min_tokens and len(set(m.stop_ids)) >= vocab:
-            return "min_tokens: every token id is a stop id"
-        if m.params.logprobs is not None and m.params.logprobs > vocab:
-            return f"logprobs is over the vocabulary of {vocab}"
-        if (m.params.prompt_logprobs or 0) > vocab or not scores_fit(m.params, len(m.prompt)):
-            return f"prompt_logprobs is over the vocabulary of {vocab}, or over what a message holds"
-        return None
-
-    def _selection_refusal(self, m: Submit) -> str | None:
-        top, budget = self._selection, m.params.sparse_top_k or 0
-        if not m.selects:
-            if top is not None and top.native:
-                return "selects: every request of this model does"
-            odd = budget or m.attention
-            return "sparse_top_k or attention of a request that reads all KV" if odd else None
-        if top is None:
-            return "selects: this engine has no selector"
-        if not top.least <= budget <= top.budget or budget % top.unit:
-            return f"sparse_top_k: {top.least} to {top.budget}, a multiple of {top.unit}"
-        if m.attention != attention_identity(top.within(budget)):
-            return "attention: not the identity of what this request selects"
-        return None
 
     # ------------------------------------------------------------ one turn
     def turn(self, *, block: bool) -> list[OutputChunk]:
@@ -354,6 +314,8 @@ class EngineLoop:
         for event in self._executor.poll(block=wait):
             self._settle(event)
             self._events.append(event)
+        if self.timelines is not None:
+            self.timelines.look()
         self._hear()
         if self._storing is not None and (rates := self._storing.rates()) is not None:
             self._events.append(rates)

@@ -95,7 +95,7 @@ def run(engine: EngineParts, link: ApiLink) -> None:
     """Run until Shutdown. It waits in one place, for messages, the executor, the other engine of a pair and deadlines;
     steps that run in this thread are run between two looks at what has come."""
     loop, crew, peers = engine.loop, engine.crew, engine.peers
-    turn_over = write_on_signal(loop.recorder)
+    turn_over, timelines = write_on_signal(loop.recorder), loop.timelines
     missing = "no connection yet" if peers is None else peers.missing
     begun, between = False, collector.BetweenTurns()
     while True:
@@ -110,12 +110,16 @@ def run(engine: EngineParts, link: ApiLink) -> None:
         for message in messages:
             if isinstance(message, wire.Shutdown):
                 return store_rest(engine, link, message.store_s) if message.store_s else None
+            if timelines is not None:
+                timelines.handle(message)
             if (stats := loop.handle(message)) is not None:
                 link.send(stats)
         if crew is not None:
             crew.watch()
         if chunks := loop.turn(block=loop.works_here):
             link.send(wire.Chunks(chunks))
+        if timelines is not None and (ended := timelines.ended(chunks, loop.recorder.core.live)):
+            link.send(wire.Timelines(ended))
         if peers is not None and peers.changed:
             missing = tell(peers, link, missing)
         turn_over()
@@ -189,6 +193,7 @@ def build(config: Config, event_log: EventLog) -> EngineParts:
     from penstock.engine.loop import EngineLoop
     from penstock.engine.pd.open import links_of, open_peers
     from penstock.engine.storing import Storing
+    from penstock.engine.traces.timeline import Timelines
     from penstock.exec.sampling.grammar import proved
     from penstock.exec.start.build import build_engine
     from penstock.exec.start.store import check_storage
@@ -217,6 +222,7 @@ def build(config: Config, event_log: EventLog) -> EngineParts:
                       max_model_len=built.max_model_len, selection=built.selection,
                       event_log=event_log, check=config.debug.debug_check, peers=peers,
                       publisher=publisher,
+                      timelines=None if config.server.otlp_traces_endpoint is None else Timelines(),
                       storing=None if storage is None else Storing(storage, config.kv.kv_storage_policy),
                       deadlines_s={Phase.RECEIVING.value: config.pair.kv_timeout_s},
                       room_s=config.pair.bootstrap_timeout_s if config.is_routed

@@ -7,15 +7,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from penstock.config.base.errors import RequestError
 from penstock.config.request.grammar import Grammar
 from penstock.config.request.params import SamplingParams
-from penstock.config.request.scores import PromptScores, Scores
+from penstock.config.request.scores import PromptScores, Scores, scores_fit
+from penstock.config.request.selection import Selection, attention_identity
 from penstock.core.plan import Executor, Finished, Outcome, RequestId, Started, Token
-from penstock.engine.wire import BootstrapRoom, OutputChunk, TokenLogprob
+from penstock.engine.wire import BootstrapRoom, OutputChunk, Submit, TokenLogprob
 
 if TYPE_CHECKING:
     from penstock.engine.pd.remote import Peer
     from penstock.exec.sampling.sampler import Logprobs
+
+ID_MAX = 1 << 62
 
 
 class Runner(Executor, Protocol):
@@ -36,6 +40,56 @@ class Runner(Executor, Protocol):
 
     @property
     def works_here(self) -> bool: ...
+
+
+class Limits:
+    """What a request of one engine may ask for."""
+
+    def __init__(self, vocab_size: int, max_model_len: int, selection: Selection | None) -> None:
+        """selection: the largest that the engine can decode from; None: it reads all KV."""
+        self._vocab_size, self.max_model_len, self._selection = vocab_size, max_model_len, selection
+
+    def refusal(self, m: Submit) -> str | None:
+        """Why `m` cannot run. The API process has said so before with more words: this is the
+        check that lets nothing received become an index or a size."""
+        try:
+            m.params.checked()
+        except RequestError as e:
+            return str(e)
+        vocab = self._vocab_size
+        if not 0 < m.rid < ID_MAX or not 0 <= m.choice < m.params.n:
+            return "the request id or the choice is out of range"
+        if not m.prompt or min(m.prompt) < 0 or max(m.prompt) >= vocab:
+            return f"the prompt is empty or has a token id outside 0 to {vocab - 1}"
+        if (reason := self._selection_refusal(m)) is not None:
+            return reason
+        if m.max_new < 1 or len(m.prompt) + m.max_new > self.max_model_len:
+            return (f"{len(m.prompt)} prompt tokens and {m.max_new} new ones: "
+                    f"the context is {self.max_model_len}")
+        if any(not 0 <= i < vocab for i in (*m.stop_ids, *m.params.logit_bias, *m.params.forced)):
+            return f"a stop id, a logit bias or a forced id is outside 0 to {vocab - 1}"
+        if m.params.min_tokens and len(set(m.stop_ids)) >= vocab:
+            return "min_tokens: every token id is a stop id"
+        if m.params.logprobs is not None and m.params.logprobs > vocab:
+            return f"logprobs is over the vocabulary of {vocab}"
+        if (m.params.prompt_logprobs or 0) > vocab or not scores_fit(m.params, len(m.prompt)):
+            return f"prompt_logprobs is over the vocabulary of {vocab}, or over what a message holds"
+        return None
+
+    def _selection_refusal(self, m: Submit) -> str | None:
+        top, budget = self._selection, m.params.sparse_top_k or 0
+        if not m.selects:
+            if top is not None and top.native:
+                return "selects: every request of this model does"
+            odd = budget or m.attention
+            return "sparse_top_k or attention of a request that reads all KV" if odd else None
+        if top is None:
+            return "selects: this engine has no selector"
+        if not top.least <= budget <= top.budget or budget % top.unit:
+            return f"sparse_top_k: {top.least} to {top.budget}, a multiple of {top.unit}"
+        if m.attention != attention_identity(top.within(budget)):
+            return "attention: not the identity of what this request selects"
+        return None
 
 
 class Live:

@@ -16,7 +16,7 @@ from penstock.config.request.params import SamplingParams
 from penstock.config.request.scores import Scores
 from penstock.config.request.selection import Selection
 
-VERSION = 11
+VERSION = 12
 LOADED = "engine: loaded"       # the last line that the engine prints before it sends Ready
 FRAME_BYTES_MAX = 256 << 20
 
@@ -49,6 +49,20 @@ class BootstrapRoom(msgspec.Struct, frozen=True, array_like=True):
     holds: bool = False
 
 
+class Origin(msgspec.Struct, frozen=True, array_like=True):
+    """Where a request comes from.
+
+    tenant   whose turn it must be, see `engine/fair.py`; 0: it enters at once
+    trace    W3C traceparent of the request's span; "": it is not traced
+    """
+
+    tenant: int = 0
+    trace: str = ""
+
+
+NO_ORIGIN = Origin()
+
+
 class Submit(_Message, frozen=True):
     """One choice of one request. `leader` is the first choice of the same prompt (n > 1), whose Submit came
     directly before those of the others: these may leave their prompt empty."""
@@ -64,7 +78,7 @@ class Submit(_Message, frozen=True):
     selects: bool = False               # these two as in the core's Arrived
     attention: int = 0
     room: BootstrapRoom | None = None            # of one end of a pair behind a router
-    tenant: int = 0                     # whose turn it must be, see `engine/fair.py`; 0: it enters at once
+    origin: Origin = NO_ORIGIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +177,21 @@ class Chunks(_Message, frozen=True):
     chunks: list[OutputChunk]
 
 
+class Timeline(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The phases of a traced request that has ended, in order: the name of each, its begin and its end in
+    nanoseconds since 1970."""
+
+    trace: str                          # of its Origin
+    choice: int
+    phases: list[tuple[str, int, int]]
+
+
+class Timelines(_Message, frozen=True):
+    """Traced requests that have ended in one turn."""
+
+    timelines: list[Timeline]
+
+
 class PeerNews(_Message, frozen=True):
     """An engine of the other end of a pair has come or gone. `missing`: which is not there, and why; "" if all are.
     `connected`: whether one of them is."""
@@ -209,7 +238,7 @@ class Shown(_Message, frozen=True):
     turns: list[SeenTurn]
 
 
-FromEngine = EngineReady | Failed | Chunks | PeerNews | Stats | Shown
+FromEngine = EngineReady | Failed | Chunks | Timelines | PeerNews | Stats | Shown
 
 _TO = msgspec.msgpack.Decoder(ToEngine)
 _FROM = msgspec.msgpack.Decoder(FromEngine)

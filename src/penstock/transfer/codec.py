@@ -32,7 +32,7 @@ from penstock.transfer.messages import (
     Taken,
 )
 
-VERSION = 12
+VERSION = 13
 FRAME_BYTES_MAX = 1 << 20
 MESSAGE_BYTES_MAX = 16 << 20
 TOKENS_MAX = 64                         # that an End may carry

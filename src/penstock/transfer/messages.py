@@ -45,6 +45,7 @@ class Ask(_Message, frozen=True):
     namespace   of the tenant: 63 bits of a keyed digest, above bit 0; both ends store pages under it
     leader      transfer of the first choice of the same prompt; 0: none
     room        where a router has sent the prompt to both ends: its number and the choice's; None: it has not
+    trace       W3C traceparent of the request's span; "": it is not traced
     """
 
     transfer: Number
@@ -58,6 +59,7 @@ class Ask(_Message, frozen=True):
     selects: bool = False
     attention: Number = 0
     room: tuple[Number, Number] | None = None
+    trace: Annotated[str, Meta(max_length=64)] = ""
 
 
 Logprob: TypeAlias = tuple[float, Number, Annotated[list[tuple[TokenId, float]], Meta(max_length=64)]]

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
+from urllib.parse import urlsplit
 
 from penstock.config.base.errors import ConfigError
 from penstock.config.base.machine import Machine
@@ -64,7 +65,7 @@ def _shown(config: Config, path: str) -> str:
         return f"no {flag}"
     if path in SECRETS:
         return flag
-    if path == "kv.kv_storage" and isinstance(value, str):
+    if path in ("kv.kv_storage", "server.otlp_traces_endpoint") and isinstance(value, str):
         return f"{flag} {masked(value)}"
     if isinstance(value, bool):
         return flag if value else f"--no-{flag[2:]}"
@@ -89,6 +90,15 @@ def _publishes(config: Config, medium: str) -> bool:
     """Whether KV events of pages in this medium are published."""
     events = _events(config)
     return events is not None and medium in events.media
+
+
+def _is_http_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return (parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+                and "@" not in parts.netloc)
+    except ValueError:
+        return False
 
 
 def _both(path: str, other: str, wrong: Callable[[object], bool], why: str) -> Refusal[Machine]:
@@ -368,6 +378,10 @@ REFUSED: tuple[Refusal[Machine], ...] = (
     Refusal(lambda c, _: (events := _events(c)) is not None
             and not events.has_room(c.pair.decode_replicas or c.device.dp), ("kv.kv_events_config", "device.dp"),
             PORTS_FORM),
+    Refusal(lambda c, _: (url := c.server.otlp_traces_endpoint) is not None and not _is_http_url(url),
+            ("server.otlp_traces_endpoint",),
+            "the OTLP/HTTP address of a collector is needed, such as http://localhost:4318/v1/traces; secrets go into "
+            "OTEL_EXPORTER_OTLP_HEADERS"),
     _outside("schedule.max_num_seqs", 1, 4096, "1 to 4096 requests"),
     _outside("schedule.max_num_batched_tokens", 1, 1 << 20, "1 to 1048576 tokens a step"),
     _outside("schedule.max_waiting", 0, 1 << 20, "0 to 1048576 waiting requests"),

@@ -278,6 +278,8 @@ class ServerConfig:
                               "which the router smg would take this server for vLLM"] = "off"
     metrics_dialect: Annotated[MetricsDialect | None, "export metrics under the names of vLLM or SGLang too, for "
                                "routers and dashboards that know those"] = None
+    otlp_traces_endpoint: Annotated[str | None, "send a trace of each request to this OpenTelemetry collector by "
+                                    "OTLP/HTTP, e.g. http://localhost:4318/v1/traces; needs '.[otel]'"] = None
     log_level: Annotated[Literal["debug", "info", "warning", "error"], "least severe messages that are "
                          "logged"] = "info"
     log_format: Annotated[LogFormat, "format of the log on stderr: text (with time and level unless on a "

@@ -107,10 +107,11 @@ class EngineClient:
     def __init__(self, config: Config, *, log: Callable[[str], None] | None = None,
                  on_death: Callable[[EngineDied], None] | None = None,
                  fds: Sequence[int] = (), argv: Sequence[str] | None = None,
-                 rids: Iterator[int] | None = None, env: dict[str, str] | None = None) -> None:
+                 rids: Iterator[int] | None = None, env: dict[str, str] | None = None,
+                 traced: Callable[[Sequence[wire.Timeline]], None] | None = None) -> None:
         """`fds`: descriptors that the engine gets under their numbers. `argv` replaces its command line; the
         socket's number is appended (tests). `rids`: rising numbers of requests (default: its own). `env`: its
-        environment (default: ours)."""
+        environment (default: ours). `traced`: takes the timelines of traced requests."""
         self.config = config
         self.on_death = on_death
         self.died: EngineDied | None = None
@@ -118,7 +119,7 @@ class EngineClient:
         self.peer_connected = False           # of a pair: whether one of the other end's engines is there
         self.peer_info: dict[str, str | int | float | bool | None] = {}
         self.num_waiting = 0                  # choices that the core has not admitted yet
-        self._log = log
+        self._log, self._traced = log, traced
         self._fds, self._env = fds, env
         self._argv = argv or child.module("penstock.engine.process")
         self._gate = Gate()             # of answers that begin or end, which cost more than their text
@@ -194,12 +195,13 @@ class EngineClient:
     # ------------------------------------------------------------ requests
     def submit(self, prompt: Sequence[int], params: SamplingParams, *,
                eos_ids: Sequence[int] = (), namespace: int = 0,
-               room: wire.BootstrapRoom | None = None, tenant: int = 0) -> list[ChoiceStream]:
+               room: wire.BootstrapRoom | None = None,
+               origin: wire.Origin = wire.NO_ORIGIN) -> list[ChoiceStream]:
         """Start one request; one Stream for each of `params.n` choices, in order of their index.
 
         Stop ids are `eos_ids` (unless `ignore_eos`) and `params.stop_token_ids`; `max_tokens` is
-        clipped to the context. room: of the first choice, others have the next ones. tenant: see
-        Submit. Raises RequestError (nothing was started) or EngineDied.
+        clipped to the context. room: of the first choice, others have the next ones. Raises RequestError
+        (nothing was started) or EngineDied.
         """
         if self.died is not None or self._closing:
             raise self.died or EngineClosed(None)
@@ -218,7 +220,7 @@ class EngineClient:
                     rid=inbox.rid, prompt=[] if streams else tokens, stop_ids=stop_ids,
                     params=params if choice == 0 else replace(params, prompt_logprobs=None),
                     max_new=max_new, namespace=namespace,
-                    leader=streams[0].rid if streams else None, choice=choice, tenant=tenant,
+                    leader=streams[0].rid if streams else None, choice=choice, origin=origin,
                     selects=selection is not None,
                     attention=0 if selection is None else attention_identity(selection),
                     room=None if room is None else replace(room, index=room.index + choice))
@@ -284,6 +286,9 @@ class EngineClient:
             case wire.Chunks(chunks):
                 for chunk in chunks:
                     self._deliver(chunk)
+            case wire.Timelines(timelines):
+                if self._traced is not None:
+                    self._traced(timelines)
             case wire.Stats() | wire.Shown():
                 future = self._asked.get(message.id)
                 if future is not None and not future.done():

@@ -18,7 +18,7 @@ from penstock.config.request.params import SamplingParams
 from penstock.config.request.scores import Scores
 from penstock.engine.client.client import ChoiceStream, EngineDied
 from penstock.engine.client.metrics import Metrics
-from penstock.engine.wire import BootstrapRoom, OutputChunk, TokenLogprob
+from penstock.engine.wire import NO_ORIGIN, BootstrapRoom, Origin, OutputChunk, TokenLogprob
 from penstock.text.detokenize import Detokenizer, TextDelta
 from penstock.text.tokenizer import Tokenizer
 
@@ -30,7 +30,8 @@ class Engine(Protocol):
     def ready(self) -> Any: ...
     def submit(self, prompt: Sequence[int], params: SamplingParams, *,
                eos_ids: Sequence[int] = (), namespace: int = 0,
-               room: BootstrapRoom | None = None, tenant: int = 0) -> list[ChoiceStream]: ...
+               room: BootstrapRoom | None = None,
+               origin: Origin = NO_ORIGIN) -> list[ChoiceStream]: ...
 
 
 @dataclass(slots=True)
@@ -84,16 +85,18 @@ class Generation:
         self.began = time.monotonic() if began is None else began
         self._choices: list[_Choice] = []
         self.usage = Usage()
+        self.first_s: float | None = None       # seconds to the first tokens
+        self.finishes: list[str] = []           # of choices that have ended
 
     def submit(self, prompt: list[int], params: SamplingParams, *, eos_ids: Sequence[int],
                namespace: int, context: Sequence[int] = (), room: BootstrapRoom | None = None,
-               tenant: int = 0) -> None:
-        """Start `params.n` choices of one more prompt. room: of the request's first choice. tenant: see
-        Submit. Raises RequestError, EngineDied."""
+               origin: Origin = NO_ORIGIN) -> None:
+        """Start `params.n` choices of one more prompt. room: of the request's first choice. Raises
+        RequestError, EngineDied."""
         if room is not None:
             room = replace(room, index=len(self._choices))
         streams = self._engine.submit(prompt, params, eos_ids=eos_ids, namespace=namespace, room=room,
-                                      tenant=tenant)
+                                      origin=origin)
         hidden = frozenset() if params.include_stop_str_in_output else frozenset(
             {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)})
         self.usage.prompt_tokens += len(prompt)
@@ -173,6 +176,7 @@ class Generation:
         self.usage.accepted_draft_tokens += accepted
 
     def choice_ended(self, finish: str) -> None:
+        self.finishes.append(finish)
         self.metrics.finished.labels(finish).inc()
 
 
@@ -305,7 +309,10 @@ class _Choice:
             metrics.tokens.gap(now - self._last)
         else:
             self._first = now
-            metrics.ttft.observe(now - self._generation.began)
+            ttft = now - self._generation.began
+            if self._generation.first_s is None:
+                self._generation.first_s = ttft
+            metrics.ttft.observe(ttft)
             metrics.prefill.observe(now - (self._started or self._asked))
         self._last = now
 

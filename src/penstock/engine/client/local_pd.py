@@ -16,7 +16,7 @@ from typing import Any
 from penstock.config.settings.pairkey import node_key
 from penstock.config.settings.tree import Config, PairConfig
 from penstock.engine.client.replicas import Engines, environment
-from penstock.engine.client.supervised import Kept
+from penstock.engine.client.supervised import Kept, Traced
 
 JOIN_S = 10.0                       # for the ends to find each other, before the server says that it is ready
 
@@ -24,8 +24,8 @@ JOIN_S = 10.0                       # for the ends to find each other, before th
 class PairHere:
     """`--prefill-replicas N --decode-replicas M`. Everything on one asyncio loop."""
 
-    def __init__(self, config: Config, log: Callable[[str], None]) -> None:
-        """log: takes a line at a time."""
+    def __init__(self, config: Config, log: Callable[[str], None], traced: Traced | None = None) -> None:
+        """log: takes a line at a time. traced: see `Kept`."""
         # The engines get the secret by descriptor, so that nothing is left behind however all of them end.
         key = os.memfd_create("penstock-pair-key")
         os.fchmod(key, 0o600)
@@ -41,7 +41,7 @@ class PairHere:
             end = replace(end, kv=replace(end.kv, kv_events_config=None),
                           nodes=config.nodes.of_engine(config.pair.decode_replicas + n))
             name = f"prefill {n}" if len(addresses) > 1 else "prefill"
-            self.prefill.append(Kept(end, name, log, fds=self.fds,
+            self.prefill.append(Kept(end, name, log, fds=self.fds, traced=traced,
                                      env=environment(config, config.pair.decode_replicas + n)))
 
     async def joined(self, decode: Engines) -> None:

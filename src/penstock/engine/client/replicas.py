@@ -19,8 +19,8 @@ from penstock.config.settings.kv_events import with_rank
 from penstock.config.settings.tree import Config
 from penstock.engine.client.affinity import Load, SentPages, least, pages_of
 from penstock.engine.client.client import ChoiceStream, EngineClient, EngineDied
-from penstock.engine.client.supervised import Kept
-from penstock.engine.wire import BootstrapRoom, EngineReady
+from penstock.engine.client.supervised import Kept, Traced
+from penstock.engine.wire import NO_ORIGIN, BootstrapRoom, EngineReady, Origin
 
 HASH_INLINE = 16_384        # tokens of a prompt that are hashed on the event loop, which takes about 1 ms
 NOTED_INLINE = 4_096        # pages of a prompt that are noted in one turn of the event loop, in about .3 ms
@@ -82,10 +82,11 @@ class Member(Kept):
         return self._pages
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, *, eos_ids: Sequence[int] = (),
-               namespace: int = 0, room: BootstrapRoom | None = None, tenant: int = 0) -> list[ChoiceStream]:
+               namespace: int = 0, room: BootstrapRoom | None = None,
+               origin: Origin = NO_ORIGIN) -> list[ChoiceStream]:
         """See EngineClient.submit."""
         streams = self.engine.submit(prompt, params, eos_ids=eos_ids, namespace=namespace, room=room,
-                                     tenant=tenant)
+                                     origin=origin)
         self.sent(prompt.pages if isinstance(prompt, Hashed) else
                   pages_of(prompt, namespace, self.known("page_size")))
         return streams
@@ -100,14 +101,14 @@ class Engines:
     """`--dp N`. One alone ends with its process, reported to `on_death`; several are each started again."""
 
     def __init__(self, config: Config, log: Callable[[str], None], on_death: Callable[[EngineDied], None], *,
-                 fds: Sequence[int] = ()) -> None:
-        """log: takes a line at a time. fds: as EngineClient has them."""
+                 fds: Sequence[int] = (), traced: Traced | None = None) -> None:
+        """log: takes a line at a time. fds: as EngineClient has them. traced: see `Kept`."""
         count = config.device.dp
         # Numbers of requests are part of their seeds: alike questions have other answers on each engine.
         rids: Iterator[int] = itertools.count(1)
         self.members = [
             Member(_numbered(config, n), f"engine {n}" if count > 1 else "", log, fds=fds, rids=rids,
-                   env=environment(config, n), on_death=on_death if count == 1 else None)
+                   env=environment(config, n), traced=traced, on_death=on_death if count == 1 else None)
             for n in range(count)]
 
     async def close(self, store_s: float = 0.0) -> None:
@@ -172,16 +173,17 @@ class Engines:
         return hashed
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, *, eos_ids: Sequence[int] = (),
-               namespace: int = 0, room: BootstrapRoom | None = None, tenant: int = 0) -> list[ChoiceStream]:
+               namespace: int = 0, room: BootstrapRoom | None = None,
+               origin: Origin = NO_ORIGIN) -> list[ChoiceStream]:
         """See EngineClient.submit."""
         if len(self.members) == 1:
             return self.members[0].engine.submit(prompt, params, eos_ids=eos_ids, namespace=namespace,
-                                                 room=room, tenant=tenant)
+                                                 room=room, origin=origin)
         pages = prompt.pages if isinstance(prompt, Hashed) else \
             pages_of(prompt, namespace, self.members[0].known("page_size"))
         member = self._choose(len(prompt), pages, params.n)
         streams = member.engine.submit(prompt, params, eos_ids=eos_ids, namespace=namespace, room=room,
-                                     tenant=tenant)
+                                     origin=origin)
         member.sent(pages)
         return streams
 

@@ -6,14 +6,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 from penstock.config.base.errors import ConfigError
 from penstock.config.settings.tree import Config
 from penstock.engine.client.client import EngineClient, EngineDied
-from penstock.engine.wire import EngineReady
+from penstock.engine.wire import EngineReady, Timeline
 
 RESTART_S = (0.2, 5.0)              # before it is started again: at first, at most
+
+Traced: TypeAlias = Callable[[str, Sequence[Timeline]], None]
 
 
 class Kept:
@@ -21,11 +25,12 @@ class Kept:
 
     def __init__(self, config: Config, name: str, log: Callable[[str], None], *, fds: Sequence[int] = (),
                  rids: Iterator[int] | None = None, env: dict[str, str] | None = None,
-                 on_death: Callable[[EngineDied], None] | None = None) -> None:
+                 on_death: Callable[[EngineDied], None] | None = None, traced: Traced | None = None) -> None:
         """name: what its lines in the log begin with, "" for nothing. fds, rids, env: as of EngineClient.
-        on_death: called instead of a restart."""
+        on_death: called instead of a restart. traced: takes its name and timelines of traced requests."""
         self._config, self._name, self._log = config, name, log
         self._fds, self._rids, self._env, self._on_death = fds, rids, env, on_death
+        self._traced = None if traced is None else functools.partial(traced, name)
         self._died = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
         self.last: EngineClient | None = None       # the present one, once it has started, else the last
@@ -58,6 +63,7 @@ class Kept:
 
     async def _start(self) -> EngineReady:
         engine = EngineClient(self._config, log=self._line, fds=self._fds, rids=self._rids, env=self._env,
+                              traced=self._traced,
                               on_death=self._on_death or (lambda _: self._died.set()))
         ready = await engine.start()
         self.last = engine

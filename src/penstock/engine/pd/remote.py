@@ -27,7 +27,7 @@ from penstock.core.plan import (
     StepId,
     Tier,
 )
-from penstock.engine.wire import BootstrapRoom, RemotePrefill, Submit
+from penstock.engine.wire import BootstrapRoom, Origin, RemotePrefill, Submit
 from penstock.exec.sampling.sampler import Logprobs
 from penstock.transfer.events import Down, PeerMessage, Pushed, Unpaired, Up
 from penstock.transfer.facts import Info
@@ -150,7 +150,8 @@ class Peer:
             rid=0, prompt=prompt.tolist(), params=ask.params, stop_ids=ask.stop_ids, max_new=1,
             namespace=int.from_bytes(ask.namespace[:8], "little") >> 1,
             leader=self._rids.get(ask.leader), choice=ask.choice, selects=ask.selects,
-            attention=ask.attention, room=None if ask.room is None else BootstrapRoom(*ask.room)))]
+            attention=ask.attention, room=None if ask.room is None else BootstrapRoom(*ask.room),
+            origin=Origin(trace=ask.trace)))]
 
     # ------------------------------------------------------------ prefill instance
     def accept(self, transfer: int, rid: int, num_prompt: int) -> None:
@@ -178,7 +179,7 @@ class Peer:
             m.rid, prompt.tobytes(), m.params, m.stop_ids, m.max_new,
             (m.namespace << 1).to_bytes(16, "little"), m.choice,
             m.leader or 0, m.selects, m.attention,
-            None if m.room is None else (m.room.number, m.room.index)))
+            None if m.room is None else (m.room.number, m.room.index), m.origin.trace))
         return m.rid
 
     def call(self, address: str) -> None:
