@@ -29,6 +29,7 @@ LAYERS = {
     "llm": ("config", "engine", "model", "text"),
     "plan": ("bench", "config", "core", "engine", "exec", "model"),
     "api": ("config", "engine", "exec", "memory", "model", "text"),
+    "dynamo": ("api", "cli", "config", "engine", "exec", "memory", "model", "text"),
 }
 # Layers that see only parts of another one.
 ONLY = {

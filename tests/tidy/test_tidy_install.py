@@ -16,7 +16,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULES = {"prometheus_client": "prometheus-client", "yaml": "pyyaml"}
 # Installed with torch, or looked for and done without.
 GUARDED = {"triton", "cuda", "flash_attn", "cutlass", "nixl", "mooncake", "obstore", "redis", "transformers",
-           "matplotlib", "setproctitle", "huggingface_hub", "zmq", "opentelemetry"}
+           "matplotlib", "setproctitle", "huggingface_hub", "zmq", "opentelemetry", "dynamo"}
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -25,7 +25,7 @@ def names(requirements: list[str]) -> set[str]:
 
 def test_the_distribution_has_a_name_of_its_own():
     assert PROJECT["name"] == DISTRIBUTION == "penstock-llm"
-    assert PROJECT["scripts"].keys() == {"penstock"}
+    assert PROJECT["scripts"].keys() == {"penstock", "penstock-dynamo"}
 
 
 def test_no_hint_names_a_package_of_others():

@@ -67,10 +67,10 @@ class Routed:
             case "vllm prefill":
                 return BootstrapRoom(secrets.randbits(ROOM_BITS), holds=True)
             case "sglang decode" if request.bootstrap_room is not None:
-                return _there(BOOTSTRAP, [getattr(request, name) for name in BOOTSTRAP])
+                return room_at(BOOTSTRAP, [getattr(request, name) for name in BOOTSTRAP])
             case "vllm decode" if request.kv_transfer_params is not None:
                 given = request.kv_transfer_params
-                return _there(tuple(f"{PARAMS}.{name}" for name in ("host", "port", "room")),
+                return room_at(tuple(f"{PARAMS}.{name}" for name in ("host", "port", "room")),
                               [given.get(name) for name in ("host", "port", "room")])
         return None
 
@@ -82,7 +82,7 @@ class Routed:
         if request.bootstrap_port is not None and str(request.bootstrap_port) != port:
             raise RequestError(f"bootstrap_port is {request.bootstrap_port}, and this server listens at "
                                f"{port}: tell the router so, behind --prefill URL", "bootstrap_port")
-        return BootstrapRoom(_number(request.bootstrap_room, "bootstrap_room"))
+        return BootstrapRoom(room_number(request.bootstrap_room, "bootstrap_room"))
 
     def answer(self, room: BootstrapRoom, model: str, count: int) -> dict[str, Any]:
         """Answer a router from a prefill instance: so many choices of whatever kind, without text."""
@@ -107,7 +107,7 @@ def routed_of(config: Config, ready: EngineReady) -> Routed:
                   str(ready.info.get("pair_address") or ""))
 
 
-def _there(names: tuple[str, ...], given: list[Any]) -> BootstrapRoom:
+def room_at(names: tuple[str, ...], given: list[Any]) -> BootstrapRoom:
     """A room at the prefill instance: host, port and number. Raises RequestError."""
     host, port, number = given
     # What is dialled is a host and a port, nothing that an address of a pair could be beside that.
@@ -116,10 +116,10 @@ def _there(names: tuple[str, ...], given: list[Any]) -> BootstrapRoom:
     if not isinstance(port, int) or not 0 < port < 1 << 16:
         raise RequestError(f"{names[1]} is {show(port)}: the port at which the prefill instance listens", names[1])
     bare = host.strip("[]")
-    return BootstrapRoom(_number(number, names[2]), address=f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}")
+    return BootstrapRoom(room_number(number, names[2]), address=f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}")
 
 
-def _number(given: Any, name: str) -> int:
+def room_number(given: Any, name: str) -> int:
     if not isinstance(given, int) or not 0 <= given < 1 << 63:
         raise RequestError(f"{name} is {show(given)}: 0 to {(1 << 63) - 1}", name)
     return given

@@ -30,18 +30,17 @@ from penstock.api.limits import Keys, LimitedProtocol, check_uvicorn, load_keys
 from penstock.api.pd_router import routed_of
 from penstock.config.base import collector
 from penstock.config.base.errors import ConfigError, install_hint
-from penstock.config.base.storage_url import parse_storage
 from penstock.config.request.defaults import shown
 from penstock.config.settings.kv_events import kv_events, shown_events
 from penstock.config.settings.pairkey import read_secret
-from penstock.config.settings.tree import Config, KVConfig, ServerConfig
+from penstock.config.settings.tree import Config, ServerConfig
 from penstock.engine.client.client import EngineDied
 from penstock.engine.client.dialect import CacheUsage
 from penstock.engine.client.gate import Gate
 from penstock.engine.client.local_pd import PairHere
 from penstock.engine.client.metrics import Metrics
-from penstock.engine.client.replicas import Engines, together
-from penstock.memory.stores.secret import secret_of
+from penstock.engine.client.replicas import Engines, start_all, together
+from penstock.memory.stores.secret import secret_for
 from penstock.model.source.hub import pull
 from penstock.model.weights.locate import ModelFiles, files_of
 from penstock.text.encoder import Encoder
@@ -75,7 +74,7 @@ def run(config: Config | None, args: argparse.Namespace) -> int:
     check_uvicorn()
     descriptors.raise_limit()
     tls = tls_of(config.server)
-    secret, traces = _secret(config.kv), _traces(config)
+    secret, traces = secret_for(config.kv), _traces(config)
     keys = load_keys(config.server, secret)
     if keys.says:
         logs.info(keys.says)
@@ -134,12 +133,6 @@ def tls_of(config: ServerConfig, into: ssl.SSLContext | None = None) -> ssl.SSLC
                 raise ConfigError(f"--ssl-certfile {config.ssl_certfile}: {e}: give a PEM file with a "
                                   "certificate, and its key in it or with --ssl-keyfile") from None
     return into or found
-
-
-def _secret(kv: KVConfig) -> bytes | None:
-    """Return the key that separates tenants' pages, where they outlive this process. Raises ConfigError."""
-    url = None if kv.kv_storage is None else parse_storage(kv.kv_storage)
-    return None if url is None else secret_of(url, kv.kv_storage_key, readonly=kv.is_readonly)
 
 
 def _traces(config: Config) -> Traces | None:
@@ -230,12 +223,7 @@ class _Server:
                 await self._pair.close()
 
     async def _start_engines(self) -> None:
-        try:
-            async with asyncio.TaskGroup() as group:
-                for one in [*self._engine.members, *([] if self._pair is None else self._pair.prefill)]:
-                    group.create_task(one.start())
-        except ExceptionGroup as e:               # what one of them has to say is said once
-            raise e.exceptions[0] from None
+        await start_all([*self._engine.members, *([] if self._pair is None else self._pair.prefill)])
         if self._pair is not None:
             await self._pair.joined(self._engine)
 

@@ -12,27 +12,35 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from penstock.config.base.errors import ConfigError
 from penstock.config.base.version import version
 
+if TYPE_CHECKING:
+    import argparse
+
+    from penstock.config.settings.tree import Config
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """`model` says whether the config flags are taken: MODEL needed, optional, or no config."""
+    """`model` says whether the config flags are taken: MODEL needed, optional, or no config. `takes`: all of them,
+    those of a worker behind another frontend, or those of the library."""
 
     module: str
     help: str
     model: Literal["needed", "optional", "none"]
     own_flags: bool = True              # False: its module is not imported for --help
-    serves: bool = False                # whether it takes the flags of the HTTP server, too
+    takes: Literal["all", "worker", "library"] = "library"
     resolves: bool = True               # False: its config is for another machine, and the module resolves it
 
 
 COMMANDS = {
-    "serve": Command(module="penstock.api.server", model="needed", own_flags=False, serves=True,
+    "serve": Command(module="penstock.api.server", model="needed", own_flags=False, takes="all",
                      help="serve a model over HTTP: OpenAI's and Anthropic's APIs, SGLang's /generate"),
+    "dynamo": Command(module="penstock.dynamo.command", model="needed", takes="worker",
+                      help="serve a model as a worker of NVIDIA Dynamo; also as the command penstock-dynamo"),
     "chat": Command(module="penstock.cli.commands", model="optional",
                     help="talk to a model in the terminal, or to a running server"),
     "generate": Command(module="penstock.cli.commands", model="needed",
@@ -47,7 +55,7 @@ COMMANDS = {
                    help="test the scheduler (the engine's planner) with simulated ranks and injected faults"),
     "store": Command(module="penstock.cli.store", model="none",
                      help="list, verify, sweep or purge what --kv-storage has stored"),
-    "doctor": Command(module="penstock.cli.doctor", model="optional", own_flags=False, serves=True,
+    "doctor": Command(module="penstock.cli.doctor", model="optional", own_flags=False, takes="all",
                       help="show this machine and the chosen back-ends, and why"),
 }
 
@@ -79,6 +87,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def dynamo() -> int:
+    """`penstock-dynamo ...` is `penstock dynamo ...`."""
+    return main(["dynamo", *sys.argv[1:]])
+
+
 def _dispatch(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage())
@@ -95,18 +108,28 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _run(name: str, command: Command, words: list[str]) -> int:
+    found = parsed(name, words)
+    return 0 if found is None else int(importlib.import_module(command.module).run(*found))
+
+
+def parsed(name: str, words: Sequence[str]) -> tuple[Config | None, argparse.Namespace] | None:
+    """Return the resolved settings of a command line and what else it says; None: it has printed what was asked.
+    Raises ConfigError."""
+    from dataclasses import replace
+
     from penstock.config.base.machine import limit_libraries, probe
     from penstock.config.settings.cli import Parser, add_flags, config_from, flags, prepare
     from penstock.config.settings.file import FLAG, FromFile
     from penstock.config.settings.resolve import lines, of_torchrun, resolve
-    from penstock.config.settings.tree import SERVE_ONLY
+    from penstock.config.settings.tree import FRONTEND_ONLY, SERVE_ONLY
 
+    command = COMMANDS[name]
     parser = Parser(prog=f"penstock {name}", description=command.help)
-    without = frozenset() if command.serves else SERVE_ONLY
+    without = {"all": frozenset[str](), "worker": FRONTEND_ONLY, "library": SERVE_ONLY}[command.takes]
     if command.own_flags:
         importlib.import_module(command.module).add_arguments(parser)
     own = frozenset(parser.spellings)
-    file = FromFile(words if command.model != "none" else (), environment=name == "serve")
+    file = FromFile(words if command.model != "none" else (), environment=name in ("serve", "dynamo"))
     if command.model != "none":
         add_flags(parser, model_required=command.model == "needed", without=without)
         parser.add_argument("--print-config", action="store_true",
@@ -123,17 +146,19 @@ def _run(name: str, command: Command, words: list[str]) -> int:
             args.model = file.model
         if command.model == "needed" or getattr(args, "model", None):
             raw = config_from(args)
-            config = raw if not command.resolves else resolve(of_torchrun(raw) if command.serves else raw, probe())
+            if command.takes == "worker":               # whose prefill instances a router names
+                raw = replace(raw, server=replace(raw.server, router_dialect="sglang"))
+            config = raw if not command.resolves else resolve(
+                raw if command.takes == "library" else of_torchrun(raw), probe())
             limit_libraries(config.device.debug_cpu_isa)
             if args.print_config:
                 print("\n".join(lines(config, without=without)))
-                return 0
+                return None
         elif command.model == "optional":
             for flag in flags():
                 if hasattr(args, flag.dest):
                     raise ConfigError(f"{flag.spellings[0]} needs a MODEL")
-    code = importlib.import_module(command.module).run(config, args)
-    return int(code)
+    return config, args
 
 
 if __name__ == "__main__":

@@ -454,6 +454,13 @@ SERVE_ONLY = frozenset({
     *(f"nodes.{name}" for name in get_type_hints(NodesConfig)),
     *(f"cluster.{name}" for name in get_type_hints(ClusterConfig) if name != "heartbeat_timeout_s")})
 
+# The same for a worker of Dynamo, whose frontend has the HTTP side, templates and parsers.
+FRONTEND_ONLY = frozenset({
+    "model.tokenizer", "model.default_chat_template_kwargs", "model.tool_call_parser", "model.reasoning_parser",
+    "kv.kv_events_config", "schedule.max_waiting", "pair.prefill_replicas", "pair.decode_replicas",
+    "pair.disaggregation_connect",
+    *(f"server.{name}" for name in get_type_hints(ServerConfig) if name not in ("drain_s", "drain_store_s"))})
+
 # "section.field" of every Secret.
 SECRETS = frozenset(
     f"{section}.{name}" for section, cls in get_type_hints(Config).items()

@@ -238,6 +238,7 @@ class EngineClient:
         """The reader has gone. Unknown and finished ids are ignored."""
         if (inbox := self._inboxes.get(rid)) is not None:
             self._forget(inbox)
+            inbox.wake()                    # its stream ends, if another task waits for it
             self._send(wire.Abort(rid))
 
     def abort_from_anywhere(self, rid: int) -> None:

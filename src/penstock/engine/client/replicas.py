@@ -203,6 +203,16 @@ class Engines:
         return together(await asyncio.gather(*(member.engine.stats() for member in self.members)))
 
 
+async def start_all(members: Sequence[Kept]) -> None:
+    """Start them together. Raises the ConfigError or EngineDied of the first that fails."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for member in members:
+                group.create_task(member.start())
+    except ExceptionGroup as e:               # what one of them has to say is said once
+        raise e.exceptions[0] from None
+
+
 def together(numbers: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The sums of what several engines tell of themselves, by metric name."""
     out: dict[str, float] = {}

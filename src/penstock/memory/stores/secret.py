@@ -9,8 +9,9 @@ from pathlib import Path
 
 from penstock.config.base.errors import ConfigError
 from penstock.config.base.paths import cache_dir
-from penstock.config.base.storage_url import StorageUrl
+from penstock.config.base.storage_url import StorageUrl, parse_storage
 from penstock.config.settings.pairkey import BYTES_MIN, read_secret
+from penstock.config.settings.tree import KVConfig
 from penstock.memory.stores.files import open_root
 
 
@@ -27,6 +28,12 @@ def secret_of(url: StorageUrl, key_file: str | None, *, readonly: bool) -> bytes
         open_root(url.folder, readonly=readonly)
         return _made(url.folder / "secret", make=not readonly)
     return _made(default_key(), make=True)
+
+
+def secret_for(kv: KVConfig) -> bytes | None:
+    """Return the key that separates tenants' pages, where they outlive this process. Raises ConfigError."""
+    url = None if kv.kv_storage is None else parse_storage(kv.kv_storage)
+    return None if url is None else secret_of(url, kv.kv_storage_key, readonly=kv.is_readonly)
 
 
 def default_key() -> Path:
