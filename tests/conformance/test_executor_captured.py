@@ -10,14 +10,14 @@ import on_a_device
 import prompts_engine
 import pytest
 import torch
-import where
 from drafters import Dice
 from driven import PAGE
 from hosted import NEW, Engine, hosted_work, kind, play, resident
 
 from penstock.core.plan import Paused, RequestId, Spilled
-from penstock.exec.graphs import halves
-from penstock.exec.graphs.capture import DecodeGraphs, decode_step
+from penstock.exec.graphs import capture, halves
+from penstock.exec.graphs.capture import DecodeGraphs
+from penstock.exec.sparse import indexer
 from penstock.exec.sparse.layers import HOST
 from penstock.kernels.attention.latent_attention import PagedContext
 
@@ -31,52 +31,38 @@ class InTurn:
         return torch.cat([forward(part, SimpleNamespace(of=nullcontext)) for part in halves.halved(queries)])
 
 
-class Eager(DecodeGraphs):
-    """`DecodeGraphs` that computes each step when it runs, with rows of padding."""
-
-    halves = None
-
-    def __init__(self, rank):
-        self._model, self._tables, self._attending = rank._model, rank._tables, rank._attending
-        self._buckets, self.kinds, self._halved = (BUCKET,), [], 0
-
-    def run(self, rows, positions):
-        kind = self._attending.kind(rows)
-        self.kinds.append(kind)
-        input_2B = torch.zeros(2, BUCKET, dtype=torch.int32, device=where.DEVICE)
-        input_2B[1] = -1
-        input_2B[:, :len(rows)] = torch.tensor([rows, positions], device=where.DEVICE)
-        logits_BV = torch.empty(BUCKET, self._model.vocab_size, device=where.DEVICE)
-        logits_BV, answer_XB = decode_step(self._model, self._tables, self._attending, kind, input_2B, None,
-                                           logits_BV, self.halves if kind == HOST else None)
-        return logits_BV[:len(rows)], answer_XB
-
-
 @pytest.fixture
 def captured(monkeypatch):
     on_a_device.plainly(monkeypatch)
 
     def put(engine):
-        graphs = Eager(engine.rank)
+        graphs = on_a_device.recomputed(DecodeGraphs, engine.rank, None, (BUCKET,))
         engine.rank._steps.insert(0, graphs)
         return engine, graphs
     return put
+
+
+def kinds(graphs):
+    return [kind for kind, *_ in graphs.used]
 
 
 def test_rows_that_select_decode_as_without(captured):
     engine, graphs = captured(Engine(hbm_pages=70, step_tokens=100))
     play(engine, lambda turn: [(Paused, Spilled)[turn % 2](RequestId(1 + turn % 4))] if turn % 5 == 4 else ())
     hosted_work(engine)
-    assert graphs.kinds.count("host") > NEW
+    assert kinds(graphs).count("host") > NEW
 
 
 def test_halves_of_a_step_decode_as_all_of_it(captured, monkeypatch):
     """Where a step misses much it is worth it, and no longer where all is found."""
     monkeypatch.setattr(hosted, "KIND", ["latent"])
+    monkeypatch.setattr(capture, "Halves", InTurn)
+    monkeypatch.setattr(indexer, "LEAST", BUCKET)
     engine, graphs = captured(Engine(hbm_pages=70, step_tokens=100))
-    graphs.halves, attending, wanted = InTurn(), engine.rank._attending, []
+    attending, wanted = engine.rank._attending, []
     play(engine, lambda turn: wanted.append(attending.halves()) or ())
-    assert graphs.kinds.count(HOST) > NEW and True in wanted
+    assert kinds(graphs).count(HOST) > NEW and {True, False} <= {*wanted} and graphs._halved > NEW / 2
+    monkeypatch.undo()
     assert attending.may_halve(HOST, 16) and not (attending.may_halve(HOST, 8) or attending.may_halve("device", 16))
     attending.rows.missed_bytes = attending.weight_bytes // 64
     assert not attending.halves()
@@ -127,7 +113,7 @@ def test_rows_of_mla_entries_without_an_indexer_decode_as_without(captured, monk
     attend = latent.attend
     latent.attend = lambda q, pool, seen, **of: (given.append(seen), attend(q, pool, seen, **of))[1]
     prompts_engine.play(engine, lambda turn: [Paused(RequestId(1 + turn % 7))] if turn % 9 == 8 else ())
-    assert len(graphs.kinds) > 10 and sum(isinstance(seen, PagedContext) for seen in given) > 20
+    assert len(graphs.used) > 10 and sum(isinstance(seen, PagedContext) for seen in given) > 20
 
 
 def test_rows_that_read_all_beside_them(captured):
@@ -138,7 +124,7 @@ def test_rows_that_read_all_beside_them(captured):
         engine.add(rid, prompt, NEW, budgets[rid])
     engine.drain()
     hosted_work(engine)
-    assert {"device", "host", "mixed"} == set(graphs.kinds)
+    assert {"device", "host", "mixed"} == set(kinds(graphs))
     for rid, prompt in prompts.items():
         assert tuple(engine.got[rid]) == resident(prompt, NEW, budgets[rid]), rid
 

@@ -16,7 +16,7 @@ from penstock.config.settings.tree import KVConfig
 from penstock.core import schedule
 from penstock.core.plan import Aborted, Paused, RequestId, Row, StepId, StepPlan
 from penstock.exec.graphs import mixed
-from penstock.exec.graphs.mixed import MixedGraphs, step
+from penstock.exec.graphs.mixed import MixedGraphs
 from penstock.exec.graphs.steps import WHY, cause, uncaptured
 from penstock.exec.load.sizing import groups_of
 from penstock.exec.step.step_batch import MIXED, StepBatch, pad, parts, sizes
@@ -56,27 +56,6 @@ def decode(q_BNH, k_PKGH, v_PKGH, table_RP, row_B, context_B, *, spec, cut, sink
     return out * (context_B > 0)[:, None, None]
 
 
-class Eager(MixedGraphs):
-    """Computes each step when it runs, with its padding."""
-
-    def __init__(self, rank):
-        self._model, self._tables, self._attending = rank._model, rank._tables, rank._attending
-        self._draws = None
-        self._rows, self._graphs, self.launched = (2, 4), {}, mixed.Counter()
-        self.capture()
-
-    def _recorded(self, bucket):
-        return ()
-
-    def run(self, batch, bucket):
-        values = np.full(sum(sizes(MIXED, bucket)), 99, dtype=np.int32)
-        pad(batch.mixed, bucket, values)
-        given = parts(torch.from_numpy(values), MIXED, bucket)
-        logits, answer = step(self._model, self._tables, self._attending, given, None,
-                              torch.empty(bucket[1], self._model.vocab_size))
-        return logits[:sum(batch.samples)], answer
-
-
 @pytest.fixture
 def captured(monkeypatch):
     monkeypatch.setattr(flash, "attend", attend)
@@ -90,10 +69,10 @@ def captured(monkeypatch):
     def put(engine):
         [rank] = engine.ex._ranks
         if where.DEVICE == "cpu":
-            rank._steps.insert(0, Eager(rank))
+            rank._steps.insert(0, on_a_device.recomputed(MixedGraphs, rank, None, rank._tables.last_R.numel() - 1))
         [graphs] = [way for way in rank._steps if isinstance(way, MixedGraphs)]
-        run, graphs.used = graphs.run, set()
-        graphs.run = lambda batch, bucket: (graphs.used.add(bucket), run(batch, bucket))[1]
+        replay, graphs.replayed = graphs._replay, set()
+        graphs._replay = lambda key, *of: (graphs.replayed.add(key), replay(key, *of))[1]
         return engine, graphs
     return put
 
@@ -103,7 +82,7 @@ def test_mixed_batches_of_any_chunk(chunk, captured):
     engine, graphs = captured(Engine(step_tokens=chunk))
     play(engine)
     assert set(graphs._graphs) == {(t, r) for t in (4, 8, 64) for r in (2, 4)}
-    assert len(graphs.used) > (0 if chunk < 4 else 2) and not graphs.launched
+    assert len(graphs.replayed) > (0 if chunk < 4 else 2) and not graphs.launched
 
 
 def test_several_unfinished_prompts_in_a_captured_step(captured, monkeypatch):
@@ -120,14 +99,14 @@ def test_several_unfinished_prompts_in_a_captured_step(captured, monkeypatch):
     ends = {1: 48, **{rid: len(PROMPTS[rid]) for rid in (2, 4, 7)}}
     assert max(sum(at + n < ends[rid] for rid, at, n in zip(plan.rids, plan.start, plan.count, strict=True))
                for plan in engine.plans) >= 2
-    assert graphs.used and not graphs.launched
+    assert graphs.replayed and not graphs.launched
 
 
 def test_pauses_aborts_and_binds_between_replays(captured):
     engine, graphs = captured(Engine(hbm_pages=22, step_tokens=9))
     turns = {turn: Paused(RequestId(rid)) for turn, rid in ((5, 1), (9, 4), (13, 7), (17, 2))}
     play(engine, lambda turn: [turns[turn]] if turn in turns else ())
-    assert engine.ex.stats()["executor_sampled_tokens_total"] and graphs.used
+    assert engine.ex.stats()["executor_sampled_tokens_total"] and graphs.replayed
     engine.add(90, PROMPTS[7], 12)
     engine.turn()
     engine.inbox.append(Aborted(RequestId(90)))
@@ -191,14 +170,14 @@ def test_what_is_told_of_all_ranks():
 
 def short_of(lacking, graphs, monkeypatch):
     """Captured again, with too little memory for the buckets that it is asked of."""
-    def recorded(self, bucket):
+    def record(self, key, names, bucket, step):
         if lacking(*bucket):
             raise torch.OutOfMemoryError("a small device")
-        return real(self, bucket)
+        return real(self, key, names, bucket, step)
 
-    real = type(graphs)._recorded
+    real = type(graphs)._record
     graphs._graphs.clear()
-    monkeypatch.setattr(type(graphs), "_recorded", recorded)
+    monkeypatch.setattr(type(graphs), "_record", record)
     with torch.inference_mode():
         graphs.capture()
 
@@ -207,21 +186,22 @@ def test_a_bucket_that_was_not_captured_is_replayed_in_a_larger_one(captured, mo
     engine, graphs = captured(Engine(step_tokens=7))
     short_of(lambda tokens, rows: tokens == 8, graphs, monkeypatch)
     play(engine)
-    assert not graphs.launched and {tokens for tokens, _ in graphs.used} == {4, 64}
+    assert not graphs.launched and {tokens for tokens, _ in graphs.replayed} == {4, 64}
 
 
 def test_what_no_bucket_has_room_for_is_launched_and_counted(captured, monkeypatch):
     engine, graphs = captured(Engine(step_tokens=7))
     short_of(lambda tokens, rows: tokens > 4, graphs, monkeypatch)
     play(engine)
-    assert graphs.launched["memory"] > 0 and {tokens for tokens, _ in graphs.used} == {4}
+    assert graphs.launched["memory"] > 0 and {tokens for tokens, _ in graphs.replayed} == {4}
 
 
 def test_buckets_are_captured_for_so_long_the_largest_first(captured):
     _, graphs = captured(Engine())
     graphs._graphs.clear()
+    graphs._seconds = 0
     with torch.inference_mode():
-        graphs.capture(0)
+        graphs.capture()
     assert set(graphs._graphs) == {(64, 4)}
 
 

@@ -24,7 +24,7 @@ from prompts_engine import PROMPTS, SHARED, SMALL, Engine, dense, model, play
 from penstock.config.request.params import SamplingParams
 from penstock.core.plan import Aborted, Dropped, Paused, RequestId
 from penstock.exec.drafts.mtp import MTP as DraftMTP
-from penstock.exec.graphs.layer import LayerDrafts
+from penstock.exec.drafts.mtp import LayerDrafts
 from penstock.exec.sampling.tokens import Answers
 from penstock.exec.step.dense import Dense as DenseAttention
 from penstock.exec.step.latent import Latent

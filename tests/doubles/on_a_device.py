@@ -5,6 +5,7 @@ With doubles of the kernels that only Triton has."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,9 @@ import where
 
 from penstock.exec.drafts.device import Ahead
 from penstock.exec.graphs.drafts import DraftGraphs, every, widths
-from penstock.exec.graphs.layer import LayerDrafts
 from penstock.exec.sampling.on_device import Draws
 from penstock.exec.sampling.tokens import Drawn
 from penstock.exec.step import dense
-from penstock.exec.step.step_batch import pad
 from penstock.kernels.types.ragged import Ragged
 
 
@@ -70,15 +69,41 @@ def as_a_device(engine: Any) -> Any:
     return engine
 
 
-class EagerDrafts(DraftGraphs):
-    """`DraftGraphs` that computes each step when it runs."""
+class Recomputed:
+    """`Replays` on a CPU: a replay computes the step again, with what there is by then."""
 
-    def _run(self, kind, bucket, lines):
-        given = np.zeros(3 * bucket, np.int32)
-        pad(lines, (0, bucket), given)
-        width = self._buckets[bucket]
-        return self._step(kind, torch.from_numpy(given).view(3, bucket), width,
-                          torch.empty(bucket * width, self._model.vocab_size))
+    def __init__(self, model: Any, size: int = 1024, rows: int = 64):
+        self.input = torch.zeros(size, dtype=torch.int32, device=where.DEVICE)
+        self._logits_BV = torch.empty(rows, model.vocab_size, device=where.DEVICE)
+
+    def write(self, size, fill):
+        given = np.full(size, 99, dtype=np.int32)
+        fill(given)
+        self.input[:size] = torch.from_numpy(given)
+
+    def record(self, step):
+        logits_BV, answer_XB = step(self._logits_BV)
+
+        def replay():
+            found = step(self._logits_BV)
+            assert found[0].data_ptr() == logits_BV.data_ptr()
+            answer_XB.copy_(found[1])
+        return SimpleNamespace(replay=replay), logits_BV, answer_XB
+
+
+def recomputed(kind: type, rank: Any, draws: Any, *more: Any) -> Any:
+    """Captured steps of this kind on a CPU. `used`: key of each that was replayed."""
+    graphs = kind(rank._model, rank._tables, rank._attending, draws, Recomputed(rank._model), *more)
+    with torch.inference_mode():
+        graphs.capture()
+    replay, graphs.used = graphs._replay, []
+
+    def replayed(key, *of):
+        logits_BV, answer_XB = replay(key, *of)
+        graphs.used.append(key)
+        return logits_BV, answer_XB.clone()         # a device's goes to the host before the next replay
+    graphs._replay = replayed
+    return graphs
 
 
 def drafting(engine: Any, drafts: int) -> Any:
@@ -88,13 +113,13 @@ def drafting(engine: Any, drafts: int) -> Any:
         return engine
     rows, max_len = rank._tables.last_R.numel() - 1, 64 * 16
     drafter = rank._drafting._drafter
-    layer = rank._mtp and LayerDrafts(rank._mtp, rank._tables)
-    ahead = Ahead(layer or drafter.on_device(rows, max_len, torch.device("cpu")), rank._tokens.history,
+    layer = rank._mtp
+    ahead = Ahead((layer or drafter).on_device(rows, max_len, torch.device("cpu")), rank._tokens.history,
                   rank._tokens.simple, rank._at_once, rank._tables.index,
                   tp_size=1, beyond=rank._tokens.beyond,
                   keeps=layer is not None or bool(rank._attending.states))
     buckets = every((1, 2, rows), 1 + drafts, 32) if layer else widths(rows, 1 + drafts, 32)
-    rank._drafts = EagerDrafts(rank._model, rank._tables, rank._attending, rank._tokens.draws, buckets, None, ahead)
+    rank._drafts = recomputed(DraftGraphs, rank, rank._tokens.draws, buckets, ahead)
     rank._drafting.leave()
     return engine
 

@@ -23,12 +23,11 @@ from penstock.config.request.grammar import Grammar
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.scores import Scores
 from penstock.core.plan import Moved, RequestId, Row, StepId, StepPlan
-from penstock.exec.drafts.device import Ahead, OnDevice
+from penstock.exec.drafts.device import Ahead
 from penstock.exec.drafts.drafter import Drafter
 from penstock.exec.drafts.mtp import MTP
 from penstock.exec.drafts.narrow import WIDE, Narrowing
 from penstock.exec.graphs.drafts import DraftGraphs
-from penstock.exec.graphs.layer import LayerDrafts
 from penstock.exec.graphs.mixed import START_S
 from penstock.exec.graphs.steps import WHY, captured, cause
 from penstock.exec.sampling.grammar import Grammars
@@ -165,10 +164,7 @@ class Rank:
                 drafter, self._tokens.history, model.vocab_size, WIDE[device.type], beside=cpu,
                 at_once=lambda row: ANY if cpu else self._at_once(row), forced=self._tokens.forced)
             whole = self._links.before is None and self._links.after is None
-            there: OnDevice | None = None
-            if not cpu and whole:
-                there = (LayerDrafts(self._mtp, self._tables) if self._mtp is not None else
-                         drafter.on_device(rows, max_len, device))
+            there = drafter.on_device(rows, max_len, device) if whole and not cpu else None
             if there is not None:
                 self._makes = Ahead(there, self._tokens.history, self._tokens.simple, self._at_once,
                                     self._tables.index, beyond=self._tokens.beyond,

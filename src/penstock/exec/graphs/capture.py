@@ -12,7 +12,7 @@ import contextlib
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, TypeAlias
 
@@ -24,13 +24,13 @@ from penstock.exec.graphs.halves import Copies, Halves
 from penstock.exec.sampling.on_device import Draws
 from penstock.exec.step.attend import Attending
 from penstock.exec.step.eager import Ran, Steps, wait
-from penstock.exec.step.step_batch import StepBatch, pad
+from penstock.exec.step.step_batch import PADDING, Bucket, Line, StepBatch, pad, parts, sizes
 from penstock.exec.step.tables import RowTables
 from penstock.kernels.fused.step import Queries, begin, best, say
 from penstock.memory.mover import Arrivals
 from penstock.model.base import Model
 
-# With its logits_BV float32 and answer_XB, as `DecodeGraphs.run` returns them.
+# With its logits_BV float32 and answer_XB, as `Graphs` has them.
 Recorded: TypeAlias = tuple[torch.cuda.CUDAGraph, Tensor, Tensor]
 # Steps between a replay and the reuse of its staging buffer, which a copy may still read.
 _STAGES = 4
@@ -111,20 +111,51 @@ class Replays:
         return graph, *out
 
 
-class DecodeGraphs(Steps):
-    """One query for each of up to `buckets[-1]` rows, through all layers, to the next token.
+class Graphs:
+    """Captured steps of one kind, each for a bucket that its lines are padded to. They read and write the tables and
+    pools in place: nobody may replace their tensors."""
 
-    Reads and writes the tables and pools in place: nobody may replace their tensors. The tokens become the
-    rows' last tokens.
-    """
+    def __init__(self, model: Model, tables: RowTables, attending: Attending, draws: Draws | None,
+                 replays: Replays) -> None:
+        self._model, self._tables, self._attending = model, tables, attending
+        self._draws, self._replays = draws, replays
+        self._graphs: dict[Any, Recorded] = {}
 
-    def __init__(self, model: Model, tables: RowTables, attending: Attending, draws: Draws,
-                 buckets: Sequence[int], replays: Replays) -> None:
+    def _record(self, key: Any, names: Iterable[str], bucket: Bucket,
+                step: Callable[[Mapping[str, Tensor], Tensor], tuple[Tensor, Tensor]]) -> None:
+        """step: of these lines, padding alone here, and where logits go; it writes no page."""
+        given = parts(self._replays.input, [*names], bucket)
+        for name, line in given.items():
+            line.fill_(-1 if PADDING.get(name) == -1 else 0)
+        self._graphs[key] = self._replays.record(functools.partial(step, given))
+
+    def _replay(self, key: Any, lines: Mapping[str, Line], bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """(logits_BV float32, answer_XB int64: the best or the drawn tokens, whether the logits are finite, and the
+        counts of `Attending.looks`), valid until the next one. Does not wait. Padding means nothing."""
+        self._replays.write(sum(sizes(lines, bucket)), functools.partial(pad, lines, bucket))
+        graph, logits_BV, answer_XB = self._graphs[key]
+        graph.replay()
+        return logits_BV, answer_XB
+
+    def _next_tokens(self, hidden_SD: Tensor, row_S: Tensor, position_S: Tensor, logits_RV: Tensor,
+                     count_LRKE: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As `_replay` returns them."""
+        logits_SV = logits_RV[:len(hidden_SD)]
+        found = best(self._model.head(hidden_SD), logits_SV)
+        if self._draws is not None:
+            self._draws.draw(logits_SV, found.token_B, row_S, position_S)
+        return logits_SV, say(found, row_S, position_S, self._tables.last_R, count_LRKE)
+
+
+class DecodeGraphs(Graphs, Steps):
+    """One query for each of up to `buckets[-1]` rows, through all layers, to the next token, which becomes the row's
+    last."""
+
+    def __init__(self, model: Model, tables: RowTables, attending: Attending, draws: Draws | None, replays: Replays,
+                 buckets: Sequence[int]) -> None:
         assert list(buckets) == sorted(set(buckets)), f"buckets {buckets}"
-        self._model, self._tables, self._attending, self._draws = model, tables, attending, draws
-        self._buckets, self._replays = tuple(buckets), replays
-        self._graphs: dict[tuple[str, int, bool], Recorded] = {}
-        self._halved = 0
+        super().__init__(model, tables, attending, draws, replays)
+        self._buckets, self._halved = tuple(buckets), 0
 
     def takes(self, batch: StepBatch) -> bool:
         """Whether every row decodes one token, from its own last one, and all fit into a bucket."""
@@ -136,67 +167,36 @@ class DecodeGraphs(Steps):
         if not self.takes(batch):
             return None
         wait(arrivals)
-        return Ran(batch.rows, *self.run(batch.rows, batch.start), counted=self._attending.looks.count_LRKE is not None)
+        rows = batch.rows
+        bucket, kind = next(b for b in self._buckets if b >= len(rows)), self._attending.kind(rows)
+        self._tables.check(rows, batch.ends)
+        halves = (kind, bucket, True) in self._graphs and self._attending.halves()
+        self._halved += halves
+        logits_BV, answer_XB = self._replay((kind, bucket, halves), {"row_N": rows, "position_N": batch.start},
+                                            (0, bucket))
+        return Ran(rows, logits_BV[:len(rows)], answer_XB, counted=self._attending.looks.count_LRKE is not None)
 
     def capture(self) -> None:
-        """Capture every bucket, the largest first: the others fit into its memory. Writes no page."""
+        """Capture every bucket, the largest first: the others fit into its memory."""
         halves = None
         for bucket, kind in product(reversed(self._buckets), self._attending.kinds):
-            given = self._replays.input[:2 * bucket].view(2, bucket)
-            given.zero_()
-            given[1] = -1
             if may := self._attending.may_halve(kind, bucket):
                 halves = halves or Halves()
             for of in (None, halves) if may else (None,):
-                self._graphs[kind, bucket, of is not None] = self._replays.record(functools.partial(
-                    decode_step, self._model, self._tables, self._attending, kind, given, self._draws, halves=of))
+                self._record((kind, bucket, of is not None), ("row_N", "position_N"), (0, bucket),
+                             functools.partial(self._step, kind, of))
 
-    def run(self, rows: Sequence[int], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Decode these rows of the tables, whose last tokens are at `positions`. Does not wait.
+    def _step(self, kind: str, halves: Halves | None, given: Mapping[str, Tensor],
+              logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+        """halves: runs the layers of half of the rows beside the others'; None: all at once."""
+        row_B, position_B, looks = given["row_N"], given["position_N"], self._attending.looks
+        queries = begin(row_B, position_B, self._tables.last_R, looks)
 
-        Returns (logits_BV float32, answer_XB int64: the best or the drawn tokens, whether the logits are
-        finite, and the counts of `looks`), valid until the next run; of `answer_XB` entries beyond the rows
-        mean nothing.
-        """
-        bucket = next(b for b in self._buckets if b >= len(rows))
-        self._replays.write(2 * bucket, functools.partial(
-            pad, {"row_N": rows, "position_N": positions}, (0, bucket)))
-        self._tables.check(rows, [position + 1 for position in positions])
-        kind = self._attending.kind(rows)
-        halves = (kind, bucket, True) in self._graphs and self._attending.halves()
-        self._halved += halves
-        graph, logits_BV, answer_XB = self._graphs[kind, bucket, halves]
-        graph.replay()
-        return logits_BV[:len(rows)], answer_XB
+        def layers(queries: Queries, copies: Copies | None = None) -> Tensor:
+            return self._model.forward(queries.token_B, queries.at_B,
+                                       self._attending.decode(kind, queries, copies=copies))
+        hidden_BD = layers(queries) if halves is None else halves.run(queries, layers)
+        return self._next_tokens(hidden_BD, row_B, position_B, logits_RV, looks.count_LRKE)
 
     def stats(self) -> dict[str, float]:
         return {"executor_halved_steps_total": float(self._halved)}
-
-
-def decode_step(model: Model, tables: RowTables, attending: Attending, kind: str, input_2B: Tensor,
-                draws: Draws | None, logits_RV: Tensor, halves: Halves | None = None) -> tuple[Tensor, Tensor]:
-    """What is captured, as a function of rows and positions: as `DecodeGraphs.run`, with padding.
-
-    input_2B    int32, device: row of the tables and position of each query; -1: padding
-    logits_RV   float32, dense: logits_BV are its beginning
-    halves      runs the layers of half of the rows beside the others'; None: all at once
-    """
-    row_B, position_B = input_2B
-    queries = begin(row_B, position_B, tables.last_R, attending.looks)
-
-    def layers(queries: Queries, copies: Copies | None = None) -> Tensor:
-        return model.forward(queries.token_B, queries.at_B, attending.decode(kind, queries, copies=copies))
-    hidden_BD = layers(queries) if halves is None else halves.run(queries, layers)
-    return next_tokens(model, tables, hidden_BD, row_B, position_B, draws, logits_RV,
-                       attending.looks.count_LRKE)
-
-
-def next_tokens(model: Model, tables: RowTables, hidden_SD: Tensor, row_S: Tensor, position_S: Tensor,
-                draws: Draws | None, logits_RV: Tensor,
-                count_LRKE: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(logits_SV, answer_XS), as `DecodeGraphs.run` returns, with padding."""
-    logits_SV = logits_RV[:len(hidden_SD)]
-    found = best(model.head(hidden_SD), logits_SV)
-    if draws is not None:
-        draws.draw(logits_SV, found.token_B, row_S, position_S)
-    return logits_SV, say(found, row_S, position_S, tables.last_R, count_LRKE)

@@ -10,7 +10,6 @@ captured at the start: a capture takes .1 s, with kernels to compile .9 s, in wh
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -19,11 +18,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from penstock.exec.graphs.capture import Recorded, Replays, next_tokens
+from penstock.exec.graphs.capture import Graphs, Replays
 from penstock.exec.sampling.on_device import Draws
 from penstock.exec.step.attend import Attending
 from penstock.exec.step.eager import Ran, Steps
-from penstock.exec.step.step_batch import MIXED, Bucket, StepBatch, pad, parts, sizes
+from penstock.exec.step.step_batch import MIXED, Bucket, StepBatch
 from penstock.exec.step.tables import RowTables
 from penstock.memory.mover import Arrivals
 from penstock.model.base import Model
@@ -33,33 +32,21 @@ ROWS = (8, 64)                      # and as many as there are
 START_S = 5.0                       # after which no further bucket is captured
 
 
-def step(model: Model, tables: RowTables, attending: Attending, given: Mapping[str, Tensor], draws: Draws | None,
-         logits_RV: Tensor) -> tuple[Tensor, Tensor]:
-    """What is captured: (logits_SV, answer_2S int64), as `DecodeGraphs.run` returns, with padding.
-    logits_RV: as for `decode_step`."""
-    id_T = torch.where(given["id_T"] < 0, tables.last_R[given["row_T"].long()], given["id_T"].long())
-    hidden_TD = model.forward(id_T, given["position_T"].clamp(min=0).long(), attending.prompts(given))
-    return next_tokens(model, tables, hidden_TD[given["at_S"].long()], given["row_S"], given["position_S"],
-                       draws, logits_RV)
+class MixedGraphs(Graphs, Steps):
+    """Steps of up to TOKENS[-1] tokens and `rows` rows, captured for so many seconds."""
 
-
-class MixedGraphs(Steps):
-    """Steps of up to TOKENS[-1] tokens and `rows` rows, of a whole model whose KV heads read all.
-
-    Reads and writes the tables and pools in place: nobody may replace their tensors.
-    """
-
-    def __init__(self, model: Model, tables: RowTables, attending: Attending, draws: Draws | None, rows: int,
-                 replays: Replays) -> None:
-        self._model, self._tables, self._attending, self._draws = model, tables, attending, draws
-        self._rows, self._replays = (*(r for r in ROWS if r < rows), rows), replays
-        self._graphs: dict[Bucket, Recorded] = {}
+    def __init__(self, model: Model, tables: RowTables, attending: Attending, draws: Draws | None, replays: Replays,
+                 rows: int, seconds: float = START_S) -> None:
+        super().__init__(model, tables, attending, draws, replays)
+        self._rows, self._seconds = (*(r for r in ROWS if r < rows), rows), seconds
         self.launched: Counter[str] = Counter()         # steps that were not replayed, by cause
 
     def step(self, batch: StepBatch, arrivals: Arrivals) -> Ran | None:
         if not (bucket := self.bucket(batch)):
             return None
-        return Ran(batch.sample_rows, *self.run(batch, bucket))
+        self._tables.check(batch.rows, batch.ends)
+        logits_SV, answer_2S = self._replay(bucket, batch.mixed, bucket)
+        return Ran(batch.sample_rows, logits_SV[:len(batch.sample_rows)], answer_2S)
 
     def stats(self) -> dict[str, float]:
         return {f'executor_launched_total{{cause="{cause}"}}': float(n) for cause, n in self.launched.items()}
@@ -77,31 +64,19 @@ class MixedGraphs(Steps):
             self.launched["memory"] += 1
         return None
 
-    def capture(self, seconds: float = START_S) -> None:
+    def capture(self) -> None:
         """Capture the largest bucket, whose memory the others fit into, then for so long the others, those of
         few rows first. What is not captured is replayed in a larger one, with more padding."""
-        until = time.perf_counter() + seconds
+        until = time.perf_counter() + self._seconds
         largest = TOKENS[-1], self._rows[-1]
         others = [(t, r) for fewer, r in pairwise((0, *self._rows)) for t in reversed(TOKENS) if t > fewer]
         for bucket in (largest, *(b for b in others if b != largest)):
             with contextlib.suppress(torch.OutOfMemoryError):
-                self._graphs[bucket] = self._recorded(bucket)
+                self._record(bucket, MIXED, bucket, self._step)
             if time.perf_counter() > until:
                 return
 
-    def run(self, batch: StepBatch, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """Does not wait. Returns as `DecodeGraphs.run`, of the rows that sample; valid until the next run."""
-        self._replays.write(sum(sizes(MIXED, bucket)), functools.partial(pad, batch.mixed, bucket))
-        self._tables.check(batch.rows, batch.ends)
-        graph, logits_SV, answer_2S = self._graphs[bucket]
-        graph.replay()
-        return logits_SV[:len(batch.sample_rows)], answer_2S
-
-    def _recorded(self, bucket: Bucket) -> Recorded:
-        given = parts(self._replays.input, MIXED, bucket)
-        # Padding only: nothing is written, nobody is drawn for.
-        self._replays.input.zero_()
-        for part in (given["position_T"], given["decode_T"], given["position_S"]):
-            part.fill_(-1)
-        return self._replays.record(
-            functools.partial(step, self._model, self._tables, self._attending, given, self._draws))
+    def _step(self, given: Mapping[str, Tensor], logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+        id_T = torch.where(given["id_T"] < 0, self._tables.last_R[given["row_T"].long()], given["id_T"].long())
+        hidden_TD = self._model.forward(id_T, given["position_T"].clamp(min=0).long(), self._attending.prompts(given))
+        return self._next_tokens(hidden_TD[given["at_S"].long()], given["row_S"], given["position_S"], logits_RV)

@@ -64,17 +64,11 @@ def captured(model: Model, tables: RowTables, attending: Attending, draws: Draws
     wider = every(buckets, width, wide) if always else widths(rows, width, wide) if ahead is not None else {}
     most = max(rows, *(n * positions for n, positions in wider.items()), 1)
     replays = Replays(sum(sizes(MIXED, (TOKENS[-1], rows))), most, model.vocab_size, device, rehearses)
-    given = model, tables, attending, draws
-    steps, drafts = list[Steps](), None
-    if not always:
-        decodes = DecodeGraphs(*given, buckets, replays)
-        decodes.capture()
-        steps.append(decodes)
-    if ahead is not None and wider:
-        drafts = DraftGraphs(*given, wider, replays, ahead)
-        drafts.capture()
-    if not cause("prompts", attending, ahead):
-        mixed = MixedGraphs(*given, rows, replays)
-        mixed.capture(seconds)
-        steps.append(mixed)
-    return steps, drafts
+    given = model, tables, attending, draws, replays
+    decodes = None if always else DecodeGraphs(*given, buckets)
+    drafts = DraftGraphs(*given, wider, ahead) if ahead is not None and wider else None
+    prompts = None if cause("prompts", attending, ahead) else MixedGraphs(*given, rows, seconds)
+    for graphs in (decodes, drafts, prompts):
+        if graphs is not None:
+            graphs.capture()
+    return [graphs for graphs in (decodes, prompts) if graphs is not None], drafts

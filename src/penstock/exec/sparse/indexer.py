@@ -169,18 +169,17 @@ class Indexed(Selects):
                       on_device([len(miss_E3)], miss_E3.device, torch.int32), len(miss_E3), resident)
 
     def attend(self, layer: LocalLayer, q_TNH: Tensor, row_T1H: Tensor, chosen_TS: Tensor,
-               step: SparseStep | None, token_B: Tensor | slice, chunks: Sequence[_Chunk],
-               at: WriteAt) -> Tensor:
-        i = self._local[layer]
+               by: _IndexedStep) -> Tensor:
+        i, at = self._local[layer], by.token_B
         row_T1H = fp8.kept(row_T1H, self._whole_P11GH.dtype, self._shape.latent_dim)
-        self._layers.write_kv(i, (row_T1H,), at)
-        if not chunks:
-            assert step is not None, "a step without tokens"
-            return self._layers.attend(i, q_TNH, chosen_TS[:, None], step)
+        self._layers.write_kv(i, (row_T1H,), by.at)
+        if not by.chunks:
+            assert by.step is not None, "a step without tokens"
+            return self._layers.attend(i, q_TNH, chosen_TS[:, None], by.step)
         out_TNR = q_TNH.new_empty(*q_TNH.shape[:2], self._shape.latent_dim)
-        if step is not None:
-            out_TNR[token_B] = self._layers.attend(i, q_TNH[token_B], chosen_TS[token_B][:, None], step)
-        for chunk in chunks:
+        if by.step is not None:
+            out_TNR[at] = self._layers.attend(i, q_TNH[at], chosen_TS[at][:, None], by.step)
+        for chunk in by.chunks:
             of = chunk.at
             out_TNR[of] = self._through(i, chunk, q_TNH[of], row_T1H[of], chosen_TS[of])
         return out_TNR
@@ -202,16 +201,16 @@ class Indexed(Selects):
         return self._ops.attend(q_TNH, whole_P11GH[:, 0, 0], chosen_TS, value_dim=self._shape.latent_dim,
                                 scale=self._shape.scale)[0]
 
-    def choose(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor, row_T: Tensor,
-               position_T: Tensor, table_RM: Tensor, at: WriteAt) -> Tensor:
+    def choose(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor,
+               by: _IndexedStep) -> Tensor:
         keys_P11GJ = self._keys[layer]
         if keys_P11GJ.dtype == torch.uint8:         # both are mixed and coded
             q_TIJ, weight_TI, kept_TJ = self._pair(q_TIJ, weight_TI, key_TJ)
         else:
             kept_TJ = fp8.kept(key_TJ, keys_P11GJ.dtype, key_TJ.shape[1])
-        self._layers.put((kept_TJ[:, None],), at, keys_P11GJ)
-        return self._select(q_TIJ, weight_TI, keys_P11GJ[:, 0, 0], table_RM, row_T, position_T,
-                                topk=self._shape.topk)
+        self._layers.put((kept_TJ[:, None],), by.keys_at, keys_P11GJ)
+        return self._select(q_TIJ, weight_TI, keys_P11GJ[:, 0, 0], by.table_RM, by.row_T, by.position_T,
+                            topk=self._shape.topk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,9 +235,7 @@ class _IndexedStep:
     def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
                  chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:
         assert chosen_TS is not None and sinks_N is None, "nothing has been chosen for this layer"
-        return self.indexed.attend(layer, q_TNH, kv_TCKH[:, 0], chosen_TS, self.step, self.token_B,
-                                   self.chunks, self.at)
+        return self.indexed.attend(layer, q_TNH, kv_TCKH[:, 0], chosen_TS, self)
 
     def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
-        return self.indexed.choose(layer, q_TIJ, weight_TI, key_TJ, self.row_T, self.position_T,
-                                   self.table_RM, self.keys_at)
+        return self.indexed.choose(layer, q_TIJ, weight_TI, key_TJ, self)
