@@ -1,6 +1,7 @@
 """A router's end of KV events: a subscriber that decodes them as vLLM and SGLang do, and knows what is cached where."""
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Sequence
 
@@ -8,6 +9,16 @@ import msgspec
 import zmq
 
 WAIT_S = 60
+
+
+def conversations(seed: int, num: int) -> list[list[int]]:
+    """Prompts of which many go on from an earlier one, or from a part of it."""
+    rng, said = random.Random(seed), [[]]
+    while len(said) <= num:
+        base = rng.choice(said[-8:])
+        more = [rng.randrange(97) for _ in range(rng.randint(5, 90))]
+        said.append([*base[:rng.choice((len(base), 64))], *more][:300])
+    return said[1:]
 
 
 class Tagged(msgspec.Struct, tag_field="type", tag=True, forbid_unknown_fields=True):

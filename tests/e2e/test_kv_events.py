@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from events_reader import Subscriber
+from events_reader import Subscriber, conversations
 from pair_server import Server, serving
 from pipeline_engine import checkpoint
 
@@ -29,16 +29,6 @@ def flags(folder: Path, **more: object) -> tuple[str, str]:
 def reader(folder: Path, rank: int = 0) -> Subscriber:
     end = f"_dp{rank}" if rank else ""
     return Subscriber(f"ipc://{folder}/events{end}", f"ipc://{folder}/replay{end}", "kv@pod@tiny")
-
-
-def conversations(seed: int, num: int) -> list[list[int]]:
-    """Prompts of which many go on from an earlier one, or from a part of it."""
-    rng, said = random.Random(seed), [[]]
-    while len(said) <= num:
-        base = rng.choice(said[-8:])
-        more = [rng.randrange(97) for _ in range(rng.randint(5, 90))]
-        said.append([*base[:rng.choice((len(base), 64))], *more][:300])
-    return said[1:]
 
 
 def anew() -> list[int]:
