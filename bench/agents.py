@@ -14,7 +14,7 @@ from statistics import median
 from penstock.bench.report import percentile, table
 from penstock.core.settings import CacheGroup, CoreConfig
 from penstock.plan.agents import Agents, agents
-from penstock.plan.rates import Rates
+from penstock.plan.rates import ENDLESS, Rates, unmeasured
 from penstock.plan.shape import Planned, Shape, divided
 from penstock.plan.world import Result, World
 
@@ -25,10 +25,8 @@ ROWS = (("2M", 2_000_000, 0, False), ("2M and 60 one-shot prompts", 2_000_000, 6
 
 
 def machine(step_ms: float, prompt_rate: float) -> Rates:
-    return Rates(name="assumed", device="cpu", step_us=1e3 * step_ms, weights_bytes_s=1, prompt_flops_s=prompt_rate,
-                 request_us=1_000, kv_bytes_s=1e15, selecting_us=0, miss_share=0, miss_bytes_s=1, load_bytes_s=50e9,
-                 save_bytes_s=50e9, store_read_bytes_s=1, store_write_bytes_s=1, store_us=0, memory_bytes=0,
-                 workspace_bytes=0)
+    return unmeasured("cpu", step_us=1e3 * step_ms, prompt_flops_s=prompt_rate, request_us=1_000, load_bytes_s=50e9,
+                      save_bytes_s=50e9, miss_bytes_s=ENDLESS)
 
 
 def engine(host_tokens: int, hosted: bool) -> Planned:

@@ -399,7 +399,7 @@ def test_printed_config_hides_the_key(capsys: pytest.CaptureFixture[str]) -> Non
 def test_every_command_shows_its_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Also proves that no flag of a command collides with one of the tree."""
     with pytest.raises(SystemExit) as e:
-        main([name, "--help"])
+        main([*name.split(), "--help"])
     assert e.value.code == 0
     assert capsys.readouterr().out.startswith(f"usage: penstock {name}")
 

@@ -14,7 +14,7 @@ from penstock.config.base.errors import ConfigError
 from penstock.config.settings.cli import from_options
 from penstock.core.settings import CacheGroup, CoreConfig
 from penstock.plan.grid import Point, points
-from penstock.plan.rates import NUMBERS, Rates, parse, read_rates
+from penstock.plan.rates import NUMBERS, Rates, parse, read_rates, unmeasured
 from penstock.plan.report import knees
 from penstock.plan.shape import Planned, Shape, kv_read, plan_engine
 from penstock.plan.trace import Session, Span, Trace, Turn
@@ -28,10 +28,8 @@ QWEN3_8B = {
     "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16", "attention_bias": False}
 PAGE = 16
 # 1 ms a prompt token, 10 ms a decode step and request, 16 bytes a token over links of 160 tokens/s.
-SLOW = Rates(name="slow", device="cpu", step_us=0, weights_bytes_s=1, prompt_flops_s=1e3, request_us=10_000,
-             kv_bytes_s=1e12, selecting_us=0, miss_share=0.5, miss_bytes_s=1e12, load_bytes_s=16 * 160,
-             save_bytes_s=1e12, store_read_bytes_s=16 * 10_000, store_write_bytes_s=1e12, store_us=0, memory_bytes=0,
-             workspace_bytes=0)
+SLOW = unmeasured("cpu", prompt_flops_s=1e3, request_us=10_000, miss_share=0.5, miss_bytes_s=1e12,
+                  load_bytes_s=16 * 160, save_bytes_s=1e12, store_read_bytes_s=16 * 10_000, store_write_bytes_s=1e12)
 SHAPE = Shape(dense_bytes=0, expert_bytes=0, visited=0, token_flops=1, attention=())
 
 
@@ -182,7 +180,7 @@ def test_shipped_rates_are_the_fit_that_they_name() -> None:
     assert rates.prompt_flops_s == pytest.approx(1e12 * (rows[1]["prefill_tflops"] + rows[2]["prefill_tflops"]) / 2,
                                                  rel=0.01)
     assert set(rates.estimated) == {"step_us", "save_bytes_s", "store_read_bytes_s", "store_write_bytes_s", "store_us",
-                                    "memory_bytes"}
+                                    "cached_us", "memory_bytes"}
 
 
 def test_what_a_selection_reads_is_less_than_all() -> None:

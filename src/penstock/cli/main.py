@@ -47,6 +47,8 @@ COMMANDS = {
                         help="continue one prompt and exit"),
     "bench": Command(module="penstock.bench.main", model="optional",
                      help="measure speed: offline, or of a running server"),
+    "bench rates": Command(module="penstock.bench.rates", model="needed", resolves=False,
+                           help="measure this machine's speeds, as plan --rates takes them"),
     "eval": Command(module="penstock.eval.main", model="optional",
                     help="measure answers: recall, needles, a text's perplexity, GSM8K"),
     "plan": Command(module="penstock.plan.main", model="optional", resolves=False,
@@ -99,12 +101,12 @@ def _dispatch(words: list[str]) -> int:
     if words[0] in ("-V", "--version"):
         print(f"penstock {version()}")
         return 0
-    name = words[0]
+    name = next((two for two in (" ".join(words[:2]),) if two in COMMANDS), words[0])
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, list(COMMANDS), 1)
         hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(COMMANDS)}"
         raise ConfigError(f"{name!r} is not a command: {hint}")
-    return _run(name, COMMANDS[name], words[1:])
+    return _run(name, COMMANDS[name], words[len(name.split()):])
 
 
 def _run(name: str, command: Command, words: list[str]) -> int:

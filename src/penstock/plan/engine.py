@@ -19,6 +19,7 @@ from penstock.core.plan import (
     Rates,
     RequestId,
     Retired,
+    Started,
     StepPlan,
     Tier,
     Unstore,
@@ -167,6 +168,8 @@ class VirtualEngine:
                 assert self._store is not None, "an engine without storage has nothing to look up"
                 listed = Listed(output.rid, output.visit, self._store.present(output.keys, len(self.cfg.groups)))
                 self._later(self._store.reads.start_s, listed)
+            elif isinstance(output, Started):
+                self._steps.begun += output.hbm_tokens + output.dram_tokens + output.disk_tokens
             elif isinstance(output, Unstore) and self._store is not None:
                 self._store.deny(output.keys, len(self.cfg.groups))
         self._outputs(outputs)

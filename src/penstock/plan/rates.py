@@ -12,7 +12,8 @@ from penstock.config.base.errors import ConfigError
 
 SHIPPED = Path(__file__).parent / "machines"
 UNITS = {
-    "step_us": "us a step", "weights_bytes_s": "bytes/s", "prompt_flops_s": "FLOP/s", "request_us": "us a request",
+    "step_us": "us a step", "weights_bytes_s": "bytes/s", "prompt_flops_s": "FLOP/s",
+    "cached_us": "us a token", "request_us": "us a request",
     "kv_bytes_s": "bytes/s", "selecting_us": "us a request", "miss_share": "share of the selected tokens",
     "miss_bytes_s": "bytes/s", "load_bytes_s": "bytes/s", "save_bytes_s": "bytes/s", "store_read_bytes_s": "bytes/s",
     "store_write_bytes_s": "bytes/s", "store_us": "us a transfer", "memory_bytes": "bytes", "workspace_bytes": "bytes"}
@@ -21,7 +22,8 @@ UNITS = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
     """Speeds of one machine. A step takes `step_us`, its weights at `weights_bytes_s`, prompt tokens at
-    `prompt_flops_s`, and for each request that decodes `request_us` and its KV at `kv_bytes_s`.
+    `prompt_flops_s`, `cached_us` for each cached token of a prompt that begins, and for each request that decodes
+    `request_us` and its KV at `kv_bytes_s`.
 
     selecting_us    more for a request that decodes from host memory
     miss_share      tokens that its hot buffer misses, at its least size, of those that it selects
@@ -35,6 +37,7 @@ class Rates:
     step_us: float
     weights_bytes_s: float
     prompt_flops_s: float
+    cached_us: float
     request_us: float
     kv_bytes_s: float
     selecting_us: float
@@ -50,9 +53,21 @@ class Rates:
     estimated: tuple[str, ...] = ()         # which of them nothing has measured
 
 
-MAY_BE_0 = frozenset(("step_us", "request_us", "selecting_us", "miss_share", "store_us", "memory_bytes",
+MAY_BE_0 = frozenset(("step_us", "cached_us", "request_us", "selecting_us", "miss_share", "store_us", "memory_bytes",
                       "workspace_bytes"))
 NUMBERS = tuple(f.name for f in fields(Rates) if f.name in UNITS)
+
+
+ENDLESS = 1e300         # of a speed: it takes no time
+COPIES = ("miss_bytes_s", "load_bytes_s", "save_bytes_s")
+
+
+def unmeasured(device: Literal["cpu", "cuda"], **given: float) -> Rates:
+    """Numbers that stand for those that nobody has measured, which are not given: copies of 10 GB/s, storage of 1 GB/s,
+    all memory that is asked for."""
+    values = dict.fromkeys(UNITS, ENDLESS) | dict.fromkeys(MAY_BE_0, 0.0) | dict.fromkeys(COPIES, 1e10) | {
+        "store_read_bytes_s": 1e9, "store_write_bytes_s": 1e9, "memory_bytes": float(device == "cuda") * (1 << 50)}
+    return Rates(name="", device=device, estimated=(), **(values | given))
 
 
 def read_rates(name: str) -> Rates:

@@ -17,6 +17,7 @@ class StepTime:
     def __init__(self, core: Core, shape: Shape, rates: Rates, scale: float = 1.0) -> None:
         """scale: lengths are divided by this, so what each token takes is multiplied by it."""
         self.core, self.shape, self.rates, self.scale = core, shape, rates, scale
+        self.begun = 0                  # cached tokens of requests that have begun since the last step
         self._missing: dict[RequestId, float] = {}      # tokens that a step misses, of requests with host pages
         self._used = 0                                  # step of the last report of hot buffers
         self._token_bytes = sum(g.page_bytes for g in core.cfg.groups if g.hosted) / core.cfg.page_size
@@ -25,24 +26,26 @@ class StepTime:
     def seconds(self, plan: StepPlan) -> float:
         """How long the step takes, without loads that it waits for."""
         cfg, rates, scale, core = self.core.cfg, self.rates, self.scale, self.core
-        flops = read = per_request_us = missed = 0.0
+        flops = read = missed = 0.0
+        each_us, self.begun = rates.cached_us * self.begun, 0
         at = tokens = 0
         for rid, start, count in zip(plan.rids, plan.start, plan.count, strict=True):
             if plan.tokens[at] >= 0:
                 flops += self.shape.prompt_flops(start * scale, count * scale)
+                read += kv_read(cfg.groups, cfg.page_size, start, 0)
             else:
                 r = core.live.get(rid)
                 # A request that may decode from host memory selects; the others read all.
                 read += kv_read(cfg.groups, cfg.page_size, start + count, self._selected(r is not None and r.may_host))
-                per_request_us += rates.request_us
+                each_us += rates.request_us
                 if r is not None and r.place is Place.HOST:
-                    per_request_us += rates.selecting_us
+                    each_us += rates.selecting_us
                     missed += self._missing.get(rid, 0.0)
             at += count
             tokens += count
         if not plan.rows:
             return 0.0
-        fixed = (rates.step_us + per_request_us) / 1e6 + self.shape.weights_read(tokens) / rates.weights_bytes_s
+        fixed = (rates.step_us + each_us) / 1e6 + self.shape.weights_read(tokens) / rates.weights_bytes_s
         return (fixed * scale + flops / rates.prompt_flops_s + scale * read / rates.kv_bytes_s
                 + scale * missed * self._token_bytes / rates.miss_bytes_s)
 
