@@ -52,6 +52,35 @@ def test_load_on_a_server_counts_every_token(tmp_path: Path) -> None:
         assert server.wait(END_S) == 0
 
 
+AGENTS = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
+          "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 1000,
+          "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "rope_theta": 10000.0, "tie_word_embeddings": False,
+          "hidden_act": "silu", "torch_dtype": "float32"}
+
+
+@pytest.mark.parametrize(("kv_bytes", "low", "high"), [("10M", 0.99, 1.0), ("1300K", 0.3, 0.95)])
+def test_agents_find_what_is_possible_where_the_cache_has_room(
+        tmp_path: Path, kv_bytes: str, low: float, high: float) -> None:
+    """Four agents of 256 bytes a token: 11,000 tokens together."""
+    (tmp_path / "config.json").write_text(json.dumps(AGENTS))
+    server = subprocess.Popen([*PENSTOCK, "serve", str(tmp_path), "--load-format", "dummy", "--port", "0",
+                               "--threads", "1", "--kv-cache-memory-bytes", kv_bytes],
+                              stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        found = re.search(r"ready on (http://\S+)", server.stdout.readline())
+        assert found
+        out = bench("agentx", "--base-url", found[1], "--agents", "4", "--turns", "6", "--scale", "100",
+                    "--output-json", str(tmp_path / "out.json"))
+        result = json.loads((tmp_path / "out.json").read_text())
+        assert " 0 failed" in out and len(result["series"]["time to first token"]) == 24
+        assert 0.6 < result["hits_largest"] < 0.9
+        assert low <= result["hits"] / result["hits_largest"] <= high, out
+    finally:
+        server.terminate()
+        assert server.wait(END_S) == 0
+
+
 @pytest.mark.sweep
 def test_hits_by_size_of_the_hot_buffer(tmp_path: Path) -> None:
     bench("demo", "--threads", "1", "--sparse-top-k", "96", "--hot-context", "160", "--output-len", "8",

@@ -6,6 +6,7 @@ import json
 import random
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.bench.report import optional, percentile, plot_percentiles, table, write_json
@@ -25,6 +26,8 @@ class Answer:
     drafted: int = 0
     accepted: int = 0
     error: str = ""
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)     # empty if the server shows no ids
 
 
 async def measure(args: Namespace) -> int:
@@ -37,7 +40,7 @@ async def measure(args: Namespace) -> int:
         async def one(prompt: list[int], at: float) -> Answer:
             await asyncio.sleep(max(0.0, start + at - time.perf_counter()))
             async with gate:
-                answer = await _send(server, prompt, args)
+                answer = await send(server, prompt, args.output_len)
             bar.update()
             return answer
 
@@ -54,9 +57,11 @@ async def measure(args: Namespace) -> int:
     return _report(args, answers, took)
 
 
-async def _send(server: Server, prompt: list[int], args: Namespace) -> Answer:
-    body = {"model": server.model, "prompt": prompt, "max_tokens": args.output_len, "temperature": 0,
-            "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+async def send(server: Server, prompt: Sequence[int] | str, output_len: int, *, ids: bool = False) -> Answer:
+    """One completion of exactly `output_len` tokens. ids: ask for their ids, too."""
+    body = {"model": server.model, "prompt": prompt, "max_tokens": output_len, "temperature": 0,
+            "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+            **({"return_token_ids": True} if ids else {})}
     answer, start = Answer(), time.perf_counter()
     last = 0.0
     try:
@@ -75,6 +80,8 @@ async def _send(server: Server, prompt: list[int], args: Namespace) -> Answer:
                     else:
                         answer.ttft = now
                     last = now
+                    answer.text += chunk["choices"][0].get("text") or ""
+                    answer.tokens += chunk["choices"][0].get("token_ids") or ()
                 elif chunk.get("error"):
                     answer.error = chunk["error"]["message"]
                 if usage := chunk.get("usage"):

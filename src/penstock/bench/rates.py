@@ -68,6 +68,8 @@ async def measure(config: Config, context: int, runs: int) -> dict[str, Any]:
     if kv.kv_offloading_size:           # a prompt soon leaves the device, and the host still has it
         few = CONTEXTS * context // planned.core.page_size * sum(group.page_bytes for group in planned.core.groups)
         dense = replace(dense, kv_cache_memory_bytes=few, kv_offloading_size=f"{4 * few}B")
+    if kv.kv_storage:
+        dense = replace(dense, kv_storage_policy="wait_complete")
     async with started(replace(config, kv=dense), planned, runs) as e:
         values |= await e.steps(context)
         if kv.kv_offloading_size:
@@ -112,8 +114,7 @@ class Measured:
 
     def __init__(self, client: EngineClient, planned: Planned, runs: int) -> None:
         self.client, self.planned, self.runs = client, planned, runs
-        self._rng = Random(0)
-        self._page_bytes = sum(group.page_bytes for group in planned.core.groups)
+        self._rng = Random()          # storage may have the prompts of an earlier run
 
     def prompt(self, tokens: int) -> list[int]:
         """Tokens that no prompt had before."""
@@ -193,7 +194,7 @@ class Measured:
 
     async def storage(self, context: int) -> dict[str, float]:
         """A prompt that only storage has; time before the first byte is in its rate."""
-        before, longer, pages = await self._settled(), [], (context - 1) // self.planned.core.page_size
+        before, longer = await self._settled(), []
         for _ in range(self.runs):
             prompt = self.prompt(context)
             await self.first_s(prompt)
@@ -202,12 +203,12 @@ class Measured:
             self.client.flush()
             longer.append(await self.first_s(prompt) - near)
         after = await self._settled()
-        read, written, write_s = (_grown(before, after, name) for name in (
-            "storage_read_bytes_total", "storage_written_bytes_total", "storage_write_seconds_total"))
+        read, written, read_s, write_s = (_grown(before, after, f"storage_{name}_total") for name in (
+            "read_bytes", "written_bytes", "read_seconds", "write_seconds"))
         if not read or not written:
-            raise ConfigError("no prompt came back from storage: give it room for one of --context, and a policy "
-                              "that writes")
-        return {"store_read_bytes_s": pages * self._page_bytes / max(1e-9, median(longer)),
+            raise ConfigError("no prompt came back from storage: leave --kv-storage-write-policy out, and "
+                              "give it room for prompts of --context")
+        return {"store_read_bytes_s": read / (max(0.0, self.runs * median(longer)) or read_s),
                 "store_write_bytes_s": written / write_s, "store_us": 0.0}
 
     async def offloaded(self, context: int, known: Mapping[str, float], budget: int) -> dict[str, float]:

@@ -47,6 +47,8 @@ COMMANDS = {
                         help="continue one prompt and exit"),
     "bench": Command(module="penstock.bench.main", model="optional",
                      help="measure speed: offline, or of a running server"),
+    "bench agentx": Command(module="penstock.bench.agentx", model="none",
+                            help="sessions of agents on a running server: hits, latencies, tokens/s"),
     "bench rates": Command(module="penstock.bench.rates", model="needed", resolves=False,
                            help="measure this machine's speeds, as plan --rates takes them"),
     "eval": Command(module="penstock.eval.main", model="optional",

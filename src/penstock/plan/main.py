@@ -17,13 +17,7 @@ PAGE_TOKENS = 16                # of the share of a prompt that was seen before,
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("plan")
-    source = group.add_mutually_exclusive_group(required=True)
-    source.add_argument("--trace", metavar="FILE", help="requests: Mooncake JSONL, or CSV with arrival_s, "
-                        "input_tokens, output_tokens")
-    source.add_argument("--agents", type=int, metavar="N", help="N sessions of a coding agent whose context grows")
-    group.add_argument("--turns", type=int, metavar="N", help="turns of an agent (default: 43)")
-    group.add_argument("--one-shots", type=int, metavar="N", help="single prompts of 32,000 tokens next to the agents")
-    group.add_argument("--trace-seed", type=int, metavar="N", help="seed of --agents (default: 0)")
+    add_source(group)
     group.add_argument("--scale", type=float, default=1.0, metavar="X", help="divide lengths, pools and speeds by "
                        "this: a run takes less time, and means the same but for the size of a page")
     group.add_argument("--rates", metavar="FILE", help="speeds of the machine: a JSON file, or h200 (default: h200)")
@@ -32,6 +26,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--routing", choices=("affinity", "round-robin"), help="how prompts reach several engines "
                        "(default: affinity, as --data-parallel-size routes)")
     group.add_argument("--output-json", metavar="FILE", help="file for all numbers of all grid points")
+
+
+def add_source(group: argparse._ArgumentGroup) -> None:
+    """Flags that `trace_of` reads, but --scale."""
+    source = group.add_mutually_exclusive_group(required=True)
+    source.add_argument("--trace", metavar="FILE", help="requests: Mooncake JSONL, or CSV with arrival_s, "
+                        "input_tokens, output_tokens")
+    source.add_argument("--agents", type=int, metavar="N", help="N sessions of a coding agent whose context grows")
+    group.add_argument("--turns", type=int, metavar="N", help="turns of an agent (default: 43)")
+    group.add_argument("--one-shots", type=int, metavar="N", help="single prompts of 32,000 tokens next to the agents")
+    group.add_argument("--trace-seed", type=int, metavar="N", help="seed of --agents (default: 0)")
 
 
 def run(config: Config | None, args: argparse.Namespace) -> int:
