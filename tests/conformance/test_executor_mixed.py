@@ -148,7 +148,8 @@ def test_each_cause_says_which_steps_are_not_captured_and_why(name, monkeypatch)
     if name == "drafts":
         on_a_device.drafting(engine, 3)
         engine.rank._makes = engine.rank._drafts.ahead
-    assert engine.rank.uncaptured == "" and WHY.keys() - LEFT.keys() == {"off", "stages", "shared"}
+    engine.rank._eager.cause = ""
+    assert engine.rank.uncaptured == "" and WHY.keys() - LEFT.keys() == {"off", "stages", "shared", "layer"}
     assert cause("prompts", engine.rank._attending, engine.rank._makes) == name
     assert cause("decodes", engine.rank._attending, engine.rank._makes) == ("codes" if name == "codes" else "")
     engine.rank._eager.cause = name
@@ -159,12 +160,11 @@ def test_each_cause_says_which_steps_are_not_captured_and_why(name, monkeypatch)
 
 
 def test_what_is_told_of_all_ranks():
-    def told(ranks, graphs=True, stages=1, alone=True):
-        return uncaptured(ranks, graphs=graphs, stages=stages, alone=alone)
+    def told(ranks, graphs=True, alone=True):
+        return uncaptured(ranks, graphs=graphs, alone=alone)
     assert told(["", ""]) == "" and told([WHY["latent"]] * 2) == WHY["latent"]
     assert told(["", WHY["backend"]]) == f"rank 0: none; rank 1: {WHY['backend']}"
-    assert told(["", ""], graphs=False, stages=2) == "all, as --no-cuda-graphs says"
-    assert told(["", ""], stages=2) == "all, as layers are cut into stages"
+    assert told(["", ""], graphs=False) == "all, as --no-cuda-graphs says"
     assert told(["", ""], alone=False) == "all, as ranks share a GPU"
 
 

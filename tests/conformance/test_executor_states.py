@@ -256,6 +256,8 @@ def read(mp, change):
 
     def call(self, layer, tokens):
         found = right(self, layer, tokens)
+        if found.from_B.is_cuda and torch.cuda.is_current_stream_capturing():
+            return found                        # prompts are launched
         held, tail = found.from_B[found.from_B >= 0], (shape.taps - 1) * shape.part_channels
         pool_PRE = found.pool_PE.view(len(found.pool_PE), shape.parts, -1)
         tail_BWX = pool_PRE[held, :, :tail].view(-1, shape.taps - 1, shape.part_channels)

@@ -33,12 +33,19 @@ class Handover(Generic[T]):
         self._queue: deque[tuple[StepId, T]] = deque()
 
     def put(self, step: StepId, what: T) -> None:
+        if isinstance(what, Boundary):
+            what = copied(what)
         self._queue.append((step, what))
 
     def take(self, step: StepId) -> T:
         found, what = self._queue.popleft()
         assert found == step, f"step {step} was handed what step {found} made"
         return what
+
+
+def copied(x: Boundary) -> Boundary:
+    return Boundary(*(None if part is None else part.clone() for part in x[:3]), x.inputs,
+                    tuple(part.clone() for part in x.tapped))
 
 
 def links_in_process(num_stages: int) -> list[Links]:

@@ -192,6 +192,7 @@ def test_pages_of_a_gpu_are_read_and_written_in_one_call(stride: int, pages: lis
     spans = [*(Span(page, 0, 4) for page in pages), Span(55, 0, 3)]
     data = torch.zeros(15 * layout.unit_bytes, dtype=torch.uint8, pin_memory=pinned)
     source, target = (PoolPages([[pool]]) for pool in every)
+    torch.cuda.synchronize()                # an engine sends a page once it is known to be written
     source.read(Tier.HBM, Group(0), range(3), spans, memoryview(data.numpy()))
     assert torch.equal(data.view(torch.int16).cpu(), torch.cat([
         every[0].page(page)[..., :units, :].cpu().flatten() for page, _, units in spans]))

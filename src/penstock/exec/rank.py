@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -141,7 +141,9 @@ class Rank:
         copy has ended. grammars: of requests that have one; None: no request does. drafter: of rows whose
         plans have drafts; None: none has, but of a model that drafts itself. It is one on every stage.
         draft_tokens: the most that it drafts, of several stages."""
-        self._links = links or Links()
+        self._links = links = links or Links()
+        if drafter is not None or parts.model.drafting is not None:     # whose host has to know all tokens
+            self._links = links = replace(links, sees=None)
         model = parts.model
         self._model, self._hbm, self._dram = model, hbm, dram
         self._groups = model.groups if parts.groups is None else parts.groups
@@ -174,7 +176,8 @@ class Rank:
         self._eager = Eager(model, own, self._tables, self._attending, self._links, self._mtp)
         self._steps: list[Steps] = [self._eager]
         self._mover = Mover([*hbm, *dram], lateness, wake)
-        self._ahead = device.type == "cuda" and self._links.before is None and self._links.after is None
+        self._ahead = device.type == "cuda" and links.before is None and (
+            links.after is None or links.sees is not None)
         self._queue: deque[StepPlan] = deque()
         self._flights: deque[_Flight] = deque()
         self._executed = StepId(0)
@@ -215,15 +218,17 @@ class Rank:
 
     def capture(self, buckets: Sequence[int], seconds: float = START_S, *, width: int = 1,
                 rehearses: bool = False) -> None:
-        """On a CUDA device, of a whole model: capture decode steps of so many rows, with drafts of up to
-        `width` positions each, and for so long steps with prompts. Without, every step is launched kernel by
-        kernel. rehearses: they are launched and not captured, and none can be replayed."""
-        assert isinstance(self._tokens, Drawn) and self._ahead, "such a rank is not captured"
+        """On a CUDA device: capture decode steps of so many rows, and of a whole model those with drafts of up
+        to `width` positions each, and for so long steps with prompts. Without, every step is launched kernel by
+        kernel. All stages at the same time, or one after the other in their order: each hands the next what its
+        steps take. rehearses: they are launched and not captured, and none can be replayed."""
+        assert self._tables.last_R.is_cuda, "only steps of a CUDA device are captured"
+        draws = self._tokens.draws if isinstance(self._tokens, Drawn) else None
         with pinned.held_back():
             self._steps[:-1], self._drafts = captured(
-                self._model, self._tables, self._attending, self._tokens.draws, buckets, seconds, width,
-                WIDE["cuda"], self._makes, rehearses)
-        self._eager.cause = cause("prompts", self._attending, self._makes)
+                self._model, self._tables, self._attending, draws, buckets, seconds, width,
+                WIDE["cuda"], self._makes, rehearses, self._links)
+        self._eager.cause = cause("prompts", self._attending, self._makes, self._links, self._mtp is not None)
         if self._drafts is not None and self._drafting is not None:
             self._drafting.leave()
 
@@ -325,6 +330,8 @@ class Rank:
         self._flights.append(_Flight(plan, answers, self._done(), reads, prompts))
         if not self._ahead:
             self._choose(self._flights[-1])
+        if answers.states and self._links.shows is not None:
+            self._links.shows(self._tables.last_R)
 
     def _done(self) -> torch.cuda.Event | None:
         """Behind all that has been launched."""
@@ -390,8 +397,7 @@ class Rank:
                 before = self._links.before.take(plan.step)
                 inputs = before.inputs
                 assert inputs is not None, f"step {plan.step}: the stage before does not say what it computes"
-        batch = StepBatch.of(plan, self._tables.index, inputs, before)
-        self._tokens.feed(batch)
+        batch = self._tokens.feed(StepBatch.of(plan, self._tables.index, inputs, before))
         arrivals = self._arrivals(plan) if plan.waits else []
         started = time.perf_counter()
         told = self._prompts if self._prompts is not None and self._prompts.wants(batch) else None

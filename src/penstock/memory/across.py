@@ -6,6 +6,7 @@ until that has happened before it tells anybody: the other process knows no orde
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
 _OUT_OF_MEMORY = 2
+_AT_LEAST, _INT32 = 0, (1 << 32) - 1
 
 
 class _Handle(ctypes.Structure):
@@ -62,17 +64,36 @@ def reached(handle: bytes, nbytes: int, device: int) -> TensorMemory:
         return TensorMemory(found.value, nbytes, "cuIpcCloseMemHandle", device)
 
 
+def write(address: int, x: Tensor, stream: int) -> None:
+    """Copy dense `x` there, on this stream: memory of this device, or of another that `reached` has."""
+    _check(_driver().cuMemcpyAsync(address, x.data_ptr(), x.nbytes, stream), "a copy to another's memory")
+
+
+def flag(address: int, value: int, stream: int) -> None:
+    """Write an int32 there, behind what this stream does before: who has waited for it sees all of that."""
+    _check(_driver().cuStreamWriteValue32_v2(stream, address, value & _INT32, 0), "a flag in another's memory")
+
+
+def wait_flag(address: int, value: int, stream: int) -> None:
+    """What this stream does from now on waits until the int32 there is `value`, or has gone past it."""
+    _check(_driver().cuStreamWaitValue32_v2(stream, address, value & _INT32, _AT_LEAST), "a wait for a flag")
+
+
 def _current() -> int:
     """The current device, whose context is this thread's when this returns."""
     torch.cuda.synchronize()
     return torch.cuda.current_device()
 
 
+@functools.cache
 def _driver() -> Any:
     driver = ctypes.CDLL("libcuda.so.1")        # found by its name, as torch has loaded it
     driver.cuMemAlloc_v2.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
     driver.cuIpcGetMemHandle.argtypes = (ctypes.c_void_p, ctypes.c_uint64)
     driver.cuIpcOpenMemHandle_v2.argtypes = (ctypes.c_void_p, _Handle, ctypes.c_uint)
+    for name in ("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"):
+        getattr(driver, name).argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
+    driver.cuMemcpyAsync.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
     return driver
 
 

@@ -181,6 +181,7 @@ class Model(Protocol):
     drafting: AttentionShape | None     # of the layer that drafts; None: there is none
     drafter: str                   # what that is
     vocab_size: int
+    hidden: int
     max_position: int              # context length of the checkpoint, tokens
 
     @property

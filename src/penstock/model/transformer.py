@@ -255,7 +255,7 @@ class Transformer:
         self.attention = spec.attention.shape(stage.tp_rank)
         self.drafting: AttentionShape | None = None
         self.drafter = ""
-        self.vocab_size = spec.vocab_size
+        self.vocab_size, self.hidden = spec.vocab_size, spec.hidden
         self.max_position = spec.rope.max_position
         self._tp_group, self._slots = tp_group, (slots := Slots(
             dtype, linear, ops, experts, stage.tp_rank, scan, tp_group))

@@ -130,9 +130,6 @@ OF_MODEL: tuple[Refusal[ModelFacts], ...] = (
     Refusal(lambda c, m: c.device.tp > m.state_parts > 0, ("device.tp",),
             "the recurrent states of this model have {state_parts} parts, and each TP rank needs one or more: take "
             "--tp {state_parts} at most, and --pp for more ranks"),
-    Refusal(lambda c, m: c.device.tp > 1 and bool(m.state_bytes) and c.device.device == "cuda",
-            ("device.tp", "device.device"),
-            "recurrent states are split over TP ranks on a CPU only so far: take --pp on a GPU"),
     Refusal(lambda c, m: c.pair.disaggregation_mode is not None and m.state_bytes > STATE_MAX,
             ("pair.disaggregation_mode",), "a key head's state of this model has {state_bytes} bytes, and a "
             f"message between instances has at most {STATE_MAX}: leave it out"),

@@ -195,7 +195,7 @@ class Crew:
             self.places += [(node.join.node, at % node.join.gpus) for at in range(len(node.mine))
                             if node.join.gpus]
         self.alone = len(set(self.places)) == config.device.num_ranks
-        self.captures = self.alone and config.device.pp == 1 and config.device.cuda_graphs
+        self.captures = self.alone and config.device.cuda_graphs
         for sock, process in zip(self._local.fronts, self._local.processes, strict=True):
             self.ranks.append(RankProcess(self, len(self.ranks), wire.Channel(sock), process))
         if self._nodes is not None:

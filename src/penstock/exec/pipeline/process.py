@@ -38,7 +38,7 @@ from penstock.exec.load.weights import identity_of, load
 from penstock.exec.pipeline import wire
 from penstock.exec.pipeline.beats import BEAT_S, FRONT, Waits
 from penstock.exec.pipeline.collectives import GlooGroup, NcclGroup, Rendezvous
-from penstock.exec.pipeline.sockets import PutBoundary, PutSampled, Taker, boundaries, sampled
+from penstock.exec.pipeline.sockets import Inbox, PutBoundary, PutSampled, Taker, TokenInbox, boundaries, sampled
 from penstock.exec.rank import Rank, Report, Stepped
 from penstock.exec.sampling.grammar import BadGrammar, Grammars, Vocabulary
 from penstock.exec.start.memory_use import MemoryUse
@@ -48,6 +48,7 @@ from penstock.kernels.triton import compiles
 from penstock.memory.across import allocated
 from penstock.memory.dram import mapped
 from penstock.memory.pinned import NotPinned
+from penstock.model.base import Boundary
 
 EXIT_CONFIG, EXIT_BUG = 2, 70
 TP_SHARE = 0.8            # of the time after which a rank hangs: who waits for another TP rank says so before
@@ -142,18 +143,33 @@ class Process:
         self._own = self._caches.stage(stage, whole, [parts[i] for i in node])
         self._groups = stage_shapes(whole, stage)
         self._device = config.device.device
-        self._before = None if before < 0 else Taker(
-            boundaries(_channel(before), dtype, self._device), self._waits)
+        self._before = None if before < 0 else self._from(_channel(before), near=begin.alone and
+                                                          begin.index - config.device.tp in node)
         way = None if tokens < 0 else _channel(tokens)
+        tp_size, near = config.device.tp, self._device == "cuda" and begin.alone
+        tell = PutSampled(way) if way and stage.heads else None
+        sees = (TokenInbox(way, config.schedule.max_num_seqs + 1) if way and stage.embeds and near
+                and len(node) == len(parts) else None)
+        shows = tell is not None and near and len(node) == len(parts) and tell.reach()
+        reached = sees is not None and sees.reached()           # before anything else comes this way
         self._links = Links(
-            before=self._before, after=None if after < 0 else PutBoundary(_channel(after)),
-            tell=PutSampled(way) if way and stage.heads else None,
-            hear=Taker(sampled(way), self._waits) if way and stage.embeds else None)
+            before=self._before, after=None if after < 0 else PutBoundary(
+                _channel(after), self._waits, near=near and begin.index + tp_size in node),
+            tell=tell, hear=Taker(sampled(way), self._waits) if way and stage.embeds else None,
+            shows=tell.show if tell is not None and shows else None, sees=sees if reached else None)
         if self._device == "cuda":
             self._gauge = MemoryProfile()
             threading.Thread(target=self._land, daemon=True, name="penstock-landing").start()
         self.send(wire.Loaded(identity_of(self._loaded, config, self._caches), self._loaded.bytes,
                               self._loaded.peak, machine.probe().memory_available))
+
+    def _from(self, channel: wire.Channel, near: bool) -> Taker[Boundary]:
+        """Of the stage in front. near: on another GPU of this machine."""
+        model, dtype, inbox = self._loaded.model, self._loaded.dtype, None
+        if near and self._device == "cuda":
+            row_bytes = 2 * model.hidden * dtype.itemsize + 4 * model.attention.topk
+            inbox = Inbox(channel, self._config.schedule.num_step_tokens * row_bytes)
+        return Taker(boundaries(channel, dtype, self._device, inbox), self._waits, inbox)
 
     def _land(self) -> None:
         """Waits for steps in a thread of its own: the next plan is launched meanwhile."""
@@ -215,9 +231,9 @@ class Process:
     def _measure(self, capture: bool) -> None:
         if not capture:
             self._drop()
-        rows = self._config.schedule.max_num_seqs if self._links.after is None else 0
-        told = self._gauge.read(self._loaded.model.vocab_size, rows, self._rank,
-                                1 + self._config.schedule.num_drafts)
+        schedule = self._config.schedule
+        told = self._gauge.read(self._loaded.model.vocab_size, schedule.max_num_seqs, self._rank,
+                                1 + schedule.num_drafts, samples=self._links.after is None)
         self._drop()
         torch.cuda.empty_cache()
         self.send(wire.RankMemory(told.total, torch.cuda.mem_get_info()[0], told.workspace))     # of all by now

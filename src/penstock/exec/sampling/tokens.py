@@ -7,7 +7,7 @@ Owns the sampling state of open requests. Knows plans, and writes tokens into th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress, pairwise, takewhile
 from typing import TypeAlias
@@ -33,7 +33,7 @@ from penstock.exec.sampling.sampler import (
 )
 from penstock.exec.sampling.verify import counted
 from penstock.exec.step.eager import Ran
-from penstock.exec.step.links import Links, TokensFromLast
+from penstock.exec.step.links import Links, Sees, TokensFromLast
 from penstock.exec.step.step_batch import StepBatch
 from penstock.exec.step.tables import RowTables
 from penstock.kernels.types.ragged import on_device
@@ -170,8 +170,9 @@ class Tokens:
         `Matcher.forced`, of a first stage what the last has said."""
         return ()
 
-    def feed(self, batch: StepBatch) -> None:
-        """Before the step: the tables get last tokens that were sampled elsewhere."""
+    def feed(self, batch: StepBatch) -> StepBatch:
+        """Before the step: with the tokens that were sampled elsewhere."""
+        return batch
 
     def sample(self, batch: StepBatch, ran: Ran) -> Answers:
         """Give each row of the step a token. Does not wait for a device."""
@@ -186,7 +187,7 @@ def tokens_of(links: Links, vocab_size: int, rows: int, tables: RowTables, seed:
     """Of a stage with these links, on the device of its tables; `draw` as for `Draws`, `mask` as for
     `Sampler`."""
     if links.hear is not None:
-        return FromLast(vocab_size, TokensFromLast(links.hear), tables)
+        return FromLast(vocab_size, TokensFromLast(links.hear), tables, links.sees)
     if links.after is not None:
         return Tokens(vocab_size)
     device = tables.last_R.device
@@ -389,9 +390,10 @@ class Drawn(Chosen):
 class FromLast(Tokens):
     """By the last stage, and this first one hears of them: they are the inputs of its next steps."""
 
-    def __init__(self, vocab_size: int, heard: TokensFromLast, tables: RowTables) -> None:
+    def __init__(self, vocab_size: int, heard: TokensFromLast, tables: RowTables, sees: Sees | None) -> None:
         super().__init__(vocab_size)
-        self._heard, self._tables = heard, tables
+        self._heard, self._tables, self._sees = heard, tables, sees
+        self._numbers: dict[RequestId, int] = {}        # of its newest step that samples, as `sees` counts
         self._prompts: dict[RequestId, tuple[int, ...]] = {}
 
     def open(self, rid: RequestId, prompt: tuple[int, ...], params: SamplingParams, choice: int,
@@ -402,6 +404,7 @@ class FromLast(Tokens):
 
     def close(self, rid: RequestId) -> None:
         self._heard.close(rid)
+        self._numbers.pop(rid, None)
         del self._prompts[rid]
 
     def history(self, rid: RequestId) -> tuple[Sequence[int], Sequence[int]]:
@@ -416,14 +419,28 @@ class FromLast(Tokens):
     def bind(self, bind: Bind) -> int:
         return self._heard.rewind(bind.rid, bind.emitted)
 
-    def feed(self, batch: StepBatch) -> None:
-        owed = {row: self._heard.last(rid) for row, rid, end in zip(
-            batch.rows, batch.rids, batch.first[1:], strict=True) if batch.tokens[end - 1] < 0}
-        if owed:
-            self._tables.sampled([*owed], torch.tensor([*owed.values()], device=self._tables.last_R.device))
+    def feed(self, batch: StepBatch) -> StepBatch:
+        """What the host knows, and -1 where only the device will: then that waits for it."""
+        last, number = dict[RequestId, int](), 0
+        for rid, end in zip(batch.rids, batch.first[1:], strict=True):
+            if batch.tokens[end - 1] >= 0:
+                continue
+            if self._sees is None or self._heard.known(rid):
+                last[rid] = self._heard.last(rid)
+            else:
+                last[rid], number = -1, max(number, self._numbers[rid])
+        if not last:
+            return batch
+        if self._sees is not None and number:
+            self._sees.wait(number, self._tables.last_R)
+        rids = [rid for rid, count in zip(batch.rids, batch.count, strict=True) for _ in range(count)]
+        return replace(batch, heard=[last[rid] if token < 0 else token for rid, token in
+                                     zip(rids, batch.tokens, strict=True)])
 
     def sample(self, batch: StepBatch, ran: Ran) -> Answers:
         self._heard.expect(batch.step, batch.sampled)
+        if self._sees is not None:
+            self._numbers |= dict.fromkeys(batch.sampled, self._sees.expect())
         return Answers()
 
     def settle(self) -> None:

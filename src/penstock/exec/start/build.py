@@ -247,7 +247,7 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
             log(f"steps of up to {counted(core.rows, 'row')} captured in {info['capture_seconds']} s"
                 + (f"; launched kernel by kernel: {rank.uncaptured}" if rank.uncaptured else ""))
         if device == "cuda":
-            info["uncaptured_steps"] = uncaptured([rank.uncaptured], graphs=captures, stages=1, alone=True)
+            info["uncaptured_steps"] = uncaptured([rank.uncaptured], graphs=captures, alone=True)
         use.took("graphs")
     except torch.OutOfMemoryError:
         raise ConfigError(
@@ -406,7 +406,7 @@ def _several(config: Config, log: Callable[[str], object], wakes: Waker,
         raise
     if device == "cuda":
         info["uncaptured_steps"] = uncaptured([rank.uncaptured for rank in crew.ranks], alone=crew.alone,
-                                              graphs=config.device.cuda_graphs, stages=config.device.pp)
+                                              graphs=config.device.cuda_graphs)
     for i, rank in enumerate(crew.ranks):
         info |= {f"rank_{i}_gpu_{part}_bytes": n for part, n in rank.use.items()}
     info |= {"pp": config.device.pp, "pp_layers": ",".join(map(str, layers[::tp_size])), "tp": tp_size,

@@ -33,10 +33,11 @@ class MemoryProfile:
         self._held = torch.cuda.memory_reserved()
         torch.cuda.reset_peak_memory_stats()
 
-    def read(self, vocab_size: int, rows: int, rank: Rank | None = None, width: int = 1) -> DeviceMemory:
-        """Of the steps since then, of sampling so many rows (0: another stage does), and of the largest
+    def read(self, vocab_size: int, rows: int, rank: Rank | None = None, width: int = 1, *,
+             samples: bool = True) -> DeviceMemory:
+        """Of the steps since then, of sampling so many rows, if not another stage does, and of the largest
         graphs of `rank`, which keep their memory, with drafts of up to `width` positions; and a tenth."""
-        if rows:
+        if samples:
             _sample(vocab_size, rows)
         taken = torch.cuda.max_memory_reserved() - self._held
         torch.cuda.empty_cache()            # as a capture does when it begins

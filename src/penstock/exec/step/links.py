@@ -6,9 +6,11 @@ and taken by that label: a stage that is a step off fails at once. Decides nothi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, TypeVar
+
+from torch import Tensor
 
 from penstock.config.settings.tree import Config
 from penstock.core.plan import RequestId, StepId
@@ -29,7 +31,8 @@ class Sampled(NamedTuple):
 
 class Puts(Protocol[T_contra]):
     def put(self, step: StepId, what: T_contra) -> None:
-        """Hand over what `step` made. Never waits for whoever takes it."""
+        """Hand over what `step` made: the caller may overwrite it once this returns. Never waits for whoever
+        takes it, but for room beside what that has not taken."""
 
 
 class Takes(Protocol[T_co]):
@@ -37,15 +40,33 @@ class Takes(Protocol[T_co]):
         """What `step` made; waits until it is there. Asserts that it is the oldest not taken yet."""
 
 
+class Sees(Protocol):
+    """On a first stage whose GPU the last stage's writes tokens to."""
+
+    def expect(self) -> int:
+        """A step samples: its number, of all that have."""
+
+    def wait(self, number: int, last_R: Tensor) -> None:
+        """What is launched from now on waits until that step has sampled, and finds the last token of each row
+        in last_R, of those bound since some other."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
     """The ends that one stage holds: `before` is None on the first stage, `after` on the last; sampled
-    tokens go from `tell` of the last to `hear` of the first. Of one stage alone all are None."""
+    tokens go from `tell` of the last to `hear` of the first. Of one stage alone all are None. Where GPUs reach
+    each other the last stage, once for each step that samples, `shows` the last tokens of its rows, which the
+    first `sees`."""
 
     before: Takes[Boundary] | None = None
     after: Puts[Boundary] | None = None
     tell: Puts[Sampled] | None = None
     hear: Takes[Sampled] | None = None
+    shows: Callable[[Tensor], None] | None = None
+    sees: Sees | None = None
+
+
+ALONE = Links()
 
 
 def split(layers: Sequence[int]) -> list[Stage]:
@@ -98,6 +119,7 @@ class TokensFromLast:
         self._drafts: dict[RequestId, tuple[int, ...]] = {}        # that came with its newest
         self._newest: dict[RequestId, StepId] = {}                 # the last step that sampled it
         self._awaited: deque[tuple[StepId, tuple[RequestId, ...]]] = deque()
+        self._taken = StepId(0)                                    # what was sampled up to here is known
 
     def open(self, rid: RequestId) -> None:
         self._outputs[rid] = []
@@ -119,6 +141,10 @@ class TokensFromLast:
         # Requests of one token are never asked for what they had: those of steps that ended long ago.
         while len(self._awaited) > MOST_AWAITED:
             self._listen(self._awaited[0][0])
+
+    def known(self, rid: RequestId) -> bool:
+        """Whether `last` would not wait."""
+        return self._newest.get(rid, StepId(0)) <= self._taken
 
     def last(self, rid: RequestId) -> int:
         """The newest output token; 0 before the first."""
@@ -143,8 +169,8 @@ class TokensFromLast:
 
     def _listen(self, until: StepId) -> None:
         while self._awaited and self._awaited[0][0] <= until:
-            step, rids = self._awaited.popleft()
-            found = self._source.take(step)
+            self._taken, rids = self._awaited.popleft()
+            found = self._source.take(self._taken)
             drafts = found.drafts or ((),) * len(rids)
             for rid, tokens, next_ones in zip(rids, found.tokens, drafts, strict=True):
                 if (outputs := self._outputs.get(rid)) is not None:        # else it has ended

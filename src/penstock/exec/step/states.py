@@ -59,18 +59,20 @@ class StatePools:
         return bool(self._layers)
 
     def step(self, lowered: Lowered) -> StepStates:
-        """Rows that go on say with their positions how many of their drafts were right."""
         runs = _runs(lowered.batch) if self._layers else []
-        begins = {run.row: run.start for run in runs}
-        for before, states in [*self._open.items()]:
-            self.settle(before, {row: begins[row] - start - 1 for row, start in states.waiting.items()
-                                 if row in begins})
+        self.go_on({run.row: run.start for run in runs})
         found = StepStates(self._layers)
         if self._layers:
             found.launched({g: lowered.ragged[g] for g in self._groups}, runs)
         if found.waiting:
             self._open[lowered.batch.step] = found
         return found
+
+    def go_on(self, begins: Mapping[int, int]) -> None:
+        """Rows that go on, by table index, say with their positions how many of their drafts were right."""
+        for before, states in [*self._open.items()]:
+            self.settle(before, {row: begins[row] - start - 1 for row, start in states.waiting.items()
+                                 if row in begins})
 
     def decode(self, tables: Sequence[GroupTable], row_B: Tensor, position_B: Tensor,
                turn_NW: Tensor | None = None) -> StepStates:

@@ -64,6 +64,7 @@ class StepBatch:
     waits    its layers wait for copies of their own
     inputs   where the host drafts, for the stages behind
     before   what the stage in front has made, if that was asked what it computes
+    heard    of a first stage whose rows decode: tokens, with those that the last has sampled
 
     Lines, of tokens:
     id_T, row_T, position_T, decode_T    decode: which of the D it is, or -1
@@ -83,6 +84,7 @@ class StepBatch:
     waits: bool = False
     inputs: Inputs | None = None
     before: Boundary | None = None
+    heard: Sequence[int] = ()
 
     @staticmethod
     def of(plan: StepPlan, index: Callable[[Row], int], inputs: Inputs | None = None,
@@ -149,7 +151,7 @@ class StepBatch:
             row_B, start_B, count_B, first_B = self._numbers
             row_T = row_B.repeat(count_B)
             position_T = (start_B - first_B).repeat(count_B) + np.arange(len(self.tokens))
-        return {"id_T": self.tokens, "row_T": row_T, "position_T": position_T,
+        return {"id_T": self.heard or self.tokens, "row_T": row_T, "position_T": position_T,
                 "at_S": [end - 1 for end in compress(self.first[1:], self.samples)]}
 
     @property

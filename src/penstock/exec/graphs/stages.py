@@ -1,0 +1,101 @@
+"""Decode steps of one of several stages, captured: hidden states come in and go out in tensors that stay.
+
+What a stage hands to the next has shapes that only the one in front knows (a model's choices, what drafts
+read), so stages are captured together: each bucket's first step is run with padding and handed on, as step 0.
+
+    B rows of a step, padded to a bucket
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from penstock.core.plan import StepId
+from penstock.exec.graphs.capture import DecodeGraphs, Replays, next_tokens
+from penstock.exec.sampling.on_device import Draws
+from penstock.exec.step.attend import Attending
+from penstock.exec.step.eager import Ran, wait
+from penstock.exec.step.links import Links
+from penstock.exec.step.step_batch import StepBatch
+from penstock.exec.step.tables import RowTables
+from penstock.kernels.fused.step import begin
+from penstock.memory.mover import Arrivals
+from penstock.model.base import Boundary, Model
+
+CAPTURED = StepId(0)           # what is handed on while stages are captured; steps of plans are behind it
+
+
+class StageGraphs(DecodeGraphs):
+    """As `DecodeGraphs`, of a stage: all but the last leave no logits, and a `Boundary` instead."""
+
+    def __init__(self, model: Model, tables: RowTables, attending: Attending, draws: Draws | None,
+                 buckets: Sequence[int], replays: Replays, links: Links) -> None:
+        super().__init__(model, tables, attending, draws, buckets, replays)
+        self._links, self._last, self._embeds = links, links.after is None, links.before is None
+        self._in: Boundary | None = None                        # of the largest bucket
+        self._out: dict[tuple[str, int], Boundary] = {}         # of the last run of each graph
+
+    def step(self, batch: StepBatch, arrivals: Arrivals) -> Ran | None:
+        if not self.takes(batch):
+            return None
+        wait(arrivals)
+        self._attending.states.go_on(dict(zip(batch.rows, batch.start, strict=True)))
+        if self._links.before is not None:
+            self._take(batch.before or self._links.before.take(batch.step))
+        ran = self.run(batch.rows, batch.start, **({"id_N": batch.heard} if self._embeds else {}))
+        if self._links.after is None:
+            return Ran(batch.rows, *ran, counted=self._attending.looks.count_LRKE is not None)
+        rows = len(batch.rows)
+        self._links.after.put(batch.step, _each(lambda x: x[:rows], self._out[self._ran])._replace(
+            inputs=batch.inputs))
+        return Ran(batch.sample_rows)
+
+    def _take(self, before: Boundary) -> None:
+        """Where the captured step reads it."""
+        assert self._in is not None, "a step before the capture"
+        for here, x in zip(_parts(self._in), _parts(before), strict=True):
+            here[:len(x)].copy_(x)
+
+    def capture(self) -> None:
+        for bucket, kind in product(reversed(self._buckets), self._attending.kinds):
+            first = kind == self._attending.kinds[0]
+            lines = 2 + self._embeds
+            given = self._replays.input[:lines * bucket].view(lines, bucket)
+            given.zero_()
+            given[1] = -1
+            if first and self._links.before is not None:
+                before = self._links.before.take(CAPTURED)
+                self._in = self._in or _each(torch.clone, before)
+                self._take(before)
+            recorded = self._graphs[kind, bucket, False] = self._replays.record(
+                functools.partial(self._step, kind, given))
+            if first and self._links.after is not None:
+                recorded[0].replay()
+                self._links.after.put(CAPTURED, self._out[kind, bucket])
+
+    def _step(self, kind: str, input_XB: Tensor, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+        """What is captured, as `decode_step` for a whole model; of the first stage with ids of tokens, -1: the row's
+        last one."""
+        row_B, position_B, *ids = input_XB
+        queries = begin(row_B, position_B, self._tables.last_R, self._attending.looks)
+        x = (self._model.embed(torch.where(ids[0] < 0, queries.token_B, ids[0].long())) if self._in is None else
+             _each(lambda x: x[:len(row_B)], self._in))
+        x = self._model.layers(x, queries.at_B, self._attending.decode(kind, queries))
+        if self._last:
+            return next_tokens(self._model, self._tables, self._model.norm(x), row_B, position_B, self._draws,
+                               logits_RV, self._attending.looks.count_LRKE)
+        self._out[kind, len(row_B)] = x
+        return x.h_TD, x.h_TD
+
+
+def _parts(x: Boundary) -> list[Tensor]:
+    return [part for part in (x.h_TD, x.delta_TD, x.chosen_TS, *x.tapped) if part is not None]
+
+
+def _each(of: Callable[[Tensor], Tensor], x: Boundary) -> Boundary:
+    return Boundary(of(x.h_TD), x.delta_TD if x.delta_TD is None else of(x.delta_TD),
+                    x.chosen_TS if x.chosen_TS is None else of(x.chosen_TS), None, tuple(map(of, x.tapped)))
