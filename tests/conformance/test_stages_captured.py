@@ -8,7 +8,6 @@ import on_a_device
 import prompts_engine
 import pytest
 import ranks
-import torch
 import where
 from drafters import Dice
 from hosted import NEW, Engine, hosted_work
@@ -21,36 +20,6 @@ from penstock.exec.step.links import Links
 BUCKETS = 2, 5
 
 
-class Launched:
-    """`Replays` that records nothing."""
-
-    def __init__(self, vocab_size):
-        self.input = torch.zeros(3 * BUCKETS[-1], dtype=torch.int32)
-        self.logits = torch.empty(BUCKETS[-1], vocab_size)
-
-    def record(self, step):
-        return SimpleNamespace(replay=lambda: step(self.logits)), *step(self.logits)
-
-
-class Stage(StageGraphs):
-    """Computes each step when it runs, with padding of its bucket."""
-
-    def __init__(self, rank):
-        self.steps = 0
-        super().__init__(rank._model, rank._tables, rank._attending, None, BUCKETS,
-                         Launched(rank._model.vocab_size), rank._links)
-
-    def run(self, rows, positions, **more):
-        self.steps += 1
-        bucket = next(b for b in self._buckets if b >= len(rows))
-        self._ran = self._attending.kind(rows), bucket
-        given = torch.zeros(2 + len(more), bucket, dtype=torch.int32)
-        given[1] = -1
-        given[:, :len(rows)] = torch.tensor([rows, positions, *more.values()])
-        logits_BV, answer_XB = self._step(self._ran[0], given, self._replays.logits)
-        return logits_BV[:len(rows)], answer_XB
-
-
 @pytest.fixture(params=[2, 3])
 def captured(request, monkeypatch):
     """Puts them into an engine of so many stages: on a device it has captured them itself."""
@@ -60,10 +29,10 @@ def captured(request, monkeypatch):
     def put(engine):
         if where.DEVICE == "cuda":
             return engine, [rank._steps[0] for rank in engine.ex._ranks]
-        graphs = [Stage(rank) for rank in engine.ex._ranks]
-        for rank, graph in zip(engine.ex._ranks, graphs, strict=True):
-            graph.capture()
-            rank._steps.insert(0, graph)
+        graphs = []
+        for rank in engine.ex._ranks:
+            graphs.append(on_a_device.recomputed(StageGraphs, rank, None, BUCKETS, rank._links))
+            rank._steps.insert(0, graphs[-1])
         return engine, graphs
     return put
 
@@ -75,7 +44,7 @@ def test_rows_that_read_all_or_choose_decode_as_in_one_rank(captured, family):
     engine, graphs = captured(prompts_engine.Engine(family=family, step_tokens=9))
     prompts_engine.play(engine, lambda turn: [Paused(RequestId(1 + turn % 7))] if turn % 9 == 8 else ())
     if where.DEVICE == "cpu":
-        assert min(graph.steps for graph in graphs) > 10
+        assert min(len(graph.used) for graph in graphs) > 10
 
 
 @pytest.mark.parametrize("family", ["grouped", "state"])
@@ -88,7 +57,7 @@ def test_steps_without_drafts_between_others_that_have_some(captured, family):
     prompts_engine.play(engine)
     assert engine.total("spec_accepted_tokens_total") > 0
     if where.DEVICE == "cpu":
-        assert min(graph.steps for graph in graphs) > 10
+        assert min(len(graph.used) for graph in graphs) > 10
 
 
 @pytest.mark.parametrize("name", ["bounds", "latent"])
@@ -98,7 +67,7 @@ def test_rows_that_select_out_of_host_memory_decode_as_in_one_rank(captured, nam
     hosted.play(engine, lambda turn: [(Paused, Spilled)[turn % 2](RequestId(1 + turn % 4))] if turn % 5 == 4 else ())
     hosted_work(engine)
     if where.DEVICE == "cpu":
-        assert min(graph.steps for graph in graphs) > NEW
+        assert min(len(graph.used) for graph in graphs) > NEW
 
 
 def test_a_last_stage_that_drafts_takes_what_others_hand_on_while_they_capture():

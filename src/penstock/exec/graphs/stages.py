@@ -8,14 +8,14 @@ read), so stages are captured together: each bucket's first step is run with pad
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 
 import torch
 from torch import Tensor
 
 from penstock.core.plan import StepId
-from penstock.exec.graphs.capture import DecodeGraphs, Replays, next_tokens
+from penstock.exec.graphs.capture import DecodeGraphs, Replays
 from penstock.exec.sampling.on_device import Draws
 from penstock.exec.step.attend import Attending
 from penstock.exec.step.eager import Ran, wait
@@ -32,10 +32,11 @@ CAPTURED = StepId(0)           # what is handed on while stages are captured; st
 class StageGraphs(DecodeGraphs):
     """As `DecodeGraphs`, of a stage: all but the last leave no logits, and a `Boundary` instead."""
 
-    def __init__(self, model: Model, tables: RowTables, attending: Attending, draws: Draws | None,
-                 buckets: Sequence[int], replays: Replays, links: Links) -> None:
-        super().__init__(model, tables, attending, draws, buckets, replays)
-        self._links, self._last, self._embeds = links, links.after is None, links.before is None
+    def __init__(self, model: Model, tables: RowTables, attending: Attending, draws: Draws | None, replays: Replays,
+                 buckets: Sequence[int], links: Links) -> None:
+        super().__init__(model, tables, attending, draws, replays, buckets)
+        self._links = links
+        self._names = ("row_N", "position_N", *(("id_N",) if links.before is None else ()))
         self._in: Boundary | None = None                        # of the largest bucket
         self._out: dict[tuple[str, int], Boundary] = {}         # of the last run of each graph
 
@@ -43,14 +44,17 @@ class StageGraphs(DecodeGraphs):
         if not self.takes(batch):
             return None
         wait(arrivals)
+        rows = len(batch.rows)
+        bucket, kind = next(b for b in self._buckets if b >= rows), self._attending.kind(batch.rows)
+        self._tables.check(batch.rows, batch.ends)
         self._attending.states.go_on(dict(zip(batch.rows, batch.start, strict=True)))
         if self._links.before is not None:
             self._take(batch.before or self._links.before.take(batch.step))
-        ran = self.run(batch.rows, batch.start, **({"id_N": batch.heard} if self._embeds else {}))
+        lines = dict(zip(self._names, (batch.rows, batch.start, batch.heard), strict=False))
+        logits_BV, answer_XB = self._replay((kind, bucket, False), lines, (0, bucket))
         if self._links.after is None:
-            return Ran(batch.rows, *ran, counted=self._attending.looks.count_LRKE is not None)
-        rows = len(batch.rows)
-        self._links.after.put(batch.step, _each(lambda x: x[:rows], self._out[self._ran])._replace(
+            return Ran(batch.rows, logits_BV[:rows], answer_XB, counted=self._attending.looks.count_LRKE is not None)
+        self._links.after.put(batch.step, _each(lambda x: x[:rows], self._out[kind, bucket])._replace(
             inputs=batch.inputs))
         return Ran(batch.sample_rows)
 
@@ -63,33 +67,29 @@ class StageGraphs(DecodeGraphs):
     def capture(self) -> None:
         for bucket, kind in product(reversed(self._buckets), self._attending.kinds):
             first = kind == self._attending.kinds[0]
-            lines = 2 + self._embeds
-            given = self._replays.input[:lines * bucket].view(lines, bucket)
-            given.zero_()
-            given[1] = -1
             if first and self._links.before is not None:
                 before = self._links.before.take(CAPTURED)
                 self._in = self._in or _each(torch.clone, before)
                 self._take(before)
-            recorded = self._graphs[kind, bucket, False] = self._replays.record(
-                functools.partial(self._step, kind, given))
+            self._record((kind, bucket, False), self._names, (0, bucket), functools.partial(self._stage, kind))
             if first and self._links.after is not None:
-                recorded[0].replay()
+                self._graphs[kind, bucket, False][0].replay()
                 self._links.after.put(CAPTURED, self._out[kind, bucket])
 
-    def _step(self, kind: str, input_XB: Tensor, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
-        """What is captured, as `decode_step` for a whole model; of the first stage with ids of tokens, -1: the row's
-        last one."""
-        row_B, position_B, *ids = input_XB
-        queries = begin(row_B, position_B, self._tables.last_R, self._attending.looks)
-        x = (self._model.embed(torch.where(ids[0] < 0, queries.token_B, ids[0].long())) if self._in is None else
-             _each(lambda x: x[:len(row_B)], self._in))
+    def _stage(self, kind: str, given: Mapping[str, Tensor], logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+        """What is captured; of the first stage with ids of tokens, -1: the row's last one."""
+        row_B, position_B, looks = given["row_N"], given["position_N"], self._attending.looks
+        queries = begin(row_B, position_B, self._tables.last_R, looks)
+        if self._in is None:
+            id_B = given["id_N"]
+            x = self._model.embed(torch.where(id_B < 0, queries.token_B, id_B.long()))
+        else:
+            x = _each(lambda x: x[:len(row_B)], self._in)
         x = self._model.layers(x, queries.at_B, self._attending.decode(kind, queries))
-        if self._last:
-            return next_tokens(self._model, self._tables, self._model.norm(x), row_B, position_B, self._draws,
-                               logits_RV, self._attending.looks.count_LRKE)
+        if self._links.after is None:
+            return self._next_tokens(self._model.norm(x), row_B, position_B, logits_RV, looks.count_LRKE)
         self._out[kind, len(row_B)] = x
-        return x.h_TD, x.h_TD
+        return logits_RV[:len(row_B)], x.h_TD
 
 
 def _parts(x: Boundary) -> list[Tensor]:

@@ -13,9 +13,11 @@ from penstock.exec.drafts.device import Ahead
 from penstock.exec.graphs.capture import DecodeGraphs, Replays
 from penstock.exec.graphs.drafts import DraftGraphs, every, widths
 from penstock.exec.graphs.mixed import TOKENS, MixedGraphs
+from penstock.exec.graphs.stages import CAPTURED, StageGraphs
 from penstock.exec.sampling.on_device import Draws
 from penstock.exec.step.attend import Attending
 from penstock.exec.step.eager import Steps
+from penstock.exec.step.links import ALONE, Links
 from penstock.exec.step.step_batch import MIXED, sizes
 from penstock.exec.step.tables import RowTables
 from penstock.model.base import Model
@@ -28,42 +30,54 @@ WHY = {         # by cause: which steps are launched kernel by kernel
     "states": "prompts, as layers keep a state",
     "backend": "prompts, as one call cannot read pages of this model",
     "off": "all, as --no-cuda-graphs says",
-    "stages": "all, as layers are cut into stages",
+    "stages": "prompts and rows with drafts, as layers are cut into stages",
+    "layer": "all, as a layer drafts behind each step of the last stage",
     "shared": "all, as ranks share a GPU",
 }
 
 
-def uncaptured(ranks: Sequence[str], *, graphs: bool, stages: int, alone: bool) -> str:
+def uncaptured(ranks: Sequence[str], *, graphs: bool, alone: bool) -> str:
     """Which steps of ranks on GPUs are launched kernel by kernel, and why; "": none. ranks: `Rank.uncaptured` of each;
     alone: each has a GPU of its own."""
-    for holds, cause in ((not graphs, "off"), (stages > 1, "stages"), (not alone, "shared")):
+    for holds, cause in ((not graphs, "off"), (not alone, "shared")):
         if holds:
             return WHY[cause]
     return ranks[0] if len(set(ranks)) == 1 else "; ".join(
         f"rank {i}: {why or 'none'}" for i, why in enumerate(ranks))
 
 
-def cause(steps: str, attending: Attending, ahead: Ahead | None) -> str:
-    """Why steps of this kind are not captured, of WHY; "": they are."""
+def cause(steps: str, attending: Attending, ahead: Ahead | None, links: Links = ALONE, layer: bool = False) -> str:
+    """Why steps of this kind are not captured, of WHY; "": they are. layer: one drafts behind each step here."""
+    if links != ALONE:
+        return attending.uncaptured("decodes") or ("layer" if layer else "stages" if steps == "prompts" else "")
     if steps == "prompts" and ahead is not None and ahead.drafter.layer:        # which writes behind each step
         return attending.uncaptured("decodes") or "drafts"
     return attending.uncaptured(steps)
 
 
 @torch.inference_mode()
-def captured(model: Model, tables: RowTables, attending: Attending, draws: Draws, buckets: Sequence[int],
+def captured(model: Model, tables: RowTables, attending: Attending, draws: Draws | None, buckets: Sequence[int],
              seconds: float, width: int = 1, wide: int = 0, ahead: Ahead | None = None,
-             rehearses: bool = False) -> tuple[list[Steps], DraftGraphs | None]:
+             rehearses: bool = False, links: Links = ALONE) -> tuple[list[Steps], DraftGraphs | None]:
     """Of a whole model: decode steps of so many rows, and, captured for so long, steps with prompts; and, with
     drafts that the device makes, those in which a row has up to `width` positions, up to `wide` in all; or only
-    these. rehearses: as `Rank.capture`."""
-    if cause("decodes", attending, ahead):
+    these. Of one of several stages, while all others do the same, decode steps. rehearses: as `Rank.capture`."""
+    if why := cause("decodes", attending, ahead, links, model.drafting is not None):
+        if why == "layer" and links.before is not None:
+            for _ in buckets:
+                links.before.take(CAPTURED)
         return [], None
     rows, device = buckets[-1], tables.last_R.device
     always = ahead is not None and ahead.always
     wider = every(buckets, width, wide) if always else widths(rows, width, wide) if ahead is not None else {}
     most = max(rows, *(n * positions for n, positions in wider.items()), 1)
-    replays = Replays(sum(sizes(MIXED, (TOKENS[-1], rows))), most, model.vocab_size, device, rehearses)
+    vocab_size = model.vocab_size if model.stage.heads else 0
+    replays = Replays(sum(sizes(MIXED, (TOKENS[-1], rows))), most, vocab_size, device, rehearses)
+    if links != ALONE:
+        stage = StageGraphs(model, tables, attending, draws, replays, buckets, links)
+        stage.capture()
+        return [stage], None
+    assert draws is not None, "a whole model samples"
     given = model, tables, attending, draws, replays
     decodes = None if always else DecodeGraphs(*given, buckets)
     drafts = DraftGraphs(*given, wider, ahead) if ahead is not None and wider else None
