@@ -90,6 +90,7 @@ class _Flight:
     done        all of it, and the choice of its tokens, has been launched in front of this; None on a CPU
     reads       tells `Stepped.reads`, after `done`, of what `answers` has of counts
     prompts     become `Stepped.prompts`, after `done`
+    tables      `Stepped.tables`: a plan that is launched before this lands changes them
     """
 
     plan: StepPlan
@@ -97,6 +98,7 @@ class _Flight:
     done: torch.cuda.Event | None
     reads: Reads
     prompts: list[Read]
+    tables: tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +329,10 @@ class Rank:
         # What several TP ranks have is counted by one.
         rows = map(self._tables.index, plan.rows if self._groups[0].owned else ())
         reads = self._attending.reads(list(rows), answers.counted)
-        self._flights.append(_Flight(plan, answers, self._done(), reads, prompts))
+        several = self._links != Links() or self._model.stage.tp_rank.size > 1
+        compared = several and plan.step % DIGEST_STEPS == 0
+        self._flights.append(_Flight(plan, answers, self._done(), reads, prompts,
+                                     self._tables.digests() if compared else ()))
         if not self._ahead:
             self._choose(self._flights[-1])
         if answers.states and self._links.shows is not None:
@@ -437,10 +442,8 @@ class Rank:
         self._mover.add([m for m in plan.moves if m.id not in plan.waits])
         if self._drafting is not None and self._groups[0].owned:
             self._drafting.count(answers.drafts)
-        several = self._links != Links() or self._model.stage.tp_rank.size > 1
-        compared = several and plan.step % DIGEST_STEPS == 0
         return Stepped(plan.step, tuple(answers.tokens), tuple(answers.logprobs), tuple(answers.faults),
-                       self._tables.digests() if compared else (), flight.reads(answers.counts),
+                       flight.tables, flight.reads(answers.counts),
                        landed(flight.prompts), tuple(answers.drafts))
 
     def stats(self) -> dict[str, float]:
