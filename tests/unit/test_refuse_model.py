@@ -39,7 +39,6 @@ CASES: tuple[tuple[ModelFacts, dict[str, object], dict[str, object]], ...] = (
     (DENSE, {"state_interval": 512}, {}),
     (DENSE, {"speculative_method": "mtp"}, {"speculative_method": "ngram"}),
     (STATES, {"tp": 3}, {"tp": 2}),
-    (STATES, {"tp": 2, "device": "cuda"}, {"tp": 2, "device": "cpu"}),
     (replace(STATES, state_bytes=1 << 20), {"disaggregation_mode": "prefill"}, {}),
 )
 
