@@ -30,7 +30,7 @@ CAPTURED = StepId(0)           # what is handed on while stages are captured; st
 
 
 class StageGraphs(DecodeGraphs):
-    """As `DecodeGraphs`, of a stage: all but the last leave no logits, and a `Boundary` instead."""
+    """The decode steps of a stage: all but the last leave a `Boundary` instead of logits."""
 
     def __init__(self, model: Model, tables: RowTables, attending: Attending, draws: Draws | None, replays: Replays,
                  buckets: Sequence[int], links: Links) -> None:

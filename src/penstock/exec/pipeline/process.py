@@ -164,7 +164,7 @@ class Process:
                               self._loaded.peak, machine.probe().memory_available))
 
     def _from(self, channel: wire.Channel, near: bool) -> Taker[Boundary]:
-        """Of the stage in front. near: on another GPU of this machine."""
+        """What the stage in front sends. near: that is on another GPU of this machine."""
         model, dtype, inbox = self._loaded.model, self._loaded.dtype, None
         if near and self._device == "cuda":
             row_bytes = 2 * model.hidden * dtype.itemsize + 4 * model.attention.topk
