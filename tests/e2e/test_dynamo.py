@@ -54,9 +54,11 @@ def same(fleet: Fleet, want: list[str], *, within: int = 0) -> None:
     assert len(wrong) <= within and all(a.isdecimal() for _, a, _ in wrong), wrong
 
 
-def test_answers_are_those_of_the_library(model, want, tmp_path):
+@pytest.mark.parametrize("flags", [(), ("--tp", "2", "--speculative-method", "ngram", "--kv-offloading-size", "8MB"),
+                                   ("--pp", "2", "--kv-offloading-size", "8MB")], ids=" ".join)
+def test_answers_are_those_of_the_library(model, want, tmp_path, flags):
     with Fleet(tmp_path) as fleet:
-        worker = fleet.worker(model, *KV)
+        worker = fleet.worker(model, *KV, *flags)
         fleet.frontend("--router-mode", "kv")
         fleet.ready()
         same(fleet, want)
@@ -119,10 +121,14 @@ def conversation(fleet: Fleet, seed: int, turns: int = 5) -> tuple[int, int]:
     return found, theory
 
 
-@pytest.mark.parametrize("shape", ["two workers", "one worker of two engines"])
+@pytest.mark.parametrize("shape", ["two workers", "two workers with host memory", "one worker of two engines"])
 def test_the_kv_router_sends_conversations_to_their_pages(model, tmp_path, shape):
     with Fleet(tmp_path) as fleet:
-        flags = ("--kv-cache-memory-bytes", "48M", *(("--dp", "2") if "engines" in shape else ()))
+        flags = ("--kv-cache-memory-bytes", "48M")
+        if "host" in shape:
+            flags = ("--kv-cache-memory-bytes", "6M", "--kv-offloading-size", "48MiB")
+        if "engines" in shape:
+            flags = (*flags, "--dp", "2")
         workers = [fleet.worker(model, *flags) for _ in range(1 if "engines" in shape else 2)]
         # Of prompts as short as these, the router else moves one in five to the worker that has less to do.
         fleet.frontend("--router-mode", "kv", "--router-prefill-load-scale", "20")

@@ -4,7 +4,6 @@ from __future__ import annotations
 import pytest
 from driver import Driver
 
-from penstock.core import published
 from penstock.core.kv.prefix_tree import pack
 from penstock.core.plan import Cached, Event, Flushed, Republish, Tier
 from penstock.core.settings import CacheGroup
@@ -85,9 +84,8 @@ def test_a_flush_clears_all_and_publishes_what_is_still_in_use() -> None:
     assert d.known() == (0, 0)
 
 
-def test_pages_are_published_again_over_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(published, "GAINED_MAX", 2)
-    d = Reader()
+def test_pages_are_published_again_over_several_turns() -> None:
+    d = Reader(published_turn=2)
     d.arrive(0, range(1, 22), 1)
     d.run()
     [stored] = d.news[1].stored
@@ -98,6 +96,30 @@ def test_pages_are_published_again_over_several_turns(monkeypatch: pytest.Monkey
         d.tell()
     assert [n.cleared for n in d.news[begun:]] == [True, False, False] and d.known() == (5, 0)
     assert [page for n in d.news[begun:] for s in n.stored for page in s.hashes] == list(stored.hashes)
+
+
+@pytest.mark.parametrize("most", [3, 4])
+def test_more_pages_than_a_turn_looks_at_lose_their_prefix_and_readers_forget_all(most: int) -> None:
+    """The first page of five is found to be damaged; another prompt's two pages stay."""
+    d = Reader(published_turn=most, hbm_pages=16)
+    d.arrive(0, range(1, 22), 1)
+    d.run()
+    d.arrive(1, range(30, 39), 1)
+    d.run()
+    while d.core.flushing:
+        d.tell()
+    assert d.known() == (7, 0)
+    begun, [first] = len(d.news), [n for n in d.core.kv.tree.nodes() if n.key == pack((1, 2, 3, 4))]
+    d.core.kv.tree.banish(first)
+    d.tell()
+    news = d.news[begun]
+    if most == 4:                                   # all of them, deepest first
+        assert not news.cleared and not news.stored and len(news.removed[0][1]) == 5
+    else:
+        assert news.cleared and not news.removed and len(news.stored[0].hashes) == 2
+    while d.core.flushing:
+        d.tell()
+    assert d.known() == (2, 0)
 
 
 def test_pages_of_sparse_decode_are_not_published() -> None:

@@ -105,7 +105,7 @@ class Core(CoreState):
             if plan is not None or idle:
                 for pair in self.pairs.values():
                     self.out += pair.flush()
-                return Advance(plan, tuple(self.out), self.published.news())
+                return Advance(plan, tuple(self.out), self.published.news(bool(events) or not self.running))
         raise AssertionError("planning comes to no end")
 
     @property

@@ -3,7 +3,8 @@
 `Published.news` compares the pages that have changed with what was said of them, once, at the end of each `advance`.
 A page is published in a tier when a prompt finds it there: its copies in all groups that keep every token are there or
 in a faster tier, and so is the page before it. Readers lose a page whose parent they do not know, so what is published
-is closed under that. Knows no wire format and no socket.
+is closed under that. A turn looks at so many pages; where more have lost the page before them, readers forget all and
+are told the rest again, over several turns. Knows no wire format and no socket.
 """
 from __future__ import annotations
 
@@ -17,7 +18,6 @@ from penstock.core.settings import CoreConfig
 
 TIERS = (Tier.HBM, Tier.DRAM, Tier.DISK)        # fastest first: bit t of a mask is TIERS[t]
 FASTEST = (3, 0, 1, 0, 2, 0, 1, 0)              # of each mask; 3: in no tier
-GAINED_MAX = 4096           # pages a turn that are looked at only because the page before them has been published
 
 
 class Published:
@@ -26,6 +26,7 @@ class Published:
 
     def __init__(self, cfg: CoreConfig, kv: Pages) -> None:
         self._tree, self._num, self._size = kv.tree, cfg.published_tiers, cfg.page_size
+        self._most = cfg.published_turn
         whole = [g for g, group in enumerate(cfg.groups) if not group.reach]
         self._spaces = [[spaces[g] for g in whole] for spaces in (kv.device, kv.host, kv.disk)[:self._num]]
         self._epoch = 0
@@ -44,29 +45,38 @@ class Published:
         said = node.published
         return said[2] if said is not None and said[0] == self._epoch else 0
 
-    def news(self) -> Cached | None:
-        """What has changed since the last call; of what can be found at last, some may follow later."""
+    def news(self, goes_on: bool = True) -> Cached | None:
+        """What has changed since the last call; of what can be found at last, some may follow later. goes_on: whether
+        some of that follows now."""
         tree = self._tree
-        if tree.touched is None or not (tree.touched or tree.was_flushed or self.late):
+        if tree.touched is None or not (tree.touched or tree.was_flushed or (self.late and goes_on)):
             return None
-        if cleared := tree.was_flushed:
-            # Some hidden pages stay in the tree, and lookups find those still in use again.
-            tree.was_flushed, self._epoch = False, self._epoch + 1
-            tree.touched.clear()
-            self.late = deque(node for root in tree.roots.values() for node in root.children.values())
-        # A page is looked at after the page before it, so that it changes once.
-        for node in sorted(tree.touched, key=_depth):
-            self._look(node)
+        if not (cleared := tree.was_flushed):
+            # A page is looked at after the page before it, so that it changes once.
+            left = self._most
+            for node in sorted(tree.touched, key=_depth):
+                left = self._look(node, left)
+                if left < 0:
+                    cleared = True
+                    break
+        if cleared:
+            self._clear()
         tree.touched.clear()
-        for _ in range(GAINED_MAX):
+        for _ in range(self._most if goes_on else 0):
             if not self.late:
                 break
-            self._look(self.late.popleft())
+            self._look(self.late.popleft(), self._most)
         changed, self._before = self._before, {}
         lost = [(node, old & ~self.mask(node)) for node, old in changed.items()]
         new = [(node, self.mask(node) & ~old) for node, old in changed.items()]
         cached = Cached(cleared, tuple(self._removed(lost)), tuple(self._stored(new)))
         return cached if cached.cleared or cached.removed or cached.stored else None
+
+    def _clear(self) -> None:
+        """From now nothing is published. Hidden pages may stay in the tree, and lookups find those still in use."""
+        self._tree.was_flushed, self._epoch = False, self._epoch + 1
+        self._before.clear()
+        self.late = deque(node for root in self._tree.roots.values() for node in root.children.values())
 
     # ---------------------------------------------------------------- the rule
     def _found(self, node: Node) -> int:
@@ -84,8 +94,9 @@ class Published:
             found |= (t >= first and any(ready) and all(there)) << t
         return found
 
-    def _look(self, node: Node) -> None:
-        """At this page; and if it is lost to those that build on it, at these."""
+    def _look(self, node: Node, left: int) -> int:
+        """At this page; and if it is lost to those that build on it, at these. Returns how many more of those may be
+        looked at of `left`, below 0 if that was not all."""
         stack = [node]
         while stack:
             node = stack.pop()
@@ -95,9 +106,13 @@ class Published:
             self._before.setdefault(node, old)
             node.published = self._said(node, new)
             if FASTEST[new] > FASTEST[old]:
+                left -= len(node.children)
+                if left < 0:
+                    break
                 stack += node.children.values()
             elif FASTEST[new] < FASTEST[old]:
                 self.late += node.children.values()
+        return left
 
     def _said(self, node: Node, mask: int) -> tuple[int, int, int] | None:
         parent = node.parent

@@ -74,6 +74,7 @@ class CoreConfig:
     prefix_cache: bool = True
     published_tiers: int = 0            # tiers whose cached pages `Advance.cached` reports: 0 none, 1 device,
                                         # 2 also host, 3 also storage
+    published_turn: int = 4096          # pages a turn, at most, that are looked at because the one before them changed
     groups: tuple[CacheGroup, ...] = (CacheGroup(name="full", page_bytes=0),)
     hbm_base: int = 0                   # first HbmPage id; tests use disjoint ranges per tier
     dram_base: int = 0

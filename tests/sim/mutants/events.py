@@ -92,8 +92,15 @@ def parent_removed_before_its_children(real: Real, published: Published, lost: I
 
 
 @instead_of(Published, "_look")
-def withdrawn_without_its_children(real: Real, published: Published, node: Node) -> None:
+def withdrawn_without_its_children(real: Real, published: Published, node: Node, left: int) -> int:
     """A page goes from a tier, and those that build on it stay published there."""
     children, node.only, more, node.more = node.only, None, node.more, None
-    real(published, node)
+    now: int = real(published, node, left)
     node.only, node.more = children, more
+    return now
+
+
+@instead_of(Published, "_look")
+def bound_of_a_turn_taken_for_the_end(real: Real, published: Published, node: Node, left: int) -> int:
+    """Pages whose prefix is lost stay published where the turn may look at no more of them."""
+    return max(0, real(published, node, left))

@@ -274,7 +274,8 @@ def finish(sc: Scenario) -> Scenario:
     if sc.named == 2:                          # who reads what another has stored is told of no damage to it
         sc = replace(sc, damages=0)
     if cfg.prefix_cache and sc.seed // EVERY % 3:          # of every mode, some
-        cfg = replace(cfg, published_tiers=2 + sc.seed // EVERY % 2)
+        cfg = replace(cfg, published_tiers=2 + sc.seed // EVERY % 2,
+                      published_turn=Random(f"published {sc.seed}").choice((4096, 4096, 1, 3)))
         sc = replace(sc, cfg=cfg, republishes=sc.seed % 2)
     slab = rng.choice((1, 1, 2)) if cfg.sparse or sc.model == 3 else 1
     groups = [CacheGroup(name="full", page_bytes=0, slab_pages=slab)]

@@ -232,6 +232,11 @@ class View:
                         found[tier].add(int.from_bytes(stack[-1][1][:8]) >> 1)
         return found
 
+    @property
+    def publishes_later(self) -> bool:
+        """Whether some of these are published in later turns only."""
+        return bool(self._core.published.late)
+
     def _found(self, node: Node, tiers: tuple[Tier, ...]) -> list[Tier]:
         """Return the tiers in which prompts find it, of these."""
         size, tree = self.cfg.page_size, self._kv.tree
