@@ -17,7 +17,7 @@ from penstock.plan.grid import Point, points
 from penstock.plan.rates import NUMBERS, Rates, parse, read_rates, unmeasured
 from penstock.plan.report import knees
 from penstock.plan.shape import Planned, Shape, kv_read, plan_engine
-from penstock.plan.trace import Session, Span, Trace, Turn
+from penstock.plan.trace import Session, Span, Trace, Turn, part_of
 from penstock.plan.world import Result, Routing, World
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -105,6 +105,23 @@ def test_requests_beyond_the_device_decode_from_host_memory() -> None:
     assert sparse.ttft_s[1] < dense.ttft_s[1] - 0.3, "the second request did not have to wait"
     slow = run(*both, device=40, host=200, rates=replace(SLOW, selecting_us=10_000), **hot)
     assert slow.seconds > sparse.seconds + 0.2, "it decodes from host memory"
+
+
+def test_part_of_a_fleet_has_its_share_of_sessions_and_of_the_storage() -> None:
+    trace = Trace("", tuple(Session(n / 5, tuple(
+        Turn((Span(f"{n} {t}", 64),), 4, 1.0, continues=t > 0) for t in range(5))) for n in range(40)))
+    assert [s.start_s * 5 for s in part_of(trace, 0.25).sessions] == pytest.approx(range(0, 40, 4))
+    assert part_of(trace, 1.0) == trace and len(part_of(trace, 0.3).sessions) == 12
+
+    def fleet(engines: int) -> Result:
+        settings = planned(device=64, host=64, disk_pages=1 << 10, store_root=b"x")
+        return World(part_of(trace, engines / 8), settings, SLOW, engines=engines, storage_bytes=2_000 * 16 * PAGE,
+                     storage_share=engines / 8).run()
+
+    whole, half = fleet(8), fleet(4)
+    assert half.hits == pytest.approx(whole.hits, abs=0.03) and 0.3 < whole.hits < 0.9
+    assert half.prompt_tokens == pytest.approx(whole.prompt_tokens / 2, rel=0.01)
+    assert half.storage_tokens > 0
 
 
 def test_scale_gives_the_same_times_and_shares() -> None:
@@ -208,7 +225,7 @@ def test_rates_without_a_source_or_with_another_unit_are_refused(tmp_path: Path)
 def test_a_grid_is_every_combination() -> None:
     found = points("host=64G..256G,engines=1,2,budget=0")
     assert [(p.host, p.engines) for p in found] == [(n << 30, e) for n in (64, 128, 256) for e in (1, 2)]
-    assert points(None) == [Point()] and str(found[0]) == "host=64GiB engines=1 budget=0"
+    assert points(None) == [Point()] and str(found[0]) == "host=64GiB budget=0"
     for wrong in ("rows=3", "3", "host=4..2", "engines=0", "host=1x", "host=1,host=2"):
         with pytest.raises(ConfigError, match="--grid"):
             points(wrong)
@@ -230,7 +247,8 @@ def test_the_command_prints_a_line_for_each_grid_point(qwen: Path, tmp_path: Pat
              "--kv-cache-memory-bytes", "45G", "--output-json", str(out)]
     assert main(words) == 0
     shown = capsys.readouterr().out
-    assert "| host=0 engines=1 " in shown and "| host=100GiB engines=1" in shown and "knee: host=" in shown
+    assert "| host=0 " in shown and "| host=100GiB " in shown and "knee: host=" in shown
+    assert max(map(len, shown[shown.index("| grid"):shown.index("by tier:")].splitlines())) < 120
     first, second = json.loads(out.read_text())["points"]
     assert first["hits"] < second["hits"] and second["hits_host"] > 0 and first["ttft_p50_ms"] > 0
 
@@ -242,6 +260,16 @@ def test_the_command_refuses_what_is_not_modelled_or_does_not_fit(qwen: Path, wo
                                                                  capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(qwen), "--agents", "1", "--turns", "1", "--scale", "64", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_fleet_is_extrapolated_and_says_how_far_smaller_parts_of_it_differ(
+        qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", str(qwen), "--agents", "16", "--turns", "3", "--scale", "128", "--kv-cache-memory-bytes", "45G"]
+    assert main([*words, "--fleet", "8", "--grid", "engines=2,4"]) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("8 engines, from 4: hits ")]
+    assert "; with 2 hits differ by 0.0" in line
+    assert main([*words, "--fleet", "8", "--grid", "engines=9"]) == 2
+    assert "--fleet is 8: at least the engines of --grid" in capsys.readouterr().err
 
 
 def test_flags_of_a_plan_need_a_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,11 +69,12 @@ class Link:
 class Store:
     """The storage of all engines: pages by key, the least recently written or read go first."""
 
-    def __init__(self, nbytes: float, speeds: Speeds, scale: float) -> None:
-        self._room = nbytes
+    def __init__(self, nbytes: float, speeds: Speeds, scale: float, share: float) -> None:
+        """share: of its bytes and of its bandwidth, which these engines have."""
+        self._room = share * nbytes
         self._pages: OrderedDict[tuple[bytes, int], float] = OrderedDict()
-        self.reads = Link(speeds.store_read_bytes_s / scale, speeds.store_us / 1e6)
-        self.writes = Link(speeds.store_write_bytes_s / scale, speeds.store_us / 1e6)
+        self.reads = Link(share * speeds.store_read_bytes_s / scale, speeds.store_us / 1e6)
+        self.writes = Link(share * speeds.store_write_bytes_s / scale, speeds.store_us / 1e6)
 
     def present(self, keys: Sequence[bytes], groups: int) -> bytes:
         found = []

@@ -11,6 +11,7 @@ from penstock.config.settings.tree import Config
 
 BYTES = ("device", "host", "storage")
 KEYS = (*BYTES, "engines", "budget")
+QUIET = (("storage", 0), ("engines", 1))        # what is not shown of a point
 POINTS_MAX = 256
 
 
@@ -35,8 +36,9 @@ class Point:
         return replace(config, kv=kv)
 
     def __str__(self) -> str:
-        return " ".join(f"{key}={show_bytes(value) if key in BYTES else value}" for key in KEYS
-                        if (value := getattr(self, key)) is not None and (value or key != "storage"))
+        shown = [f"{key}={show_bytes(value) if key in BYTES else value}" for key in KEYS
+                 if (value := getattr(self, key)) is not None and (key, value) not in QUIET]
+        return " ".join(shown) or "as the flags say"
 
 
 def points(text: str | None) -> list[Point]:

@@ -10,7 +10,7 @@ from penstock.config.settings.tree import Config
 from penstock.plan import report
 from penstock.plan.agents import Agents, agents
 from penstock.plan.grid import Point, points
-from penstock.plan.trace import Trace, largest_hits, read
+from penstock.plan.trace import Trace, largest_hits, part_of, read
 
 PAGE_TOKENS = 16                # of the share of a prompt that was seen before, without a MODEL
 
@@ -25,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        "budget=0,2048; keys: device, host, storage, engines, budget")
     group.add_argument("--routing", choices=("affinity", "round-robin"), help="how prompts reach several engines "
                        "(default: affinity, as --data-parallel-size routes)")
+    group.add_argument("--fleet", type=int, metavar="N", help="the trace and the storage are those of N engines: "
+                       "simulate fewer, e.g. engines=25,50,100 in --grid, with their share")
     group.add_argument("--output-json", metavar="FILE", help="file for all numbers of all grid points")
 
 
@@ -43,7 +45,7 @@ def run(config: Config | None, args: argparse.Namespace) -> int:
     """Return the exit code. `config` is not resolved. Raises ConfigError."""
     trace = trace_of(args)
     if config is None:
-        for name in ("rates", "grid", "routing", "output_json"):
+        for name in ("rates", "grid", "routing", "fleet", "output_json"):
             if getattr(args, name) is not None:
                 raise ConfigError(f"--{name.replace('_', '-')} needs a MODEL")
         print(report.of_trace(trace, largest_hits(trace, PAGE_TOKENS)))
@@ -61,7 +63,9 @@ def planned(config: Config, args: argparse.Namespace, trace: Trace) -> int:
     from penstock.plan.world import Result, World
 
     rates, scale = read_rates(args.rates or "h200"), args.scale
-    grid = points(args.grid)
+    grid, fleet = points(args.grid), args.fleet
+    if fleet is not None and fleet < max(point.engines for point in grid):
+        raise ConfigError(f"--fleet is {fleet}: at least the engines of --grid")
     engines = [plan_engine(point.settings(config), rates) for point in grid]
     done: list[tuple[Point, Result]] = []
     for point, engine in zip(grid, engines, strict=True):
@@ -70,11 +74,13 @@ def planned(config: Config, args: argparse.Namespace, trace: Trace) -> int:
             if not core.dram_pages:
                 raise ConfigError(f"--grid {point}: storage needs a host tier: give host=SIZE")
             core = replace(core, disk_pages=1 << 16, store_root=b"plan")
-        world = World(trace, replace(engine, core=divided(core, scale)), rates, engines=point.engines,
-                      routing=args.routing or "affinity", storage_bytes=point.storage, scale=scale)
+        share = point.engines / fleet if fleet else 1.0
+        world = World(part_of(trace, share), replace(engine, core=divided(core, scale)), rates, engines=point.engines,
+                      routing=args.routing or "affinity", storage_bytes=point.storage, scale=scale,
+                      storage_share=share)
         done.append((point, world.run()))
         print(report.progress(point, done[-1][1]), file=sys.stderr, flush=True)
-    print(report.of_grid(trace, engines[0], rates, done, scale))
+    print(report.of_grid(trace, engines[0], rates, done, scale, fleet))
     if args.output_json:
         write_json(args.output_json, report.plain(trace, rates, done, scale))
     return 0

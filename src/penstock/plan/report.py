@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from penstock.plan.shape import Planned
     from penstock.plan.world import Result
 
+TIERS = "device", "host", "storage"
 KNEE = 0.02             # of the hit rate: more memory that gains less is past the knee
 
 
@@ -46,44 +47,71 @@ def progress(point: Point, r: Result) -> str:
 
 
 def of_grid(trace: Trace, planned: Planned, rates: Rates, done: Sequence[tuple[Point, Result]],
-            scale: float) -> str:
+            scale: float, fleet: int | None = None) -> str:
     """A table with a line for each grid point, and the knee."""
     largest = max(r.largest_hits for _, r in done)
     lines = [of_trace(trace, largest) + (f"\nlengths are divided by {scale:g}" if scale != 1 else ""),
              f"{rates.name}: {show_bytes(planned.weight_bytes >> 20 << 20)} of weights, "
              f"{planned.core.rows} requests at once, {planned.core.step_tokens:,} tokens a step" + (
                  f"; not measured: {', '.join(rates.estimated)}" if rates.estimated else ""), ""]
+    tiers = TIERS[:3 if any(point.storage for point, _ in done) else 2]
     rows = []
     for point, r in done:
         n = numbers(r)
-        rows.append([str(point), *(f"{n[name]:.3f}" for name in ("hits", "hits_device", "hits_host", "hits_storage")),
-                     f"{n['ttft_p50_ms'] / 1e3:.2f}, {n['ttft_p95_ms'] / 1e3:.2f}",
-                     f"{n['itl_p50_ms']:.1f}, {n['itl_p95_ms']:.1f}", f"{n['output_tokens_s']:.0f}",
-                     f"{n['gpu_busy']:.2f}", f"{n['load_busy']:.2f}, {n['save_busy']:.2f}",
-                     f"{r.swaps}, {r.drops}, {r.spills}"])
-    lines.append(table(("grid point", "hits", "device", "host", "storage", "TTFT p50, p95 (s)", "ITL p50, p95 (ms)",
-                        "tokens/s", "GPU busy", "link up, down", "swapped, recomputed, spilled"), rows))
+        rows.append([str(point), f"{n['hits']:.3f}", " ".join(f"{n[f'hits_{tier}']:.2f}" for tier in tiers),
+                     f"{n['ttft_p50_ms'] / 1e3:.2f} {n['ttft_p95_ms'] / 1e3:.1f}",
+                     f"{n['itl_p50_ms']:.1f} {n['itl_p95_ms']:.1f}", f"{n['output_tokens_s']:.0f}",
+                     f"{n['gpu_busy']:.2f}", f"{n['load_busy']:.2f} {n['save_busy']:.2f}",
+                     f"{r.swaps} {r.drops} {r.spills}"])
+    head = ("grid point", "hits", "by tier", "TTFT s", "ITL ms", "tokens/s", "GPU", "link", "preempted")
+    lines += [table(head, rows),
+              f"by tier: {', '.join(tiers)}; TTFT, ITL: p50 p95; GPU, link (from host, to host): share of time in use; "
+              "preempted: swapped, recomputed, spilled"]
     refused = max(r.refused for _, r in done)
     if refused:
         lines.append(f"refused: up to {refused} requests, whose context no pool holds")
-    return "\n".join([*lines, *knees(done)])
+    most = max(point.engines for point, _ in done)
+    return "\n".join([*lines, *(knees([pair for pair in done if pair[0].engines == most] if fleet else done)),
+                      *(fleets(done, fleet) if fleet else ())])
+
+
+def fleets(done: Sequence[tuple[Point, Result]], fleet: int) -> list[str]:
+    """For each point: the fleet's numbers from the most engines that were simulated, and how far fewer differ."""
+    lines = []
+    for one in _series(done, "engines"):
+        numbers_of = [(point.engines, numbers(r)) for point, r in one]
+        num, most = numbers_of[-1]
+        away = [f"with {n} hits differ by {abs(few['hits'] - most['hits']):.3f}, TTFT p50 by "
+                f"{_apart(few, most, 'ttft_p50_ms'):.0%}, tokens/s by "
+                f"{_apart(few, most, 'output_tokens_s', num / n):.0%}"
+                for n, few in numbers_of[:-1]] or ["simulate half as many, too, to see whether these are enough"]
+        lines.append(f"{fleet:,} engines, from {num}: hits {most['hits']:.3f}, "
+                     f"{most['output_tokens_s'] * fleet / num:,.0f} tokens/s; {'; '.join(away)}")
+    return lines
+
+
+def _apart(few: dict[str, float], most: dict[str, float], name: str, times: float = 1.0) -> float:
+    return abs(few[name] * times / max(1e-9, most[name]) - 1)
+
+
+def _series(done: Sequence[tuple[Point, Result]], key: str) -> list[list[tuple[Point, Result]]]:
+    """Points that differ in this key only, by its value."""
+    series: dict[tuple[object, ...], list[tuple[Point, Result]]] = {}
+    for point, r in done:
+        series.setdefault(tuple(getattr(point, name) for name in Point.__slots__ if name != key), []).append((point, r))
+    return [sorted(one, key=lambda pair: getattr(pair[0], key) or 0) for one in series.values()]
 
 
 def knees(done: Sequence[tuple[Point, Result]]) -> list[str]:
     """For each series of sizes of one tier: the least size whose hit rate is within KNEE of the largest one's."""
     found = []
-    for key in ("device", "host", "storage"):
-        series: dict[tuple[object, ...], list[tuple[int, Result]]] = {}
-        for point, r in done:
-            rest = tuple(getattr(point, name) for name in Point.__slots__ if name != key)
-            series.setdefault(rest, []).append((getattr(point, key) or 0, r))
-        for one in series.values():
+    for key in TIERS:
+        for one in _series(done, key):
             if len(one) < 2:
                 continue
-            one.sort(key=lambda pair: pair[0])
-            size, r = next(pair for pair in one if pair[1].hits >= one[-1][1].hits - KNEE)
-            where = "the largest tried: more may help" if size == one[-1][0] else f"{r.hits:.3f} of the prompt tokens"
-            found.append(f"knee: {key}={show_bytes(size)} ({where})")
+            point, r = next(pair for pair in one if pair[1].hits >= one[-1][1].hits - KNEE)
+            where = "the largest tried: more may help" if point == one[-1][0] else f"{r.hits:.3f} of the prompt tokens"
+            found.append(f"knee: {point} ({where})")
     return found
 
 

@@ -70,6 +70,13 @@ class Trace:
                 context += turn.output
 
 
+def part_of(trace: Trace, share: float) -> Trace:
+    """Return every so manieth session, spread over the trace as all of them are."""
+    n = len(trace.sessions)
+    picked = dict.fromkeys(int(i / share) for i in range(max(1, round(n * share))))
+    return Trace(trace.name, tuple(trace.sessions[i] for i in picked if i < n))
+
+
 class Text:
     """Tokens of spans, below `vocab`; the same in every process."""
 

@@ -68,11 +68,12 @@ class World:
     """`run` a trace once on `engines` engines like `planned`."""
 
     def __init__(self, trace: Trace, planned: Planned, rates: Rates, *, engines: int = 1,
-                 routing: Routing = "affinity", storage_bytes: float = 0.0, scale: float = 1.0) -> None:
+                 routing: Routing = "affinity", storage_bytes: float = 0.0, scale: float = 1.0,
+                 storage_share: float = 1.0) -> None:
         """scale: the lengths of `trace` and the pools of `planned` are divided by it already."""
         self._clock, self._routing, self._cfg, self._scale = Clock(), routing, planned.core, scale
         self._text, self._seen = Text(planned.vocab), Seen(planned.core.page_size)
-        self._store = Store(storage_bytes / scale, rates, scale) if storage_bytes else None
+        self._store = Store(storage_bytes / scale, rates, scale, storage_share) if storage_bytes else None
         self._engines = [VirtualEngine(planned, rates, self._clock, self._heard, self._token, store=self._store,
                                        scale=scale) for _ in range(engines)]
         self._sent = [SentPages() for _ in range(engines)]
