@@ -117,7 +117,8 @@ class World:
         if self._routing == "round-robin":
             return next(self._turns)
         pages, cfg = pages_of(prompt, 0, self._cfg.page_size), self._cfg
-        chosen = least(len(prompt), 1, [Load(cfg.page_size * sent.cached(pages), num_open, cfg.rows)
+        tokens = round(self._scale * cfg.page_size)         # of a page, as the router would count them
+        chosen = least(round(self._scale * len(prompt)), 1, [Load(tokens * sent.cached(pages), num_open, cfg.rows)
                                         for sent, num_open in zip(self._sent, self._open, strict=True)])
         self._sent[chosen].note(pages, cfg.hbm_pages + cfg.dram_pages)
         return chosen
