@@ -11,6 +11,7 @@ from penstock.config.base.errors import RequestError
 from penstock.config.request.params import SamplingParams
 from penstock.config.settings.cli import from_options
 from penstock.engine.client import replicas as client
+from penstock.engine.client.affinity import Load, least
 from penstock.engine.client.client import EngineDied
 from penstock.engine.client.replicas import Engines, pages_of, together
 from penstock.engine.wire import NO_ORIGIN, EngineReady
@@ -214,3 +215,14 @@ def test_the_pages_of_a_long_prompt_are_noted_over_turns_of_the_event_loop():
     asyncio.run(main())
     assert one.cached(pages) == len(pages) and next(reversed(one._pages._known)) == 0       # its end goes first
     assert other.cached(pages) == 0, "another engine has been sent nothing"
+
+
+def test_long_prompts_that_begin_alike_go_to_all_engines_and_a_conversation_stays():
+    """24 agents with a prompt of 24,000 tokens, of which 8,000 are everybody's."""
+    num_open, cached = [0] * 8, [0] * 8
+    for _ in range(24):
+        chosen = least(24_000, 1, [Load(n, k, 16) for n, k in zip(cached, num_open, strict=True)])
+        num_open[chosen] += 1
+        cached[chosen] = 8_000
+    assert max(num_open) <= 5 and min(num_open) >= 2
+    assert least(100_000, 1, [Load(99_000, 4, 16), *[Load(8_000, 0, 16)] * 7]) == 0

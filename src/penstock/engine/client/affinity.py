@@ -16,6 +16,9 @@ from typing import NamedTuple
 # KV is, and a prompt that everybody begins with does not keep everybody in one place.
 OPEN_TOKENS = 16
 WAITING_TOKENS = 256
+# Of a prompt, and more than those if it is long: a request that shares an engine with others like it waits for
+# their prompts and for memory. Without it sessions that begin alike all go to one engine (ADR 0050).
+OPEN_SHARE = 1 / 8
 
 
 class Load(NamedTuple):
@@ -30,8 +33,9 @@ def least(tokens: int, choices: int, loads: Sequence[Load]) -> int:
     """Return the number of the engine that has least to do for a prompt of so many tokens: the longest cached
     prefix, then the least load, unless the prefix is worth less than the requests that it would wait for."""
     over = [max(0, load.num_open + choices - load.rows) for load in loads]
-    waits = 0 if all(over) else WAITING_TOKENS
-    cost = [tokens - load.cached_tokens + OPEN_TOKENS * load.num_open + waits * more
+    share = tokens * OPEN_SHARE
+    waits = 0 if all(over) else max(WAITING_TOKENS, share)
+    cost = [tokens - load.cached_tokens + max(OPEN_TOKENS, share) * load.num_open + waits * more
             for load, more in zip(loads, over, strict=True)]
     return min(range(len(loads)), key=lambda n: (cost[n], loads[n].num_open))
 
