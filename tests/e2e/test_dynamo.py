@@ -172,6 +172,22 @@ def test_a_worker_whose_engine_dies_leaves_and_exits_1(model, tmp_path):
         fleet.until(lambda: fleet.ask([1, 2, 3]).status_code != 200)
 
 
+def test_what_the_engine_refuses_ends_the_worker_with_2(model, tmp_path):
+    with Fleet(tmp_path) as fleet:
+        worker = fleet.worker(model, *KV, "--max-model-len", "9999999")
+        assert worker.process.wait(60) == 2
+        assert "penstock: error: --max-model-len 9999999" in worker.log()
+
+
+def test_an_engine_that_dies_while_it_loads_ends_the_worker_with_1(model, tmp_path):
+    with Fleet(tmp_path) as fleet:
+        worker = fleet.worker(model, *KV)
+        fleet.until(worker.engines)
+        os.kill(worker.engines()[0], signal.SIGKILL)
+        assert worker.process.wait(60) == 1
+        assert "was killed by signal 9" in worker.log()
+
+
 def test_an_engine_of_several_that_dies_comes_back_and_its_pages_are_not_expected(model, want, tmp_path):
     with Fleet(tmp_path) as fleet:
         worker = fleet.worker(model, *KV, "--dp", "2")

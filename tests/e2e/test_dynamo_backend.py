@@ -13,6 +13,7 @@ from events_reader import Subscriber
 from pair_server import key_file
 
 from penstock.cli.main import parsed
+from penstock.config.base.errors import ConfigError
 
 backend = dynamo_fake.backend()
 PROMPT = [(i * i * 7 + 3 * i) % 95 for i in range(100)]
@@ -152,15 +153,26 @@ def test_cleanup_waits_for_open_answers(model) -> None:
     asyncio.run(run())
 
 
-def test_what_the_engine_refuses_is_said_at_start(model) -> None:
-    async def run() -> None:
-        engine, _ = made(model, "--max-model-len", "9999999")
-        with pytest.raises(backend.EngineShutdown, match="max-model-len"):
-            await engine.start(1)
-        await engine.cleanup()
-        assert isinstance(engine.failed, backend.ConfigError)
+class Worker:
+    """As Dynamo's: what `start` raises comes back as a bare exception."""
 
-    asyncio.run(run())
+    def __init__(self, engine: Any, settings: Any) -> None:
+        self.engine = engine
+
+    async def run(self) -> None:
+        try:
+            await self.engine.start(1)
+        except backend.EngineShutdown as e:
+            await self.engine.cleanup()
+            raise Exception(f"Unavailable: {e}") from None
+
+
+def test_what_the_engine_refuses_is_one_clear_error(model, monkeypatch) -> None:
+    monkeypatch.setattr(backend, "Worker", Worker)
+    found = parsed("dynamo", [model, "--max-model-len", "9999999", "--discovery-backend", "mem"])
+    assert found is not None
+    with pytest.raises(ConfigError, match="--max-model-len 9999999"):
+        backend.serve(*found)
 
 
 @pytest.mark.parametrize("way", ["the router's room", "a room of the prefill worker"])

@@ -130,7 +130,8 @@ class Backend(LLMEngine):  # type: ignore[misc]
     def _on_death(self, error: EngineDied) -> None:
         self.failed = error
         log.error("%s", str(error).splitlines()[0])
-        os.kill(os.getpid(), signal.SIGTERM)        # Dynamo's Worker leaves the discovery first
+        if self._watching is not None:              # else `start` fails with it
+            os.kill(os.getpid(), signal.SIGTERM)    # Dynamo's Worker leaves the discovery first
 
     # ------------------------------------------------------------ requests
     async def generate(self, request: dict[str, Any], context: Any) -> AsyncGenerator[dict[str, Any], None]:
@@ -302,7 +303,7 @@ def serve(config: Config, args: argparse.Namespace) -> int:
     backend, settings = worker(config, args)
     try:
         uvloop.run(Worker(backend, settings).run())
-    except EngineShutdown:
+    except Exception:                       # what `start` raises comes back from Rust as a bare one
         if backend.failed is None:
             raise
     if isinstance(backend.failed, ConfigError):
