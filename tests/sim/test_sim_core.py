@@ -68,7 +68,7 @@ def test_a_thousand_scenarios_have_every_combination_of_modes() -> None:
 
 
 # A pair without a fault, whose pools are large: nothing that only a fault excuses may happen.
-CALM = ("pair=1,push_fail=0,deaths=0,cuts=0,keep=0,delay=1,patience=1e9,"
+CALM = ("warms=0,pair=1,push_fail=0,deaths=0,cuts=0,keep=0,delay=1,patience=1e9,"
         "deadline=1e9,fail=0,damages=0,aborts=0,abort=0,stops=0,stop=0,expire=0,pauses=0,drops=0,spills=0,"
         "flushes=0,jumps=0,aims=0,straggle=0,hold=0,shy=0,turns=0,rows=16,hbm_pages=400,dram_pages=400,"
         "disk_pages=0,prompt_max=8,new_max=8,requests=6,step_tokens=64")

@@ -18,6 +18,7 @@ from penstock.core.plan import (
     RequestId,
     Retired,
     Say,
+    SessionEnded,
     StepPlan,
     Tier,
 )
@@ -92,12 +93,12 @@ def test_long_prompts_leave_the_ring_before_they_fill_memory():
 
 def test_no_token_stop_id_namespace_or_identity_of_a_user_is_in_a_dump():
     recorder = Recorder(Core(CFG))
-    kwargs = {"namespace": SECRET, "attention": SECRET}
+    kwargs = {"namespace": SECRET, "attention": SECRET, "session": SECRET}
     run(recorder, [arrived(1, [SECRET + i for i in range(30)], 9,
                            stop=frozenset((SECRET + 32, SECRET + 999)), **kwargs)])
-    recorder.advance([arrived(2, [SECRET] * 20, **kwargs)])
+    recorder.advance([arrived(2, [SECRET] * 20, **kwargs), SessionEnded(SECRET)])
     text = dump(recorder)
-    assert str(SECRET)[:-3] not in text
+    assert str(SECRET)[:-3] not in text and '["SessionEnded",1]' in text
     assert "Finished" in text and '"stop"' in text, "the stop id was hit: this tests nothing"
 
 
@@ -168,7 +169,7 @@ def test_a_new_field_of_a_message_with_content_must_be_looked_at():
     """Of these the stand-ins replace some fields by name: say here what a new one may tell."""
     assert {f.name for f in fields(Arrived)} == {
         "rid", "prompt", "max_new", "stop", "min_new", "namespace", "priority", "leader",
-        "selects", "attention", "transfer", "peer", "cached_max", "drafts"}
+        "selects", "attention", "transfer", "peer", "cached_max", "drafts", "session", "warms"}
     assert {f.name for f in fields(Retired)} == {"step", "tokens"}
     assert {f.name for f in fields(StepPlan)} == {
         "step", "rows", "rids", "start", "count", "samples", "tokens", "grows", "binds", "moves", "remaps",

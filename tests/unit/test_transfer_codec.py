@@ -17,7 +17,7 @@ from penstock.transfer import codec
 from penstock.transfer.codec import PageFrame, PageHead, SealedFrameReader, Sealer, checksum, connection_keys
 from penstock.transfer.facts import Facts, GroupFacts
 from penstock.transfer.layout import PageSlice
-from penstock.transfer.messages import Ask, Beat, First, Greeting, Memory, Offer, Prompted, Taken
+from penstock.transfer.messages import Ask, Beat, First, Greeting, Memory, Offer, Prompted, SessionNews, Taken
 
 KEY, EPOCH = b"k" * 32, 7
 FACTS = Facts("decode", {"weights": "abc", "RoPE": "none"},
@@ -27,8 +27,9 @@ MESSAGES = [
     Drained(9, 2, Reason.CANCELLED), Greeting(FACTS, 6, 10_000, b"e" * 16, 7), Beat(),
     Ask(transfer=9, prompt=b"\1\0\0\0" * 5, params=SamplingParams(stop=("é",), logit_bias={5: -1.5}, seed=-3),
         stop_ids=[2], max_new=5, namespace=b"n" * 16, choice=1, leader=8, selects=True,
-        attention=(1 << 63) - 1),
+        attention=(1 << 63) - 1, trace="00-1-2-01", session=1 << 62),
     First(9, 2, [(-0.5, 1, [(4, -0.5), (9, -1.0)])], 16, 32, 48),
+    SessionNews((1 << 63) - 1, True),
     Prompted(9, 2, Scores(7, b"\0" * 8, b"\1\0\0\0" * 2, b"", b"")),
     Memory(b"where it lies"), Offer(9, 2, 1, (0, 3, 16, 2, 0, 0), b"\5" * 8, 15, 1 << 20), Taken(15)]
 HEAD = PageHead(9, 2, 1, PageSlice(2, 1, 16, 1, 4, 3), 0)

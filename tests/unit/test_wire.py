@@ -16,7 +16,8 @@ TO_ENGINE = [
                 selects=True, attention=(1 << 63) - 1,
                 params=SamplingParams(stop=("é", "##"), logit_bias={5: -1.5}, seed=-3, n=2,
                                       forced=(4, 0))),
-    wire.Abort(7), wire.StopAt(7, 3), wire.Flush(), wire.AskStats(1), wire.AskShown(2), wire.Shutdown()]
+    wire.Abort(7), wire.StopAt(7, 3), wire.Flush(), wire.OfSession(1 << 62, True),
+    wire.AskStats(1), wire.AskShown(2), wire.Shutdown()]
 FROM_ENGINE = [
     wire.EngineReady(pid=1, vocab_size=9, max_model_len=8, info={"dtype": "float32", "none": None},
                selection=Selection(selector="bounds", version=1, unit=8, budget=512, sinks=16, window=64,

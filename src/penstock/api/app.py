@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from penstock.api import native
-from penstock.api.apis import anthropic, responses
+from penstock.api.apis import anthropic, responses, sessions
 from penstock.api.apis import generate as sglang
 from penstock.api.completions import OpenAI, as_api_error
 from penstock.api.limits import CLOSE, Disconnected, Keys, read_body, while_connected
@@ -59,6 +59,7 @@ ADMIN_PATHS = ("/metrics", "/server_info", "/get_server_info", "/flush_cache", "
 STATS_S_MAX = 5.0
 GENERATE_S_MAX = 20.0
 JSON_TYPE = "application/json"
+SESSION_HEADER = b"x-dynamo-session-id"
 DISCONNECTED = "client_disconnected"          # `error.type` of a span
 BODY_BYTES, BYTES_A_TOKEN = 4 << 20, 16     # largest body: at least, and for each token of the context
 
@@ -100,6 +101,7 @@ class HttpReply:
         self.ended = False
         self.status = 0              # that was sent
         self.span: RequestSpan | None = None
+        self.session = ""            # that the path or a header names
 
     async def whole(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         self.started = self.ended = True
@@ -148,6 +150,8 @@ class Generating:
         # Past the frameworks' wrappers, which each event of a stream would pay for.
         reply = HttpReply(scope["send"], self._api.metrics, self._shape)
         api = self._api
+        named = _values(scope, SESSION_HEADER)
+        reply.session = scope.get("path_params", {}).get("session") or (named[0] if named else "")
         if self._operation and api.traces is not None:
             reply.span = api.traces.begin(self._operation, scope["headers"])
         api.num_open += 1
@@ -265,6 +269,7 @@ def build_app(api: OpenAI, health: Health, keys: Keys, config: ServerConfig,
         generating("/tokenize", native.tokenize),
         generating("/detokenize", native.detokenize),
         generating("/abort_request", native.abort),
+        generating("/v1/sessions/{session:path}", sessions.change),
         *([] if api.routed.prefills else [get("/health_generate", views.health_generate)]))
     app = Starlette(routes=[
         *serving,

@@ -44,7 +44,7 @@ from penstock.config.request.params import SamplingParams
 from penstock.engine.client.client import EngineClosed, EngineDied, checked_limits
 from penstock.engine.client.generation import Ended, Generation
 from penstock.engine.client.metrics import Metrics
-from penstock.engine.client.namespaces import namespace
+from penstock.engine.client.namespaces import namespace, session_number
 from penstock.engine.client.replicas import Engines
 from penstock.engine.wire import BootstrapRoom, Origin
 from penstock.text.chat import ONLY_TEXT, ChatTemplate, too_many_messages
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.http")
 T = TypeVar("T")
+SESSION_CHARS_MAX = 256
 
 
 _SWITCHES = ("enable_thinking", "thinking")     # of templates, for reasoning
@@ -70,6 +71,7 @@ class Reply(Protocol):
 
     started: bool
     span: RequestSpan | None        # None: the request is not traced
+    session: str                    # that the path or a header names; "": none
 
     async def whole(self, status: int, body: bytes, headers: dict[str, str]) -> None: ...
     async def start(self) -> None: ...
@@ -215,6 +217,12 @@ class OpenAI:
         await self._run(prompts, request, params, tenant, written(prompts), reply, began,
                         blamed=field[0] if field else "")
 
+    def session(self, tenant: bytes, name: str) -> int:
+        """Return the number of a tenant's session. Raises RequestError."""
+        if not 0 < len(name) <= SESSION_CHARS_MAX:
+            raise RequestError(f"session_id has {len(name)} characters: 1 to {SESSION_CHARS_MAX}", "session_id")
+        return session_number(self._secret, tenant, name)
+
     # ------------------------------------------------------------ prompts
     @property
     def only_text(self) -> str:
@@ -325,7 +333,9 @@ class OpenAI:
         root = namespace(self._secret, self._cache_of(tenant), request.cache_salt)
         room = self.routed.room(request)
         turn = 0 if params.priority < 0 or room is not None else self._turn_of(tenant)
-        origin = Origin(turn, "" if reply.span is None else reply.span.trace)
+        name = request.session_id or reply.session
+        origin = Origin(turn, "" if reply.span is None else reply.span.trace,
+                        self.session(tenant, name) if name else 0)
         engine = self.engine.of(request.data_parallel_rank)
         generation = Generation(engine, self.tokenizer, self.metrics, began=began, shown=shown,
                                 silent=isinstance(request, CompletionRequest) and request.silent)
@@ -344,7 +354,8 @@ class OpenAI:
             # Also when the client has gone, which cancels this task wherever it waits.
             await generation.close()
             if reply.span is not None:
-                reply.span.answered(out.id, self.named(request.model), params, bool(request.stream), generation)
+                reply.span.answered(out.id, self.named(request.model), params, bool(request.stream), generation,
+                                    name)
 
     async def _check_grammar(self, params: SamplingParams, prompt: list[int], tenant: bytes,
                              blamed: str) -> None:

@@ -13,6 +13,7 @@ import msgspec
 from penstock.api.apis.anthropic import CountRequest, MessagesError, MessagesRequest
 from penstock.api.apis.generate import GenerateRequest
 from penstock.api.apis.responses import ResponsesRequest
+from penstock.api.apis.sessions import SessionRequest
 from penstock.api.native import AbortRequest, DetokenizeRequest, TokenizeRequest
 from penstock.api.page import FILES
 from penstock.api.protocol.body import Body, unbuilt
@@ -51,7 +52,8 @@ def document(served: Collection[str] | None = None) -> dict[str, Any]:
         "/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest,
         "/v1/messages": MessagesRequest, "/v1/messages/count_tokens": CountRequest,
         "/v1/responses": ResponsesRequest, "/generate": GenerateRequest,
-        "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest, "/abort_request": AbortRequest}
+        "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest, "/abort_request": AbortRequest,
+        "/v1/sessions/{session}": SessionRequest}
     (error, anthropic, *bodies), schemas = msgspec.json.schema_components(
         [Error, MessagesError, *posts.values()], ref_template=_REF)
     for kind in posts.values():
@@ -68,7 +70,9 @@ def document(served: Collection[str] | None = None) -> dict[str, Any]:
     def generating(path: str, schema: dict[str, Any]) -> dict[str, Any]:
         several = {"application/json": {"schema": {"type": ["object", "array"]}}}
         whole = several if path == "/generate" else objects
+        named = {"name": "session", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         return {"post": {
+            **({"parameters": [named]} if "{session}" in path else {}),
             "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
             "responses": answers(*_POST, ok=whole | {"text/event-stream": {"schema": {}}},      # of one event
                                  wrong=others if path.startswith("/v1/messages") else errors)}}

@@ -34,6 +34,7 @@ from penstock.core.plan import (
     Republish,
     RequestId,
     Retired,
+    SessionEnded,
     Spilled,
     StepId,
     Stopped,
@@ -79,6 +80,7 @@ class Core(CoreState):
             self.kv.free_gradually(all=not self.running)
         if events or not self.running:
             self.kv.tree.give_up_flushed(self.cfg.take_pages)
+            self.sessions.age(self.kv.tree, self.cfg.take_pages)
         # To a fixed point: planning may free, freeing may admit. Each request moves a few times at most.
         for _ in range(100 + 20 * len(self.live)):
             self.kv.drain()
@@ -112,7 +114,7 @@ class Core(CoreState):
     def flushing(self) -> bool:
         """Whether `advance` without events gives up more of what was flushed, or reports more cached pages: while
         no request runs, whose turns do that as well."""
-        return bool(self.kv.tree.to_flush or self.published.late) and not self.running
+        return bool(self.kv.tree.to_flush or self.published.late or self.sessions.ending) and not self.running
 
     def check(self) -> None:
         """Every invariant that can be seen from inside; raises AssertionError."""
@@ -189,6 +191,8 @@ class Core(CoreState):
                     r.forced_preemptions += bool(reclaim.spill(self, r))
             case Flushed():
                 self.kv.flush()
+            case SessionEnded(session):
+                self.sessions.end(session)
             case Republish():
                 self.published.again()
             case Expired(rid, phase, visit):
@@ -212,7 +216,7 @@ class Core(CoreState):
         # The last output token needs no KV; but nothing is longer than the context.
         longest = min(self.cfg.max_len - 1, capacity.largest(self.cfg, hosted))
         fits = longest + 1 - n
-        if fits < 1 or (self.prefills_only and not a.transfer):
+        if fits < 1 or (self.prefills_only and not (a.transfer or a.warms)):
             self.out.append(Finished(a.rid, Outcome.REFUSED, capacity.refusal(self.cfg, a, longest)))
             if self.pairs:
                 self.pairs[a.peer].refused(a.transfer)
@@ -224,8 +228,11 @@ class Core(CoreState):
         r.hot_units = capacity.hot_units(self.cfg, most)
         r.hot_units_max = capacity.hot_units(self.cfg, most, grown=True)
         r.may_host = hosted and capacity.fits(self.cfg, lifecycle.Place.HOST, n + r.max_new - 1)
+        r.session = self.sessions.begin(a.session)
         self._seq += 1
         self.live[a.rid] = r
+        if a.warms:
+            self.warming.append(r)
         self.enqueue_new(r)
         leader = self.live.get(a.leader) if a.leader is not None else None
         if leader is not None and not leader.num_output:
@@ -320,6 +327,8 @@ class Core(CoreState):
             pair.push_ready()
         if self.prefetch_queue and kv.moves.reads_left:
             self._fetch()
+        if self.warming:
+            self._end_warm()
         self.admission.admit()
         for r in list(self.transient):
             if r.blocked_on and not any([copy.ready for copy in r.blocked_on]):
@@ -354,6 +363,14 @@ class Core(CoreState):
         self.transition(r, Trigger.LANDED)
         if not r.started:
             self.started(r)
+
+    def _end_warm(self) -> None:
+        """Requests that wait for storage alone end when it has been asked, and has brought what it will."""
+        for r in list(self.warming):
+            waits = r.prefetch_pending or r.lookup_keys or (
+                r.phase is Phase.FETCHING and (r.has_more or not prefetch.is_fetched(self.kv, r)))
+            if not waits:
+                self.end(r, Outcome.WARMED)
 
     def _fetch(self) -> None:
         """Start reading stored prefixes early, if reading beats computing them again."""

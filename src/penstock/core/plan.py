@@ -53,6 +53,7 @@ class Outcome(Enum):
     REFUSED = "refused"    # can never fit; `Finished.reason` has the numbers
     SENT = "sent"          # a prefill engine has handed it over
     LOST = "lost"          # a prefill engine could not: its peer cancelled, went away, or a push failed
+    WARMED = "warmed"      # what storage has of its prompt is in host memory: it asked for no more
 
 
 # ---------------------------------------------------------------- events in
@@ -76,6 +77,16 @@ class Arrived:
     cached_max: int | None = None          # so many tokens at most are taken from what is cached: what lies
                                            # behind them is to be computed in any case
     drafts: int | None = None              # of a step, at most; None: as many as the engine takes
+    session: int = 0                       # whose pages go first once it has ended; 0: none
+    warms: bool = False                    # it ends when storage has been read: no token is computed
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnded:
+    """No request of this session follows: pages that no other has used are evicted first. An unknown number has no
+    effect."""
+
+    session: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +240,7 @@ class Claimed:
 
 Event: TypeAlias = (Arrived | Aborted | Stopped | Paused | Dropped | Spilled | Promoted | Flushed | Republish
                     | Expired | Rates | HotUse | Retired | Moved | Listed | Received | PeerJoined | PeerLeft
-                    | Claimed)
+                    | Claimed | SessionEnded)
 
 
 # ---------------------------------------------------------------- plan out

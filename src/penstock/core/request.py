@@ -10,6 +10,7 @@ from penstock.core.kv.prefix_tree import Copy, Node, pack
 from penstock.core.lifecycle import Phase, Place
 from penstock.core.pair.protocol import Granted
 from penstock.core.plan import Arrived, HbmPage, MoveId, RequestId, Row, StepId, Tier
+from penstock.core.policy.sessions import SHARED, Session
 
 MISSED = 0.2                # of what a hosted row selects, until a HotUse says how much
 PREEMPTIONS_MAX = 3         # times that a request gives way at most
@@ -127,6 +128,7 @@ class Request:
     own_from: int = 1 << 60                    # pages behind so many of its path it may have computed itself
     retried: bool = False                      # it has failed, and is computed again without what is cached;
     doubted: list[Node] = field(default_factory=list)  # the pages that it had begun with
+    session: Session = SHARED
     moves: set[MoveId] = field(default_factory=set)  # flying copies of its private pages
     step_depends_on: list[MoveId] = field(default_factory=list)  # loads that its next steps wait for
 

@@ -38,6 +38,7 @@ from penstock.core.plan import (
     StepId,
     Used,
 )
+from penstock.core.policy.sessions import Sessions
 from penstock.core.queues import Queues, insert, keep, remove
 from penstock.core.request import Request, ScheduledRow
 from penstock.core.settings import CoreConfig
@@ -88,6 +89,8 @@ class CoreState(Queues):
              "computed_again",
              *(f'prefix_cache_cut_total{{group="{group.name}"}}' for group in cfg.groups if group.reach)), 0)
         self.rates: Rates | None = None        # None: not measured yet
+        self.sessions = Sessions(cfg.sessions_max)
+        self.warming: list[Request] = []       # those that end when storage has been read
         self.answers = 0                       # requests that have ended with some output,
         self.answered = 0                      # and tokens of it
         self.prefills_only = role is Role.PREFILL
@@ -136,7 +139,7 @@ class CoreState(Queues):
             if leaves:
                 self.kv.freeing.append(r if target is Phase.DONE else r.hand_over(self.kv.tables()))
             else:
-                self.kv.forget_path(r)
+                self.kv.forget_path(r, used=True)
         elif (source, target) == (Phase.PROMOTING, Phase.RESIDENT):
             promote.leave_host(self.kv, r)
         elif trigger is Trigger.STAY:          # its host pages are not complete, nor will they be
@@ -159,8 +162,8 @@ class CoreState(Queues):
     def update_runnable(self, r: Request) -> None:
         """Keep the line of those who wait for a row in step with what has changed about one of them."""
         waits = r.leader is None and (r.phase in LINE or (r.phase is Phase.RECEIVING and r.delivered > 0))
-        if self.prefills_only and r.num_output and r.grant is None:
-            waits = False                      # it has been computed once: it waits for its grant
+        if r.arrived.warms or (self.prefills_only and r.num_output and r.grant is None):
+            waits = False                      # it wants no row, or has been computed once and waits for its grant
         if waits is not r.is_runnable:
             (insert if waits else remove)(self.runnable, r)
         if waits or r.is_runnable:
@@ -170,7 +173,7 @@ class CoreState(Queues):
     def enqueue(self, r: Request) -> None:
         """A request that nothing keeps from being served joins the line, and storage is asked for it."""
         self.update_runnable(r)
-        if r.is_runnable and self.cfg.disk_pages:
+        if self.cfg.disk_pages and (r.is_runnable or (r.arrived.warms and self.cfg.dram_pages)):
             self.look_up(r, more=bool(self.cfg.store_root) and self.cfg.prefix_cache)
 
     def look_up(self, r: Request, more: bool) -> None:
@@ -218,6 +221,8 @@ class CoreState(Queues):
         self.answers += r.num_output > 0
         self.answered += r.num_output
         del self.live[r.rid]
+        if r.arrived.warms:
+            self.warming.remove(r)
         self.out.append(Finished(r.rid, outcome))
 
     def started(self, r: Request) -> None:

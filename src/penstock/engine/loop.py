@@ -46,6 +46,7 @@ from penstock.engine.pd.rendezvous import LATE, UNCLAIMED, WORDS, Rooms
 from penstock.engine.pd.router import PdRouter
 from penstock.engine.record import EventLog
 from penstock.engine.request import ID_MAX, Limits, Live, Runner
+from penstock.engine.sessions import SessionPrompts
 from penstock.engine.shown import shown
 from penstock.engine.timers import Timers
 from penstock.engine.wire import (
@@ -55,6 +56,7 @@ from penstock.engine.wire import (
     BootstrapRoom,
     Flush,
     Hello,
+    OfSession,
     OutputChunk,
     ProtocolError,
     RemotePrefill,
@@ -108,7 +110,7 @@ class EngineLoop:
         self._nobody = PeerId(core.cfg.peers - 1)       # whose prompts are that wait in a room
         self._newest = 0                        # request id
         self._first: tuple[int, tuple[int, ...]] = 0, ()        # the last with a prompt
-        self._fair = Fair()
+        self._fair, self._sessions = Fair(), SessionPrompts()
         self._held: dict[int, Submit] = {}      # until their grammars are compiled: no step waits for that
         self._newest_asked = ASKED_IDS          # of those that the other end has asked for
         self._untold: dict[RequestId, None] = {}        # whose clients wait for the end of a prompt
@@ -160,6 +162,8 @@ class EngineLoop:
                     self._events.append(Stopped(RequestId(rid), count))
             case Flush():
                 self._events.append(Flushed())
+            case OfSession():
+                self._of_session(message)
             case AskStats(asked):
                 return Stats(asked, self.stats())
             case AskShown(asked):
@@ -167,6 +171,11 @@ class EngineLoop:
             case Hello() | Shutdown():
                 raise ProtocolError(f"{type(message).__name__} is not for the loop")
         return None
+
+    def _of_session(self, m: OfSession) -> None:
+        self._events += self._sessions.events(m)
+        if self._paired is not None and not self._works_for_peer:
+            self._paired.of_session(m)
 
     def _submit(self, m: Submit) -> None:
         if 0 < m.rid <= self._newest:
@@ -201,7 +210,7 @@ class EngineLoop:
         """Requests of keys whose turn it is enter, if few wait in the core: there they keep their order."""
         if not self._fair:
             return
-        line = [(self._live[e.rid], False) for e in self._events if isinstance(e, Arrived)]
+        line = [(self._live[e.rid], False) for e in self._events if isinstance(e, Arrived) and e.rid in self._live]
         line += [(self._live[r.rid], r.leader is not None) for r in self._core.waiting if r.rid in self._live]
         # Prompts of a pair take their time elsewhere: there only their number counts.
         most = self._core.cfg.step_tokens if self._paired is None else None
@@ -292,6 +301,7 @@ class EngineLoop:
         leader = m.leader if m.leader in self._live else None
         if self.timelines is not None:
             self.timelines.begin(m)
+        self._sessions.note(m)
         self._executor.open(rid, prompt, m.params, choice=m.choice, stop_ids=tuple(m.stop_ids))
         self._live[rid] = Live(rid, m.params, peer=peer, transfer=transfer, num_prompt=len(prompt),
                                room=m.room if self._rooms is not None else None, tenant=m.origin.tenant)
@@ -300,7 +310,7 @@ class EngineLoop:
             min_new=m.params.min_tokens, namespace=m.namespace, priority=m.params.priority,
             leader=None if leader is None else RequestId(leader), selects=m.selects,
             attention=m.attention, transfer=transfer,
-            peer=at if peer is None else peer.id, cached_max=m.params.cached_max,
+            peer=at if peer is None else peer.id, cached_max=m.params.cached_max, session=m.origin.session,
             drafts=m.params.speculative_tokens))
 
     # ------------------------------------------------------------ one turn
@@ -386,6 +396,8 @@ class EngineLoop:
                 self._asked(news)
             elif isinstance(news, Submit):
                 self._send_on(news, parks=False)
+            elif isinstance(news, OfSession):
+                self._of_session(news)
             else:
                 if isinstance(news, PeerLeft) and self._rooms is not None:
                     self._rooms.left(news.peer)
@@ -407,6 +419,12 @@ class EngineLoop:
             if isinstance(output, Say | Lookup | Unstore | Used):
                 continue
             rid = output.rid
+            if (tokens := self._sessions.length(rid)) is not None:
+                if isinstance(output, Entered):
+                    self._timers.set(output, tokens)
+                elif isinstance(output, Finished):
+                    self._sessions.warmed(rid)
+                continue
             live = self._live[rid]
             match output:
                 case Token():

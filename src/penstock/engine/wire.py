@@ -54,10 +54,12 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
 
     tenant   whose turn it must be, see `engine/fair.py`; 0: it enters at once
     trace    W3C traceparent of the request's span; "": it is not traced
+    session  63 bits of a keyed digest of its tenant and name; 0: none
     """
 
     tenant: int = 0
     trace: str = ""
+    session: int = 0
 
 
 NO_ORIGIN = Origin()
@@ -106,6 +108,13 @@ class Flush(_Message, frozen=True):
     """Forget cached pages that no request holds."""
 
 
+class OfSession(_Message, frozen=True):
+    """No request of this session follows (`ends`), or one is about to: what storage has of its last prompt is read."""
+
+    session: int
+    ends: bool
+
+
 class AskStats(_Message, frozen=True):
     """Answered by one Stats."""
 
@@ -124,7 +133,7 @@ class Shutdown(_Message, frozen=True):
     store_s: float = 0.0
 
 
-ToEngine = Hello | Submit | Abort | StopAt | Flush | AskStats | AskShown | Shutdown
+ToEngine = Hello | Submit | Abort | StopAt | Flush | OfSession | AskStats | AskShown | Shutdown
 
 
 # ---------------------------------------------------------------- engine process -> API process

@@ -23,6 +23,7 @@ from penstock.core.plan import (
     RequestId,
     Retired,
     Say,
+    SessionEnded,
     StepId,
     StepPlan,
     Token,
@@ -123,6 +124,7 @@ class _Redaction:
         self.born = {e.rid: e for t in turns for e in t.events if isinstance(e, Arrived)}
         self.namespaces: dict[int, int] = {}
         self.attentions: dict[int, int] = {0: 0}
+        self.sessions: dict[int, int] = {0: 0}
         self.role = recorder.core.cfg.role
         # What has ended and what is live; a refused request never had a Request.
         self.known = {r.rid: (r.arrived, r.tokens) for t in turns for r in t.ended}
@@ -239,6 +241,8 @@ class _Redaction:
     def _event(self, e: Event, stands: dict[tuple[StepId, RequestId], tuple[int, ...]]) -> Event:
         if isinstance(e, Arrived):
             return self._arrived(e)
+        if isinstance(e, SessionEnded):
+            return SessionEnded(self._session(e.session))
         if isinstance(e, Retired):
             return Retired(e.step, tuple((UNKNOWN,) * len(got) if rid is None else stands[e.step, rid]
                                          for rid, got in self._sampled(e)))
@@ -269,7 +273,10 @@ class _Redaction:
         hit = frozenset(stand for token, stand in zip(s.tokens[n:], s.stand[n:], strict=True)
                         if token in a.stop)
         return replace(a, prompt=tuple(s.stand[:n]), stop=hit, namespace=self.namespaces[a.namespace],
-                       attention=self.attentions[a.attention])
+                       attention=self.attentions[a.attention], session=self._session(a.session))
+
+    def _session(self, number: int) -> int:
+        return self.sessions.setdefault(number, len(self.sessions))
 
     def _plan(self, p: StepPlan) -> StepPlan:
         if not p.tokens:

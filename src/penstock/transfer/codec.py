@@ -29,6 +29,7 @@ from penstock.transfer.messages import (
     Offer,
     Prompted,
     Said,
+    SessionNews,
     Taken,
 )
 
@@ -54,7 +55,7 @@ class Kinds:
 
 
 KINDS: tuple[type[Said], ...] = (Grant, Cancel, End, Refused, Drained,
-                                 Greeting, Beat, Ask, First, Prompted, Memory, Offer, Taken)
+                                 Greeting, Beat, Ask, First, Prompted, SessionNews, Memory, Offer, Taken)
 PAIR = Kinds(f"pair protocol version {VERSION}", KINDS)
 
 

@@ -46,6 +46,7 @@ class Ask(_Message, frozen=True):
     leader      transfer of the first choice of the same prompt; 0: none
     room        where a router has sent the prompt to both ends: its number and the choice's; None: it has not
     trace       W3C traceparent of the request's span; "": it is not traced
+    session     63 bits of a keyed digest of its tenant and name; 0: none
     """
 
     transfer: Number
@@ -60,6 +61,7 @@ class Ask(_Message, frozen=True):
     attention: Number = 0
     room: tuple[Number, Number] | None = None
     trace: Annotated[str, Meta(max_length=64)] = ""
+    session: Number = 0
 
 
 Logprob: TypeAlias = tuple[float, Number, Annotated[list[tuple[TokenId, float]], Meta(max_length=64)]]
@@ -86,6 +88,13 @@ class Prompted(_Message, frozen=True):
     transfer: Number
     generation: Number
     scores: Scores
+
+
+class SessionNews(_Message, frozen=True):
+    """Decode to prefill: no request of this session follows (`ends`), or one is about to."""
+
+    session: Number
+    ends: bool
 
 
 class Memory(_Message, frozen=True):
@@ -119,4 +128,4 @@ class Taken(_Message, frozen=True):
 
 
 Said: TypeAlias = (Grant | Cancel | End | Refused | Drained
-                   | Greeting | Beat | Ask | First | Prompted | Memory | Offer | Taken)
+                   | Greeting | Beat | Ask | First | Prompted | SessionNews | Memory | Offer | Taken)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mutants import events, flow, groups, hosted, memory, pair, policy, storage
+from mutants import events, flow, groups, hosted, memory, pair, policy, sessions, storage
 from mutants.registry import BUDGET, COUNTER, MODE, MUTANTS, Stale
 from penstock.sim.programs.sweeps import sweep
 from penstock.sim.programs.waste import findings
 
 __all__ = ["BUDGET", "COMMAND", "COUNTER", "MODE", "MUTANTS", "events", "flow", "groups", "hosted", "hunt", "memory",
-           "pair", "policy", "storage"]
+           "pair", "policy", "sessions", "storage"]
 
 
 COMMAND = "python tests/sim/hunt.py {}"

@@ -81,7 +81,7 @@ def decode_identity_left_out_of_the_key(real: Real, r: Request, index: int, page
 
 @instead_of(Request, "page_key", 400,
             mode="alike=1,page_size=4,pauses=30,hot_pages=1,model=1,save_pages=256,turns=0.7,requests=12,prefix_cache=1,"
-                 "hbm_pages=200")
+                 "hbm_pages=200,sessions=0,ends=0,warms=0")
 def end_of_the_prompt_left_out_of_the_key(real: Real, r: Request, index: int,
                                           page_size: int) -> Sequence[int]:
     """A page that decode finished is shared whatever part of it was a prompt."""

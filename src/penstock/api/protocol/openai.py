@@ -54,6 +54,7 @@ class _Request(Structured, kw_only=True, forbid_unknown_fields=True):
     prompt_logprobs: int | None = None          # of each prompt token, with so many of the best
     prompt_logprobs_start: int | None = None    # ours: of this token and those behind it
     rid: str | None = None                      # names it for /abort_request
+    session_id: str | None = None               # of /v1/sessions
     # What a router puts in for a pair: `routed` beside this file knows what they mean.
     bootstrap_host: str | None = None
     bootstrap_port: int | None = None

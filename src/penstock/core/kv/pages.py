@@ -16,6 +16,7 @@ from penstock.core.kv.pool import Arena, Fence, Pool
 from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree, unmark_evictable
 from penstock.core.lifecycle import Phase, Place
 from penstock.core.plan import Group, StepId, Tier
+from penstock.core.policy.sessions import Session
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
 
@@ -178,7 +179,7 @@ class Pages(Matching):
         while self.freeing:
             r = self.freeing[0]
             keep = max(0, len(r.path) - n)     # the path first: what is pinned has no place in an order of eviction
-            self.forget_path(r, keep)
+            self.forget_path(r, keep, used=True)
             rest = False
             for t, up, down in zip(r.tables, self.device, self.host, strict=True):
                 named = keep * self.cfg.page_size // t.unit
@@ -474,14 +475,14 @@ class Pages(Matching):
             self.tree.unref(old)
         return found
 
-    def forget_path(self, r: Request, keep: int = 0) -> None:
-        """The request no longer names any sealed page, but for the first `keep`."""
+    def forget_path(self, r: Request, keep: int = 0, *, used: bool = False) -> None:
+        """The request no longer names any sealed page, but for the first `keep`. used: it has run with them."""
         gone = r.path[keep:]
         del r.path[keep:]                      # in place: the collector would look at each new list
-        self._unname(gone)
+        self._unname(gone, r.session if used else None)
 
-    def _unname(self, gone: list[Node]) -> None:
-        self.tree.unref(gone)
+    def _unname(self, gone: list[Node], user: Session | None = None) -> None:
+        self.tree.unref(gone, user)
         if not self.cfg.prefix_cache:
             for node in reversed(gone):
                 self.moves.discard_node(node)

@@ -20,6 +20,7 @@ from sortedcontainers import SortedKeyList
 
 from penstock.core.kv.pool import Fence, Pool
 from penstock.core.plan import Group, MoveId, StepId, Tier
+from penstock.core.policy.sessions import Session, claim
 
 IN_USE = 1 << 62     # `last_used` of a page that a live request names: later than any clock
 
@@ -93,6 +94,7 @@ class Node:
     serves: bool = True            # of models with states: there is one here or behind it
     digest: bytes = b""            # its key in storage, when somebody has asked for it
     published: tuple[int, int, int] | None = None      # see `core.published`
+    session: Session | None = None  # whose requests alone have used it; None: none has
 
     def find(self, space: TierGroup) -> Copy | None:
         """Its copy in this space, if there is one."""
@@ -195,9 +197,7 @@ def pack(numbers: Sequence[int]) -> bytes:
 
 
 def unpack(key: Sequence[int]) -> Sequence[int]:
-    if not isinstance(key, bytes):
-        return key
-    return array("q", key[:-1]) if len(key) % 4 else array("i", key)
+    return key if not isinstance(key, bytes) else array("q", key[:-1]) if len(key) % 4 else array("i", key)
 
 
 def key_under(parent: bytes, key: Sequence[int]) -> bytes:
@@ -327,15 +327,18 @@ class Tree:
             if node.first is not None:
                 self._enter(node)                # its place in the eviction orders is another now
 
-    def unref(self, path: Sequence[Node]) -> None:
-        """A request gives up the end of its path. All of it was used now: a page is never older than
-        the pages that build on it, so least recently used, deepest first, takes leaves first."""
+    def unref(self, path: Sequence[Node], user: Session | None = None) -> None:
+        """A request, which has used it if there is a `user`, gives up the end of its path. All of it was used now: a
+        page is never older than those that build on it, so least recently used, deepest first, takes leaves first."""
         self._clock += 1
         for node in reversed(path):
             node.refs -= 1
             assert node.refs >= 0
+            if user is not None and (node.session is not user or node is path[-1]):
+                claim(node, user, is_end=node is path[-1])
             if not node.refs:
-                node.last_used = 0 if node.banished else self._clock
+                ended = node.session is not None and node.session.ended
+                node.last_used = 0 if node.banished else self.flushed + 1 if ended else self._clock
             self.update_evictable(node)
 
     # ---------------------------------------------------------------- eviction
@@ -343,11 +346,12 @@ class Tree:
         return (copy := node.find(space)) is not None and not copy.pins and copy.evictable_in is not None
 
     def update_evictable(self, node: Node) -> None:
-        """Look at a node again after anything about it changed: enter it into the eviction orders,
-        or remove it if nothing is left of it."""
+        """After anything about a node changed: enter it into the eviction orders, or remove it if nothing is left."""
         self._enter(node)
         gone: Node | None = node
         while gone is not None and not (gone.first or gone.only or gone.more or gone.refs):
+            if gone.session is not None:
+                gone.session.lost(gone)
             if gone.parent is None:
                 self.roots.pop(gone.key[0], None)
             elif gone.parent.child(gone.key) is gone:
@@ -402,8 +406,7 @@ class Tree:
     def evict_oldest(self, spaces: Sequence[TierGroup], n: int) -> int:
         """The same of all these spaces together."""
         for gone in range(n):
-            oldest = [(entry[0] >> ENTRY_BITS, space) for space in spaces
-                      if (entry := self.oldest(space)) is not None]
+            oldest = [(entry[0] >> ENTRY_BITS, space) for space in spaces if (entry := self.oldest(space)) is not None]
             if not oldest:
                 return gone
             self.evict(min(oldest, key=lambda pair: pair[0])[1], 1)
@@ -415,8 +418,8 @@ class Tree:
 
     def flush(self) -> None:
         """Hide from lookups the pages that no request names now: they are the oldest, and evicted first."""
-        self._clock += 1
-        self.flushed, self.to_flush = self._clock, list(self.spaces)
+        self._clock += 2               # between the two are pages of ended sessions
+        self.flushed, self.to_flush = self._clock - 1, list(self.spaces)
         self.was_flushed = True
 
     def is_flushed(self, node: Node) -> bool:
@@ -426,8 +429,7 @@ class Tree:
     def give_up_flushed(self, n: int) -> None:
         """Evict up to n of these pages in each space."""
         if self.to_flush:
-            self.to_flush = [space for space in self.to_flush
-                             if self.evict(space, n, until=self.flushed) == n]
+            self.to_flush = [space for space in self.to_flush if self.evict(space, n, until=self.flushed) == n]
 
     def forget(self, node: Node, space: TierGroup) -> None:
         """Remove a copy that no Move touches, and release its page."""
@@ -452,8 +454,7 @@ class Tree:
         return False
 
     def _look_above(self, node: Node | None, spaces: Sequence[TierGroup]) -> None:
-        """There is another way on from this page, or one less: the last state up to it may be inner now, or
-        no more."""
+        """There is another way on from this page, or one less: the last state up to it may be inner now, or no more."""
         for space in spaces:
             last = node
             while last is not None and last.find(space) is None:

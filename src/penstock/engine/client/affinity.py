@@ -19,6 +19,7 @@ WAITING_TOKENS = 256
 # Of a prompt, and more than those if it is long: a request that shares an engine with others like it waits for
 # their prompts and for memory. Without it sessions that begin alike all go to one engine (ADR 0050).
 OPEN_SHARE = 1 / 8
+SESSIONS_MAX = 1 << 16
 
 
 class Load(NamedTuple):
@@ -38,6 +39,28 @@ def least(tokens: int, choices: int, loads: Sequence[Load]) -> int:
     cost = [tokens - load.cached_tokens + max(OPEN_TOKENS, share) * load.num_open + waits * more
             for load, more in zip(loads, over, strict=True)]
     return min(range(len(loads)), key=lambda n: (cost[n], loads[n].num_open))
+
+
+class ServedSessions:
+    """Which engines have served each session, the last one last; of the latest sessions."""
+
+    def __init__(self) -> None:
+        self._engines: OrderedDict[int, dict[object, None]] = OrderedDict()
+
+    def note(self, session: int, engine: object) -> None:
+        """A request of this session goes to `engine`; 0: it has no session."""
+        if session:
+            engines = self._engines.setdefault(session, {})
+            engines.pop(engine, None)
+            engines[engine] = None
+            self._engines.move_to_end(session)
+            if len(self._engines) > SESSIONS_MAX:
+                self._engines.popitem(last=False)
+
+    def of(self, session: int, *, ends: bool) -> list[object]:
+        """Return them, the last one first, and forget a session that ends."""
+        engines = self._engines.pop(session, {}) if ends else self._engines.get(session, {})
+        return list(reversed(engines))
 
 
 class SentPages:

@@ -255,6 +255,10 @@ class EngineClient:
         """Forget cached pages that no request holds."""
         self._send(wire.Flush())
 
+    def of_session(self, session: int, *, ends: bool) -> None:
+        """A session ends, or is about to go on: see OfSession."""
+        self._send(wire.OfSession(session, ends))
+
     async def stats(self) -> dict[str, float]:
         """Gauges and counters by metric name. Raises EngineDied."""
         answer: wire.Stats = await self._ask(wire.AskStats)

@@ -14,5 +14,14 @@ def namespace(secret: bytes, tenant: bytes, salt: str | None) -> int:
     if not tenant and salt is None:
         return 0
     text = b"" if salt is None else b"salt" + salt.encode()
+    return _number(secret, tenant, text)
+
+
+def session_number(secret: bytes, tenant: bytes, name: str) -> int:
+    """Return the number of this tenant's session with this name: no other tenant can name it."""
+    return _number(secret, tenant, b"session" + name.encode())
+
+
+def _number(secret: bytes, tenant: bytes, text: bytes) -> int:
     name = len(tenant).to_bytes(8, "little") + tenant + text
     return int.from_bytes(hashlib.blake2b(name, key=secret, digest_size=8).digest()) >> 1 or 1

@@ -17,7 +17,7 @@ from penstock.config.base.errors import RequestError
 from penstock.config.request.params import SamplingParams
 from penstock.config.settings.kv_events import with_rank
 from penstock.config.settings.tree import Config
-from penstock.engine.client.affinity import Load, SentPages, least, pages_of
+from penstock.engine.client.affinity import Load, SentPages, ServedSessions, least, pages_of
 from penstock.engine.client.client import ChoiceStream, EngineClient, EngineDied
 from penstock.engine.client.supervised import Kept, Traced
 from penstock.engine.wire import NO_ORIGIN, BootstrapRoom, EngineReady, Origin
@@ -39,6 +39,7 @@ class Member(Kept):
 
     _of: EngineClient | None = None                     # whose cache `_pages` tells
     _pages: SentPages
+    sessions: ServedSessions                            # of all engines
 
     @property
     def ready(self) -> EngineReady:
@@ -87,6 +88,7 @@ class Member(Kept):
         """See EngineClient.submit."""
         streams = self.engine.submit(prompt, params, eos_ids=eos_ids, namespace=namespace, room=room,
                                      origin=origin)
+        self.sessions.note(origin.session, self.engine)
         self.sent(prompt.pages if isinstance(prompt, Hashed) else
                   pages_of(prompt, namespace, self.known("page_size")))
         return streams
@@ -110,6 +112,9 @@ class Engines:
             Member(_numbered(config, n), f"engine {n}" if count > 1 else "", log, fds=fds, rids=rids,
                    env=environment(config, n), traced=traced, on_death=on_death if count == 1 else None)
             for n in range(count)]
+        self._sessions = ServedSessions()
+        for member in self.members:
+            member.sessions = self._sessions
 
     async def close(self, store_s: float = 0.0) -> None:
         """End all of them, see EngineClient.close. Idempotent."""
@@ -177,13 +182,16 @@ class Engines:
                origin: Origin = NO_ORIGIN) -> list[ChoiceStream]:
         """See EngineClient.submit."""
         if len(self.members) == 1:
-            return self.members[0].engine.submit(prompt, params, eos_ids=eos_ids, namespace=namespace,
-                                                 room=room, origin=origin)
+            streams = self.members[0].engine.submit(prompt, params, eos_ids=eos_ids, namespace=namespace,
+                                                    room=room, origin=origin)
+            self._sessions.note(origin.session, self.members[0].engine)
+            return streams
         pages = prompt.pages if isinstance(prompt, Hashed) else \
             pages_of(prompt, namespace, self.members[0].known("page_size"))
         member = self._choose(len(prompt), pages, params.n)
         streams = member.engine.submit(prompt, params, eos_ids=eos_ids, namespace=namespace, room=room,
                                      origin=origin)
+        self._sessions.note(origin.session, member.engine)
         member.sent(pages)
         return streams
 
@@ -197,6 +205,15 @@ class Engines:
         """Forget cached pages that no request holds, everywhere."""
         for member in self.members:
             member.flush()
+
+    def of_session(self, session: int, *, ends: bool) -> bool:
+        """Tell the engines that have served a session that it ends, or the last of them that it goes on soon. Returns
+        whether there is one."""
+        served = self._sessions.of(session, ends=ends)
+        there = [m.engine for engine in served for m in self.members if m.engine is engine and not m.missing]
+        for engine in there if ends else there[:1]:
+            engine.of_session(session, ends=ends)
+        return bool(there)
 
     async def stats(self) -> dict[str, float]:
         """Return the counters of all together. Raises EngineDied."""

@@ -27,18 +27,18 @@ from penstock.core.plan import (
     StepId,
     Tier,
 )
-from penstock.engine.wire import BootstrapRoom, Origin, RemotePrefill, Submit
+from penstock.engine.wire import BootstrapRoom, OfSession, Origin, RemotePrefill, Submit
 from penstock.exec.sampling.sampler import Logprobs
 from penstock.transfer.events import Down, PeerMessage, Pushed, Unpaired, Up
 from penstock.transfer.facts import Info
 from penstock.transfer.link import PairLink
-from penstock.transfer.messages import Ask, First, Prompted
+from penstock.transfer.messages import Ask, First, Prompted, SessionNews
 
 PROMPT_MAX = 1 << 21                # tokens of an Ask
 PROMPTED_BYTES = 1 << 19            # of scores in a Prompted
 
 
-News: TypeAlias = Event | RemotePrefill
+News: TypeAlias = Event | RemotePrefill | OfSession
 
 
 @dataclass(slots=True)
@@ -112,6 +112,8 @@ class Peer:
         match message:
             case Ask():
                 return self._asked(message)
+            case SessionNews(session, ends):
+                return [OfSession(session, ends)] if self.role == "prefill" else []
             case First(transfer, generation, logprobs, hbm, dram, disk):
                 if (wait := self._waits.get(transfer)) is not None and generation == wait.generation:
                     wait.logprobs = None if logprobs is None else list(logprobs)
@@ -151,7 +153,7 @@ class Peer:
             namespace=int.from_bytes(ask.namespace[:8], "little") >> 1,
             leader=self._rids.get(ask.leader), choice=ask.choice, selects=ask.selects,
             attention=ask.attention, room=None if ask.room is None else BootstrapRoom(*ask.room),
-            origin=Origin(trace=ask.trace)))]
+            origin=Origin(trace=ask.trace, session=ask.session)))]
 
     # ------------------------------------------------------------ prefill instance
     def accept(self, transfer: int, rid: int, num_prompt: int) -> None:
@@ -179,8 +181,13 @@ class Peer:
             m.rid, prompt.tobytes(), m.params, m.stop_ids, m.max_new,
             (m.namespace << 1).to_bytes(16, "little"), m.choice,
             m.leader or 0, m.selects, m.attention,
-            None if m.room is None else (m.room.number, m.room.index), m.origin.trace))
+            None if m.room is None else (m.room.number, m.room.index), m.origin.trace, m.origin.session))
         return m.rid
+
+    def of_session(self, m: OfSession) -> None:
+        """Pass on what was said of a session, if there is a connection."""
+        if self.epoch:
+            self._link.say(self.epoch, SessionNews(m.session, m.ends))
 
     def call(self, address: str) -> None:
         """From now on this is whom the link calls; it is not connected. Raises ConfigError."""

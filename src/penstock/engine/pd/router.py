@@ -28,7 +28,7 @@ from penstock.core.plan import (
 from penstock.engine.pd.remote import Peer
 from penstock.engine.pd.rendezvous import WORDS
 from penstock.engine.request import Live, Runner
-from penstock.engine.wire import RemotePrefill, Submit
+from penstock.engine.wire import OfSession, RemotePrefill, Submit
 from penstock.transfer.facts import Info
 from penstock.transfer.streams import CONNECT_S
 
@@ -175,6 +175,11 @@ class PdRouter:
             return peer, ""
         return None, peer.excuse if self.refuses else ""
 
+    def of_session(self, m: OfSession) -> None:
+        """Pass on what was said of a session to all prefill instances."""
+        for peer in self._peers.each:
+            peer.of_session(m)
+
     def of(self, asked: RemotePrefill) -> Peer:
         """Who has asked."""
         return self._peers.each[asked.peer]
@@ -194,7 +199,7 @@ class PdRouter:
         """By metric name."""
         return self._peers.stats()
 
-    def hear(self) -> Iterator[Event | RemotePrefill | Submit]:
+    def hear(self) -> Iterator[Event | RemotePrefill | Submit | OfSession]:
         """What has happened at the other end, and what follows from that here, in order. A Submit was
         parked, and is no longer."""
         for peer in self._peers.each:

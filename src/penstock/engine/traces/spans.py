@@ -40,7 +40,8 @@ class RequestSpan:
             _CONTEXT.inject(carrier, set_span_in_context(span))
         self.trace = carrier.get("traceparent", "")
 
-    def answered(self, id: str, model: str, params: SamplingParams, streams: bool, generation: Generation) -> None:
+    def answered(self, id: str, model: str, params: SamplingParams, streams: bool, generation: Generation,
+                 session: str) -> None:
         """What was asked for, and what came of it, also if that was cut short."""
         if not self.trace:
             return
@@ -59,6 +60,8 @@ class RequestSpan:
             attributes["gen_ai.request.max_tokens"] = params.max_tokens
         if params.seed is not None:
             attributes["gen_ai.request.seed"] = params.seed
+        if session:
+            attributes["gen_ai.conversation.id"] = session[:ID_CHARS_MAX]
         if params.n > 1:
             attributes["gen_ai.request.choice.count"] = params.n
         if usage.peer_tokens:

@@ -99,6 +99,8 @@ class Again(World):
             min_new = hits[0]
             stop = frozenset(truth[min_new:min_new + 1])
             truth, outcome = truth[:min_new + 1], Outcome.STOP
+        if a.warms:
+            truth, outcome = (), Outcome.WARMED
         leader = self._leader(a, prompt, held)
         here_ = replace(a, rid=rid, prompt=prompt, max_new=left, stop=stop, min_new=min_new, leader=leader)
         e = Expect(here_, rid, self.clock.now, truth, outcome, most < left)

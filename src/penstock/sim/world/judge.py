@@ -41,6 +41,7 @@ from penstock.sim.world import states
 from penstock.sim.world.events import Folded
 from penstock.sim.world.policy import Policy
 from penstock.sim.world.scenario import Scenario
+from penstock.sim.world.sessions import Owners
 from penstock.sim.world.view import Live, Pages, Sealed, View, Watcher
 from penstock.sim.world.workload import Expect
 
@@ -96,6 +97,8 @@ class Judge(Watcher):
         self._about: list[tuple[Live, Phase, int]] = []             # whom the event is about, where they were
         self._asked: dict[RequestId, Asked] = {}
         self.policy = Policy(self.view)
+        self.owners = Owners(self.view, self.cfg.sessions_max) if sc.sessions and not sc.damages else None
+        core.watchers += [] if self.owners is None else [self.owners]
         core.watchers.append(self)
 
     # ---------------------------------------------------------------- what users see
@@ -172,6 +175,8 @@ class Judge(Watcher):
             assert self.cfg.role == "prefill" and got == 0
         elif outcome is Outcome.REFUSED and self.cfg.role == "prefill":
             pass                                   # its pool may be smaller
+        elif outcome is Outcome.WARMED:
+            assert e.arrived.warms and e.cached < 0, f"request {rid}: it asked for tokens"
         elif outcome is Outcome.ABORT:
             assert e.aborted, f"request {rid}: nobody aborted it"
         elif outcome is Outcome.EXPIRED:
@@ -409,7 +414,7 @@ class Judge(Watcher):
             return                             # nobody else ran, and a peer may keep its pages for ever
         for w in self.view.waiting:
             a = self.made[w.rid].arrived
-            if w.phase is Phase.QUEUED and a.leader is None and not w.lookup_keys:
+            if w.phase is Phase.QUEUED and a.leader is None and not (w.lookup_keys or a.warms):
                 assert (a.priority, w.key[1]) > mine, f"request {r.rid} overtook {w.rid}"
 
     # ---------------------------------------------------------------- who owns what
@@ -436,6 +441,8 @@ class Judge(Watcher):
         changes = {tier: view.changes(tier) for tier in view.tiers}
         if planned or taken != self._seen[0]:
             self.core.check()
+            if self.owners is not None:
+                self.stats["pages of ended sessions"] += self.owners.check()
         for tier in view.tiers:
             if changes[tier] != self._seen[1].get(tier):
                 self.executor.busy[tier] = view.in_use(tier)

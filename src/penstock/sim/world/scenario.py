@@ -73,6 +73,9 @@ class Scenario:
                               # 2: two engines have it together
     damages: int = 0          # requests whose KV is found to be damaged
     republishes: int = 0      # times that a reader of KV events has missed some
+    sessions: int = 0         # that requests belong to, besides none
+    ends: int = 0             # times that one of them ends
+    warms: int = 0            # requests for what storage has of an earlier prompt
     jumps: int = 0            # the clock leaps: every deadline and reminder comes at once
     mode: str = ""            # overrides, for the line that replays it
 
@@ -104,7 +107,17 @@ def draw(seed: int, mode: str = "") -> Scenario:
     if sc.pair and seed % 5 == 3:
         sc = replace(sc, net=replace(sc.net, rooms=Random(f"rooms {seed}").choice((0.3, 0.8))))
     sc = replace(sc, damages=damages, speeds=speeds, jumps=rng.choice((0, 0, 0, 0, 1, 3)))
-    return finish(override(_named(sc), mode))
+    return finish(override(_sessions(_named(sc)), mode))
+
+
+def _sessions(sc: Scenario) -> Scenario:
+    """Requests of sessions, which end, and ask for what storage has of them."""
+    rng = Random(f"has sessions {sc.seed}")
+    if not sc.cfg.prefix_cache or rng.random() >= 0.5:
+        return sc
+    cfg = replace(sc.cfg, sessions_max=rng.choice((1, 3, 4096)))
+    return replace(sc, cfg=cfg, sessions=rng.choice((1, 2, 4)), ends=rng.choice((2, 5, 12)),
+                   warms=rng.choice((0, 1, 4)) if cfg.disk_pages else rng.choice((0, 0, 1)))
 
 
 def _named(sc: Scenario) -> Scenario:

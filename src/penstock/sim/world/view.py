@@ -203,6 +203,24 @@ class View:
         """Nobody finds it any more."""
         return sealed.banished
 
+    def eviction_orders(self) -> Iterator[list[Sealed]]:
+        """Sealed pages that no request names, by tier and group, next first; not states that come before them."""
+        for space in self._kv.tree.spaces:
+            yield [copy.node for copy in space.order if copy.number >= 0 and not copy.node.refs]
+
+    def is_hidden(self, sealed: Sealed) -> bool:
+        """Whether a flush has hidden it."""
+        return self._kv.tree.is_flushed(sealed)
+
+    def is_oldest(self, sealed: Sealed) -> bool:
+        """Whether it goes before all that was used since the last flush."""
+        return sealed.last_used <= self._kv.tree.flushed + 1
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether pages of a session that has ended are still to become the oldest."""
+        return bool(self._core.sessions.ending)
+
     def copies(self, sealed: Sealed) -> list[Where]:
         named = self.cfg.store_root and [k for k in self._kv.disk if k in sealed.copies]
         key = self._kv.tree.digest(sealed) if named else b""
@@ -292,7 +310,8 @@ class View:
         kept: dict[str, Any] = {
             "live": core.live, "steps": core.in_flight, "running": core.running, "waiting": core.waiting,
             "line": core.runnable, "columns": core.columns, "moves": copies.flying,
-            "detached": copies.detached, "sealed pages": self._kv.tree.roots}
+            "detached": copies.detached, "sealed pages": self._kv.tree.roots,
+            "ends of sessions": core.sessions.remembered, "warming": core.warming}
         for n, pair in core.pairs.items():
             kept |= {f"transfers {n}": pair.requests, f"grants {n}": pair.granted,
                      f"of peer {n}": pair.side.table}

@@ -41,6 +41,7 @@ class Workload:
     def __init__(self, sc: Scenario) -> None:
         self.sc = sc
         self.rng = Random(f"workload {sc.seed}")
+        self._sessions_rng = Random(f"whose {sc.seed}")
         size = sc.cfg.page_size
         self.bases = [self._tokens(self.rng.randrange(max(1, sc.prompt_max - 1)))
                       for _ in range(3)]
@@ -76,7 +77,7 @@ class Workload:
         if len(prompt) >= self.most[before.arrived.selects] and self.rng.random() < 0.8:
             return None                                       # would only be refused
         late = self.rng.random() * self.rng.choice((4, 80))
-        return self._make(now + late, prompt, namespace=before.arrived.namespace)
+        return self._make(now + late, prompt, namespace=before.arrived.namespace, session=before.arrived.session)
 
     # ---------------------------------------------------------------- one request
     def _prompt(self) -> tuple[tuple[int, ...], int | None]:
@@ -117,8 +118,11 @@ class Workload:
         selects = self.rng.random() < (0.8 if self.sc.again < 0.9 else 0.5)
         return selects, self.rng.choice((1,) if self.sc.alike else (0, 0, 1, 2)) if selects else 0
 
+    def _session(self, fork: Arrived | None) -> int:
+        return fork.session if fork is not None else self._sessions_rng.randint(0, self.sc.sessions)
+
     def _make(self, at: float, prompt: tuple[int, ...], *, fork: Arrived | None = None,
-              namespace: int | None = None) -> Expect:
+              namespace: int | None = None, session: int = 0) -> Expect:
         rng = self.rng
         if namespace is None:
             namespace = fork.namespace if fork is not None else rng.choice((0, 0, 0, 1))
@@ -140,7 +144,8 @@ class Workload:
         rng.random()                       # means nothing: without it every seed would be another workload
         e = Expect(Arrived(RequestId(len(self.made)), prompt, max_new, stop, min_new, namespace, priority,
                            fork.rid if fork is not None else None, selects, attention, self._transfer(),
-                           drafts=(None, None, 0, 1)[seed >> 4 & 3]),       # no dice: see above
+                           drafts=(None, None, 0, 1)[seed >> 4 & 3],        # no dice: see above
+                           session=session or self._session(fork)),
                    seed, at, truth, outcome, fits < max_new)
         self.made.append(e)
         return e

@@ -46,7 +46,7 @@ from penstock.core.plan import (
 from penstock.core.settings import CoreConfig
 from penstock.sim.ranks.clock import Clock
 from penstock.sim.ranks.executor import SimExecutor, Wire
-from penstock.sim.world import damage
+from penstock.sim.world import damage, sessions
 from penstock.sim.world.judge import Judge
 from penstock.sim.world.scenario import Scenario
 from penstock.sim.world.view import Live, Watcher
@@ -188,6 +188,7 @@ class World(Watcher):
             self.clock.after(rng.random() * (sc.span + 20), partial(self.send, Flushed()))
         if rng.random() < 0.1:
             self.clock.after(rng.random() * sc.span, partial(self.send, Aborted(RequestId(10**6))))
+        sessions.schedule(self)
         for _ in range(sc.damages):
             self.clock.after(self._damage_rng.random() * (sc.span + 20), self._find_damage)
         for _ in range(STRAYS):
@@ -343,8 +344,7 @@ class World(Watcher):
         self.judge.forced.clear()
         for event in events:
             self._note(event)
-        news = any([isinstance(event, Retired | Moved) for event in events])
-        before = None if news else self._changes()
+        before = None if any([isinstance(e, Retired | Moved) for e in events]) else self._changes()
         while True:
             if self.trace is not None:
                 self.trace.append(tuple(events))
