@@ -39,6 +39,7 @@ from penstock.memory.storage import HostPages
 from penstock.transfer.pages import PageBytes, PoolPages
 
 LOADING_S = 60.0            # a rank that loads may be silent for so long at least: files may be slow
+ENDING_S = 5.0             # a killed rank with much memory pinned or mapped takes so long to end
 STACK_S = 1.0               # what a rank that hangs has to print its stack
 OVERLAPS = 8                # steps of the stage before that a step may overlap with
 
@@ -396,7 +397,7 @@ class Crew:
         if rank.hangs:
             raise RankDied(f"rank {rank.index} (process {rank.process.pid}) {rank.hangs}")
         with contextlib.suppress(subprocess.TimeoutExpired):
-            rank.process.wait(1.0)
+            rank.process.wait(ENDING_S)
         at = self._node(rank)
         where = "" if at is None else f" of node {at.join.node}, {at.link.peer}"
         code = rank.process.returncode
