@@ -129,11 +129,11 @@ AGENTS = agents(Agents(sessions=6, pause_s=0.4, seed=1), scale=40)
 
 @pytest.fixture(scope="module")
 def larger(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """Device pages for 16,000 tokens, host pages for 24,000. Contexts of six agents grow to 40,000."""
+    """Device pages for 16,000 tokens. Contexts of six agents grow to 40,000, and the host has room for all."""
     path = tmp_path_factory.mktemp("larger")
     (path / "config.json").write_text(json.dumps(LARGER))
     return from_options(str(path), {"load_format": "dummy", "threads": 1, "kv_cache_memory_bytes": "64M",
-                                    "kv_offloading_size": "96M", "max_num_seqs": 4})
+                                    "kv_offloading_size": "512M", "max_num_seqs": 4})
 
 
 def compared(config: Config, trace: Trace, context: int, runs: int) -> dict[str, tuple[float, float]]:
@@ -142,25 +142,27 @@ def compared(config: Config, trace: Trace, context: int, runs: int) -> dict[str,
     planned, played = World(trace, plan_engine(config, rates), rates).run(), real(config, trace)
     return {"tokens/s": (planned.output_tokens / planned.seconds, played.output_tokens / played.seconds),
             **{f"TTFT p{p}": (percentile(planned.ttft_s, p), percentile(played.ttft_s, p)) for p in (50, 95)},
-            "hits": (planned.hits, sum(played.hits.values()))}
+            "hits": (planned.hits, sum(played.hits.values())),
+            "host": (planned.host_tokens / planned.prompt_tokens, played.hits["host"])}
 
 
 def test_planned_times_are_of_the_size_of_measured_ones(larger: Config) -> None:
     """Others may use this machine: the soak test below has the bars that count."""
     part = Trace("", tuple(Session(s.start_s / 10, s.turns[:8]) for s in AGENTS.sessions[:3]))
     for name, (planned, measured) in compared(larger, part, 1_000, 1).items():
-        assert 0.4 < planned / measured < 2.5, f"{name}: {planned}, measured {measured}"
+        assert name == "host" or 0.4 < planned / measured < 2.5, f"{name}: {planned}, measured {measured}"
 
 
 @pytest.mark.soak
 def test_planned_times_of_a_trace_are_those_of_an_engine_that_runs(larger: Config) -> None:
-    """Six agents at scale 40. In which order they return is chance, and so is what is evicted meanwhile: measured
-    hits differ by .02 between runs. It needs two cores for itself; a try that others disturb is repeated twice."""
-    bars = {"tokens/s": 0.1, "TTFT p50": 0.1, "TTFT p95": 0.2, "hits": 0.03}
+    """Six agents at scale 40, a third of whose cached tokens come from host memory. With a host tier that is too small
+    a slower machine finds less and so is slower still: no bar holds. It needs two cores for itself; a try that others
+    disturb is repeated twice."""
+    bars = {"tokens/s": 0.1, "TTFT p50": 0.1, "TTFT p95": 0.2, "hits": 0.01}
     for _ in range(3):
         found = compared(larger, AGENTS, 4_000, 5)
-        assert found["hits"][1] < 0.9, "the pools hold everything: nothing is tested"
-        far = {name: pair for name, pair in found.items() if abs(pair[0] - pair[1]) > bars[name] * pair[1]}
+        assert found["host"][1] > 0.15, "the device holds everything: nothing is tested"
+        far = {name: found[name] for name, bar in bars.items() if abs(found[name][0] / found[name][1] - 1) > bar}
         if not far:
             return
     raise AssertionError(f"planned, measured: {far}")
