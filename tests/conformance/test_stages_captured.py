@@ -70,6 +70,29 @@ def test_rows_that_select_out_of_host_memory_decode_as_in_one_rank(captured, nam
         assert min(len(graph.used) for graph in graphs) > NEW
 
 
+def test_padding_of_a_stage_that_shares_a_choice_has_chosen_nothing(captured, monkeypatch):
+    """GLM-5, cut in front of a layer without an indexer: what a larger step before it has chosen is not read."""
+    latent, front, take = hosted.KINDS["latent"], ranks.front, StageGraphs._take
+    config = {**hosted.LATENT, "model_type": "glm_moe_dsa", "indexer_types": ["full", "shared", "full"]}
+    monkeypatch.setitem(hosted.KINDS, "shared", hosted.Kind(config, latent.selection, latent.prompts))
+    monkeypatch.setattr(hosted, "KIND", ["shared"])
+    padded = []
+
+    def taken(self, before, bucket):
+        take(self, before, bucket)
+        if self._in.chosen_TS is not None:
+            padded.append(self._in.chosen_TS[len(before.h_TD):bucket].clone())
+    monkeypatch.setattr(StageGraphs, "_take", taken)
+    for prompt in latent.prompts.values():
+        hosted.resident(prompt, NEW)                # by one rank
+    layers = (1, 2) if ranks.NUM[0] == 2 else (1, 1, 1)
+    monkeypatch.setattr(ranks, "front", lambda *args, **kw: front(*args, **{**kw, "layers": layers}))
+    engine, _ = captured(Engine(hbm_pages=70, step_tokens=100))
+    hosted.play(engine, lambda turn: [Paused(RequestId(1 + turn % 4))] if turn % 5 == 4 else ())
+    hosted_work(engine)
+    assert sum(map(len, padded)) > 10 and all((chosen == -1).all() for chosen in padded)
+
+
 def test_a_last_stage_that_drafts_takes_what_others_hand_on_while_they_capture():
     given = []
     model = SimpleNamespace(drafting=object())

@@ -38,7 +38,7 @@ class StageGraphs(DecodeGraphs):
         self._links = links
         self._names = ("row_N", "position_N", *(("id_N",) if links.before is None else ()))
         self._in: Boundary | None = None                        # of the largest bucket
-        self._out: dict[tuple[str, int], Boundary] = {}         # of the last run of each graph
+        self._out: Boundary | None = None                       # likewise: of the last run
 
     def step(self, batch: StepBatch, arrivals: Arrivals) -> Ran | None:
         if not self.takes(batch):
@@ -49,20 +49,22 @@ class StageGraphs(DecodeGraphs):
         self._tables.check(batch.rows, batch.ends)
         self._attending.states.go_on(dict(zip(batch.rows, batch.start, strict=True)))
         if self._links.before is not None:
-            self._take(batch.before or self._links.before.take(batch.step))
+            self._take(batch.before or self._links.before.take(batch.step), bucket)
         lines = dict(zip(self._names, (batch.rows, batch.start, batch.heard), strict=False))
         logits_BV, answer_XB = self._replay((kind, bucket, False), lines, (0, bucket))
         if self._links.after is None:
             return Ran(batch.rows, logits_BV[:rows], answer_XB, counted=self._attending.looks.count_LRKE is not None)
-        self._links.after.put(batch.step, _each(lambda x: x[:rows], self._out[kind, bucket])._replace(
-            inputs=batch.inputs))
+        assert self._out is not None
+        self._links.after.put(batch.step, _each(lambda x: x[:rows], self._out)._replace(inputs=batch.inputs))
         return Ran(batch.sample_rows)
 
-    def _take(self, before: Boundary) -> None:
-        """Where the captured step reads it."""
+    def _take(self, before: Boundary, bucket: int) -> None:
+        """Where the captured step reads it; its padding has chosen nothing."""
         assert self._in is not None, "a step before the capture"
         for here, x in zip(_parts(self._in), _parts(before), strict=True):
             here[:len(x)].copy_(x)
+        if self._in.chosen_TS is not None and len(before.h_TD) < bucket:
+            self._in.chosen_TS[len(before.h_TD):bucket].fill_(-1)
 
     def capture(self) -> None:
         for bucket, kind in product(reversed(self._buckets), self._attending.kinds):
@@ -70,11 +72,12 @@ class StageGraphs(DecodeGraphs):
             if first and self._links.before is not None:
                 before = self._links.before.take(CAPTURED)
                 self._in = self._in or _each(torch.clone, before)
-                self._take(before)
+                self._take(before, bucket)
             self._record((kind, bucket, False), self._names, (0, bucket), functools.partial(self._stage, kind))
             if first and self._links.after is not None:
                 self._graphs[kind, bucket, False][0].replay()
-                self._links.after.put(CAPTURED, self._out[kind, bucket])
+                assert self._out is not None
+                self._links.after.put(CAPTURED, _each(lambda x: x[:bucket], self._out))  # noqa: B023 - called here
 
     def _stage(self, kind: str, given: Mapping[str, Tensor], logits_RV: Tensor) -> tuple[Tensor, Tensor]:
         """What is captured; of the first stage with ids of tokens, -1: the row's last one."""
@@ -88,7 +91,10 @@ class StageGraphs(DecodeGraphs):
         x = self._model.layers(x, queries.at_B, self._attending.decode(kind, queries))
         if self._links.after is None:
             return self._next_tokens(self._model.norm(x), row_B, position_B, logits_RV, looks.count_LRKE)
-        self._out[kind, len(row_B)] = x
+        if self._out is None:                       # the largest bucket, before it is recorded
+            self._out = _each(torch.clone, x)
+        for there, part in zip(_parts(self._out), _parts(x), strict=True):
+            there[:len(part)].copy_(part)
         return logits_RV[:len(row_B)], x.h_TD
 
 

@@ -40,6 +40,7 @@ from penstock.transfer.pages import PageBytes, PoolPages
 
 LOADING_S = 60.0            # a rank that loads may be silent for so long at least: files may be slow
 ENDING_S = 5.0             # a killed rank with much memory pinned or mapped takes so long to end
+LOOK_S = 0.5                # between two looks at the others while one is waited for
 STACK_S = 1.0               # what a rank that hangs has to print its stack
 OVERLAPS = 8                # steps of the stage before that a step may overlap with
 
@@ -57,6 +58,7 @@ class RankProcess:
         self._compiled = OrderedDict[Grammar, bool]()       # that it was asked to compile: whether it has
         self.heard = RankStatus()
         self.died, self.hangs = False, ""           # hangs: why it is taken for dead
+        self.refused = ""                           # why it does not start
         self.memory = b""                           # `wire.Ready.memory`
         self.use: dict[str, int] = {}               # `wire.Ready.use`
         self.uncaptured = ""                        # `wire.Ready.uncaptured`
@@ -86,6 +88,10 @@ class RankProcess:
                         with contextlib.suppress(RankDied):         # whoever waits for that one hears it
                             other.send(wire.encode(message))
                 case _:
+                    if isinstance(message, wire.Loading):
+                        self._crew.loading_at = time.monotonic()
+                    elif isinstance(message, wire.StageRefused):
+                        self.refused = message.message
                     self._answers.put(message)
         self.died = True
         self._answers.put(None)
@@ -154,14 +160,22 @@ class RankProcess:
         self._channel.cut()
 
     def answer(self, timeout_s: float) -> wire.FromRank:
-        """What it reports next; lines that it has logged meanwhile (Loading) only show that it lives. Raises
-        ConfigError when the rank refuses, RankDied when it is gone or says nothing for `timeout_s`."""
-        try:
-            while isinstance(message := self._answers.get(timeout=timeout_s), wire.Loading):
-                pass
-        except Empty:
-            # It may wait for another: who has plans and does not report is named.
-            self._crew.hang([rank for rank in self._crew.ranks if rank.queued] or [self], timeout_s)
+        """What it reports next. Raises ConfigError when a rank refuses, RankDied when one is gone, or when none has
+        logged a line (Loading) for `timeout_s`: while they start they wait for each other."""
+        asked_at, crew = time.monotonic(), self._crew
+        message: wire.FromRank | None = wire.Loading()
+        while isinstance(message, wire.Loading):
+            try:
+                message = self._answers.get(timeout=LOOK_S)
+            except Empty:
+                for rank in crew.ranks:
+                    if rank.refused:
+                        raise ConfigError(rank.refused) from None
+                    if rank.died:
+                        crew.fail(rank)
+                if time.monotonic() - max(asked_at, crew.loading_at) >= timeout_s:
+                    # It may wait for another: who has plans and does not report is named.
+                    crew.hang([rank for rank in crew.ranks if rank.queued] or [self], timeout_s)
         if message is None:
             self._crew.fail(self)
         if isinstance(message, wire.StageRefused):
@@ -178,7 +192,7 @@ class Crew:
         have come. own: what each has of the model's caches. wake: called in other threads whenever a rank has
         reported or died. `places`: of each rank its machine and its GPU there; none on CPUs. Raises
         ConfigError: a machine does not come, or is not of this engine."""
-        self._wake, self._news_at = wake, 0.0
+        self._wake, self._news_at, self.loading_at = wake, 0.0, 0.0
         self.news: SimpleQueue[None] = SimpleQueue()
         self.vocab_size = 0                         # known before the first request
         self.timeout_s = config.device.step_timeout_s
