@@ -7,7 +7,7 @@ import time
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 
 import pytest
@@ -241,20 +241,56 @@ def test_a_rank_that_stops_loading_is_named_with_the_time(model, monkeypatch, ca
     assert [rank.process.returncode for rank in started[0].ranks] == [-signal.SIGKILL] * 2
 
 
-def test_a_rank_that_loads_slowly_is_waited_for_while_it_says_how_far_it_is():
-    asked = []                                              # how long to wait for each message
-    said = [wire.Loading(), wire.Loading(), wire.Loaded({"dtype": "float32"}, 1, 1, 1)]
+class Asked:
+    """Two ranks of which the first is asked for an answer: at these seconds something happens, first come first."""
 
-    class Said:
-        def get(self, timeout):
-            asked.append(timeout)
-            return said.pop(0)
+    def __init__(self, monkeypatch, *happens):
+        self.crew, self.happens, self.now = object.__new__(Crew), [*happens], 0.0
+        self.ranks = [object.__new__(crews.RankProcess) for _ in range(2)]
+        self.crew.ranks, self.crew.timeout_s, self.crew.loading_at, self.crew._nodes = self.ranks, 1.0, 0.0, None
+        self.crew.ranges = [range(2)]
+        for i, rank in enumerate(self.ranks):
+            rank.index, rank._crew, rank._answers = i, self.crew, self
+            rank.refused, rank.died, rank.hangs = "", False, ""
+            rank.queued, rank.process = deque(), SimpleNamespace(
+                send_signal=lambda signal: None, pid=7 + i, wait=lambda seconds: None, returncode=-9)
+        monkeypatch.setattr(crews.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(crews, "STACK_S", 0.0)
 
-    rank, crew = object.__new__(crews.RankProcess), object.__new__(Crew)
-    rank.index, rank._crew, rank._answers = 0, crew, Said()
-    crew.ranks, crew.timeout_s = [rank], 1.0
-    assert [one.weight_bytes for one in crew.loaded({"dtype": "float32"})] == [1]
-    assert asked == [crews.LOADING_S] * 3                   # of each, not of all
+    def get(self, timeout):
+        if self.happens and self.happens[0][0] <= self.now + timeout:
+            self.now, what = self.happens.pop(0)
+            if not callable(what):
+                return what
+            what(self)
+        else:
+            self.now += timeout
+        raise Empty
+
+
+LOADED = wire.Loaded({"dtype": "float32"}, 1, 1, 1)
+
+
+def test_a_rank_that_loads_slowly_is_waited_for_while_any_says_how_far_it_is(monkeypatch):
+    def logs(asked):
+        asked.crew.loading_at = asked.now
+    Asked(monkeypatch, (50.0, logs), (100.0, logs), (101.0, wire.Loading()), (155.0, LOADED)).ranks[0].answer(crews.LOADING_S)
+    silent = Asked(monkeypatch, (50.0, logs), (115.0, LOADED))
+    with pytest.raises(RankDied, match="rank 0 hangs"):
+        silent.ranks[0].answer(crews.LOADING_S)
+
+
+def test_a_rank_that_fails_while_another_waits_for_it_is_named_at_once(monkeypatch):
+    """Stages capture together: the first waits for the second, which has no memory left, or was killed."""
+    def refuses(asked):
+        asked.ranks[1].refused = asked.ranks[1].died = "too little memory"
+
+    def dies(asked):
+        asked.ranks[1].died = True
+    with pytest.raises(ConfigError, match="too little memory"):
+        Asked(monkeypatch, (3.0, refuses)).ranks[0].answer(300.0)
+    with pytest.raises(RankDied, match=r"rank 1 .*killed by signal 9"):
+        Asked(monkeypatch, (3.0, dies)).ranks[0].answer(300.0)
 
 
 def test_a_hang_is_noticed_by_who_only_looks_now_and_then(monkeypatch):
