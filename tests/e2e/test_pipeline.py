@@ -274,7 +274,8 @@ LOADED = wire.Loaded({"dtype": "float32"}, 1, 1, 1)
 def test_a_rank_that_loads_slowly_is_waited_for_while_any_says_how_far_it_is(monkeypatch):
     def logs(asked):
         asked.crew.loading_at = asked.now
-    Asked(monkeypatch, (50.0, logs), (100.0, logs), (101.0, wire.Loading()), (155.0, LOADED)).ranks[0].answer(crews.LOADING_S)
+    slow = Asked(monkeypatch, (50.0, logs), (100.0, logs), (101.0, wire.Loading()), (155.0, LOADED))
+    assert slow.ranks[0].answer(crews.LOADING_S) == LOADED
     silent = Asked(monkeypatch, (50.0, logs), (115.0, LOADED))
     with pytest.raises(RankDied, match="rank 0 hangs"):
         silent.ranks[0].answer(crews.LOADING_S)
