@@ -9,6 +9,7 @@ It takes 5 s of CPU a row and seed at scale 8, 100 s at scale 1. docs/design/adr
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from statistics import median
 
 from penstock.bench.report import percentile, table
@@ -35,15 +36,14 @@ def engine(host_tokens: int, hosted: bool) -> Planned:
                       step_tokens=8_192, max_len=400_000, hot_pages=4_096 // PAGE * hosted, budget=2_048 * hosted,
                       groups=(CacheGroup(name="full", page_bytes=TOKEN_BYTES * PAGE),))
     shape = Shape(dense_bytes=0, expert_bytes=0, visited=0, token_flops=1, attention=())
-    return Planned(core=core, shape=shape, vocab=1_000, weight_bytes=0, device_bytes=0, host_bytes=0)
+    return Planned(core=core, shape=shape, vocab=1_000, context=core.max_len, weight_bytes=0, device_bytes=0,
+                   host_bytes=0)
 
 
 def row(host_tokens: int, one_shots: int, hosted: bool, *, scale: float, seed: int, rates: Rates) -> Result:
     planned = engine(host_tokens, hosted)
     trace = agents(Agents(one_shots=one_shots, seed=seed), scale)
-    core = divided(planned.core, scale)
-    return World(trace, Planned(core=core, shape=planned.shape, vocab=planned.vocab, weight_bytes=0, device_bytes=0,
-                                host_bytes=0), rates, scale=scale).run()
+    return World(trace, replace(planned, core=divided(planned.core, scale)), rates, scale=scale).run()
 
 
 def main() -> None:

@@ -2,16 +2,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from penstock.bench import agentx
 from penstock.bench.agentx import WORDS, Played
 from penstock.bench.load import Answer
+from penstock.bench.report import write_json
 from penstock.cli.main import main
-from penstock.plan.trace import Seen, Session, Span, Text, Turn
+from penstock.plan.trace import Seen, Session, Span, Text, Trace, Turn
 
 SESSION = Session(0.0, (Turn((Span("a", 64),), 32), Turn((Span("b", 48),), 32, continues=True)))
 
@@ -56,6 +59,17 @@ def test_a_turn_of_text_has_the_servers_words(monkeypatch: pytest.MonkeyPatch) -
 def test_a_session_ends_with_a_turn_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     sent, found = played(monkeypatch, [Answer(error="HTTP 503")])
     assert len(sent) == 1 and [a.error for a in found.answers] == ["HTTP 503"]
+
+
+def test_what_no_answer_has_a_value_for_is_a_dash_and_null(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, found = played(monkeypatch, [Answer(error="HTTP 503")])
+    out = tmp_path / "out.json"
+    assert agentx.report(Trace("t", (SESSION,)), found, 1.0, Namespace(output_json=str(out))) == 1
+    shown = capsys.readouterr().out
+    assert "nan" not in shown and "| - " in shown
+    write_json(str(out), {"a": float("nan"), "b": [1.5, (float("inf"),)]})
+    assert json.loads(out.read_text()) == {"a": None, "b": [1.5, [None]]}
 
 
 @pytest.mark.parametrize(("words", "message"), [

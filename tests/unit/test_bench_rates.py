@@ -18,7 +18,7 @@ PLANNED = Planned(
     core=CoreConfig(page_size=16, rows=8, hbm_pages=4_000, max_len=8_192,
                     groups=(CacheGroup(name="full", page_bytes=16 * 4_096),)),
     shape=Shape(dense_bytes=1e7, expert_bytes=0, visited=0, token_flops=6e6, attention=((4_096.0, 0),)),
-    vocab=1_000, weight_bytes=0, device_bytes=0, host_bytes=0)
+    vocab=1_000, context=8_192, weight_bytes=0, device_bytes=0, host_bytes=0)
 MACHINE = unmeasured("cpu", load_bytes_s=ENDLESS, save_bytes_s=ENDLESS, weights_bytes_s=2e10, request_us=50.0,
                   kv_bytes_s=1.2e10, prompt_flops_s=1e11, cached_us=4.0)
 

@@ -10,7 +10,7 @@ import pytest
 from penstock.cli.main import main
 from penstock.config.base.errors import ConfigError
 from penstock.plan.agents import Agents, agents
-from penstock.plan.trace import Session, Span, Text, Trace, Turn, largest_hits, read
+from penstock.plan.trace import CONTEXT_MAX, Session, Span, Text, Trace, Turn, largest_hits, part_of, read
 
 
 def write(folder: Path, *lines: object, name: str = "trace.jsonl") -> str:
@@ -68,13 +68,60 @@ def test_scale_divides_lengths_and_not_times(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("line", "message"), [
     ("[", "line 1: not JSON"), ("[]", "line 1: an object"),
-    ('{"output_length": 1}', "input_length is None: a number"),
-    ('{"input_length": 0, "output_length": 1}', "input_length is 0: at least 1"),
+    ('{"output_length": 1}', "input_length is None: a whole number"),
+    ('{"input_length": 0, "output_length": 1}', "input_length is 0: 1 to 16,777,216"),
     ('{"input_length": 600, "output_length": 1, "hash_ids": [1]}', "one number for each 512 tokens"),
     ("", "no request")])
 def test_a_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read(write(tmp_path, line))
+
+
+@pytest.mark.parametrize("column", ["arrival_s", "input_tokens", "output_tokens", "pause_s"])
+@pytest.mark.parametrize("value", ["1e18", "-1", "nan", "inf", "-inf", "x", "9" * 500])
+def test_a_number_that_no_request_has_is_refused_with_its_line(tmp_path: Path, column: str, value: str) -> None:
+    row = {"arrival_s": "0", "input_tokens": "5", "output_tokens": "5", "pause_s": "0"}
+    lines = [",".join(row), ",".join(row.values()), "", ",".join((row | {column: value}).values())]
+    with pytest.raises(ConfigError, match=f"line 4: {column} is "):
+        read(write(tmp_path, *lines, name="a.csv"))
+
+
+@pytest.mark.parametrize("name", ["timestamp", "input_length", "output_length", "delay"])
+@pytest.mark.parametrize("value", ["1e18", "-1", "NaN", "Infinity", "true", "[1]", "9" * 500])
+def test_a_number_that_no_line_of_json_has_is_refused_too(tmp_path: Path, name: str, value: str) -> None:
+    row = {"timestamp": "0", "input_length": "5", "output_length": "5", "delay": "0"} | {name: value}
+    line = "{" + ", ".join(f'"{key}": {number}' for key, number in row.items()) + "}"
+    with pytest.raises(ConfigError, match=f"line 1: {name} is "):
+        read(write(tmp_path, line))
+
+
+def test_tokens_are_whole_and_a_session_has_no_more_than_a_context(tmp_path: Path) -> None:
+    head = "session,arrival_s,input_tokens,output_tokens"
+    assert list(read(write(tmp_path, head, ",0.5,1e2,9.0", name="a.csv")).prompts()) == [100]
+    with pytest.raises(ConfigError, match=r"line 2: input_tokens is '1\.5': a whole number"):
+        read(write(tmp_path, head, ",0,1.5,9", name="a.csv"))
+    half = CONTEXT_MAX // 2
+    assert len(read(write(tmp_path, head, f"a,0,{half},1", f"b,0,{half},1", name="a.csv")).sessions) == 2
+    with pytest.raises(ConfigError, match="line 3: prompt and answer have 16,777,218 tokens: at most 16,777,216"):
+        read(write(tmp_path, head, f"a,0,{half},1", f"a,0,{half},1", name="a.csv"))
+
+
+def test_a_session_may_be_number_0_and_none_is_no_session(tmp_path: Path) -> None:
+    lines = [{"session_id": name, "input_length": 5, "output_length": 5} for name in (0, 0, None, None, "", 1)]
+    assert [len(session.turns) for session in read(write(tmp_path, *lines)).sessions] == [2, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("name", "lines"), [
+    ("a.csv", ["arrival_s,input_tokens,output_tokens", "0,5,5"]),
+    ("a.jsonl", ['{"input_length": 5, "output_length": 5}'])])
+def test_a_byte_order_mark_is_no_part_of_the_first_name(tmp_path: Path, name: str, lines: list[str]) -> None:
+    assert read(write(tmp_path, "\ufeff" + lines[0], *lines[1:], name=name)).num_turns == 1
+
+
+def test_a_row_with_a_comma_in_a_number_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="line 2: more values than the 3 columns"):
+        read(write(tmp_path, "arrival_s,input_tokens,output_tokens", "0,1,000,5", name="a.csv"))
+    assert read(write(tmp_path, "arrival_s,input_tokens,output_tokens", "0,100,5,", name="a.csv")).num_turns == 1
 
 
 def test_a_missing_column_or_file_is_named(tmp_path: Path) -> None:
@@ -100,9 +147,16 @@ def test_agents_have_the_lengths_of_the_published_traces() -> None:
 
 def test_agents_share_their_first_prompt_and_nothing_else() -> None:
     trace, text = agents(Agents(sessions=2, turns=2, one_shots=3), scale=8), Text(10_000)
-    a, b, one = (text.tokens(session.turns[0].spans) for session in trace.sessions)
+    a, b, one, *_ = (text.tokens(session.turns[0].spans) for session in trace.sessions)
     assert a[:1_000] == b[:1_000] and a[1_000:1_010] != b[1_000:1_010] and one[:10] != a[:10]
-    assert len(trace.sessions[2].turns) == 3 and not any(turn.continues for turn in trace.sessions[2].turns)
+    assert [len(session.turns) for session in trace.sessions] == [2, 2, 1, 1, 1]
+    starts = [session.start_s for session in trace.sessions[2:]]
+    assert starts == sorted(set(starts))
+
+
+def test_a_sample_of_a_fleet_has_its_share_of_the_one_shots() -> None:
+    sample = part_of(agents(Agents(sessions=20, turns=4, one_shots=40)), 0.5)
+    assert [sum(len(s.turns) == n for s in sample.sessions) for n in (4, 1)] == [10, 20]
 
 
 def test_largest_hits_are_full_pages_of_what_was_seen() -> None:
@@ -121,7 +175,10 @@ def test_the_command_describes_a_trace(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["--agents", "0"], "--agents is 0: at least 1"), (["--agents", "1", "--scale", "0"], "--scale is 0: at least 1"),
+    (["--agents", "0"], "--agents is 0: at least 1"),
+    (["--agents", "1", "--scale", "0"], "--scale is 0: 1 to 1,000,000"),
+    (["--agents", "1", "--scale", "inf"], "--scale is inf"), (["--agents", "1", "--scale", "nan"], "--scale is nan"),
+    (["--agents", "10000000000"], "430,000,000,000 requests: at most 10,000,000"),
     (["--trace", "x", "--turns", "2"], "--turns is for --agents"),
     (["--agents", "1", "--one-shots", "-1"], "--one-shots is -1: at least 0")])
 def test_the_command_refuses_what_has_no_effect(words: list[str], message: str,

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ def planned(*, device: int = 100, host: int = 0, **settings: Any) -> Planned:
     given: dict[str, Any] = {"page_size": PAGE, "rows": 8, "hbm_pages": device, "dram_pages": host, "max_len": 4_096,
                          "groups": (CacheGroup(name="full", page_bytes=16 * PAGE),), **settings}
     core = CoreConfig(**given)
-    return Planned(core=core, shape=SHAPE, vocab=1_000, weight_bytes=0, device_bytes=0, host_bytes=0)
+    return Planned(core=core, shape=SHAPE, vocab=1_000, context=core.max_len, weight_bytes=0, device_bytes=0,
+                   host_bytes=0)
 
 
 def single(name: str, tokens: int, at: float, output: int = 1) -> Session:
@@ -275,3 +277,58 @@ def test_a_fleet_is_extrapolated_and_says_how_far_smaller_parts_of_it_differ(
 def test_flags_of_a_plan_need_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--agents", "1", "--grid", "host=1G"]) == 2
     assert "--grid needs a MODEL" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- what is refused
+def test_a_plan_in_which_every_request_is_refused_fails_and_names_the_limit(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    words = ["plan", "demo", "--agents", "2", "--turns", "2", "--scale", "100", "--output-json", str(out)]
+    assert main([*words, "--routing", "round-robin", "--fleet", "1"]) == 2
+    shown = capsys.readouterr()
+    [line] = [line for line in shown.err.splitlines() if line.startswith("penstock: error: ")]
+    assert "4 of 4 requests refused" in line and "context length is 8,192 (--max-model-len" in line
+    assert "nan" not in shown.err + shown.out
+
+    def no_constant(name: str) -> None:
+        raise AssertionError(name)
+
+    found = json.loads(out.read_text(), parse_constant=no_constant)
+    assert found["points"][0]["ttft_p50_ms"] is None and found["points"][0]["refused"] == 4
+    assert (found["fleet"], found["routing"]) == (1, "round-robin")
+
+
+def test_a_plan_warns_of_what_pools_and_context_refuse(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", str(qwen), "--agents", "1", "--turns", "4", "--scale", "64"]
+    assert main([*words, "--grid", "device=1G,8G,64G"]) == 0
+    shown = capsys.readouterr()
+    assert "| - -  " in shown.out and "nan" not in shown.out
+    first, second = [line for line in shown.err.splitlines() if "warning" in line]
+    assert "device=1GiB: 4 of 4 requests" in first and "device=8GiB: 3 of 4 requests" in second
+    assert "the KV pools hold 58," in second and "(--kv-cache-memory-bytes, or device in --grid)" in second
+    assert main([*words, "--max-model-len", "40000"]) == 0
+    assert "3 of 4 requests refused" in (err := capsys.readouterr().err) and "context length is 40,000" in err
+
+
+@pytest.mark.parametrize(("grid", "message"), [
+    ("device=1T,64G", "--grid device=1T,64G: --kv-cache"),
+    ("host=64G,0,storage=1T", "--grid host=64G,0,storage=1T: st"),
+    ("engines=1.5", "'1.5' is not a whole number"), ("engines=1..1000000", "engines=1..1000000: at most 10,000"),
+    ("budget=2K", "'2K' is not a whole number")])
+def test_a_grid_that_cannot_be_is_shown_as_it_was_typed(qwen: Path, grid: str, message: str,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(qwen), "--agents", "1", "--turns", "1", "--scale", "64", "--grid", grid]) == 2
+    err = capsys.readouterr().err
+    assert message in err and ": hits " not in err, "nothing ran before"
+
+
+def test_the_first_commands_of_the_guide_run_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "planning-capacity.md").read_text()
+    block = guide.split("```sh\n")[1].split("```")[0].replace("\\\n", "")
+    commands = [shlex.split(line, comments=True) for line in block.splitlines()]
+    assert len(commands) == 2 and all(words[:2] == ["penstock", "plan"] for words in commands)
+    for words in commands:
+        assert main(words[1:]) == 0
+        shown = capsys.readouterr()
+        assert "warning" not in shown.err and "nan" not in shown.out
+    assert "| host=32GiB | 0.7" in shown.out

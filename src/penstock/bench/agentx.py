@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.bench.load import Answer, send
-from penstock.bench.report import check_output, optional, percentile, table, write_json
+from penstock.bench.report import check_output, optional, percentile, shown, table, write_json
 from penstock.config.base.errors import ConfigError
 from penstock.eval.ask import Server
 from penstock.plan.main import PAGE_TOKENS, add_source, trace_of
@@ -107,7 +107,8 @@ def report(trace: Trace, played: Played, took: float, args: argparse.Namespace) 
           f"hits: {hits:.3f} of {prompts:,} prompt tokens; {possible:.3f} is possible; "
           f"realised / theoretical {hits / possible if possible else 1:.3f}\n")
     print(table(("milliseconds", "p50", "p95", "max"), [
-        (name, *(f"{1e3 * percentile(values, p):.1f}" for p in (50, 95, 100))) for name, values in series.items()]))
+        (name, *(shown(1e3 * percentile(values, p), ".1f") for p in (50, 95, 100)))
+        for name, values in series.items()]))
     for error in sorted({a.error for a in played.answers if a.error})[:5]:
         print(f"failed: {error}")
     if args.output_json:

@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock.bench.report import optional, percentile, plot_percentiles, table, write_json
+from penstock.bench.report import optional, percentile, plot_percentiles, shown, table, write_json
 from penstock.eval.ask import Server
 
 
@@ -118,7 +118,7 @@ def _report(args: Namespace, answers: list[Answer], took: float) -> int:
           f"{sum(a.prompt_tokens for a in good) / took:.1f} prompt tokens/s, "
           f"{sum(a.cached_tokens for a in good)} cached tokens{_drafts(good)}\n")
     print(table(("milliseconds", "mean", "p50", "p90", "p99", "max"), [
-        [name, *(f"{1e3 * x:.1f}" for x in (
+        [name, *(shown(1e3 * x, ".1f") for x in (
             sum(v) / len(v) if v else float("nan"), percentile(v, 50), percentile(v, 90),
             percentile(v, 99), percentile(v, 100)))] for name, v in series.items()]))
     for error in sorted({a.error for a in answers if a.error})[:5]:

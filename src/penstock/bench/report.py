@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,11 @@ def percentile(values: Sequence[float], p: float) -> float:
     return float(np.percentile(values, p)) if values else float("nan")
 
 
+def shown(x: float, form: str) -> str:
+    """In this format, and "-" for a NaN: what has no value."""
+    return "-" if math.isnan(x) else format(x, form)
+
+
 def _short(x: float) -> str:
     return f"{x:.0f}" if abs(x) >= 1000 else f"{x:.3g}"
 
@@ -61,7 +67,16 @@ def check_output(flag: str, path: str | None) -> None:
 
 
 def write_json(path: str, data: Mapping[str, Any]) -> None:
-    Path(path).write_text(json.dumps(data, indent=1) + "\n")
+    """A number that is not finite becomes null: JSON has no other word for it."""
+    Path(path).write_text(json.dumps(_finite(data), indent=1, allow_nan=False) + "\n")
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, Mapping):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def optional(name: str) -> Any:

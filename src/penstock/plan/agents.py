@@ -16,7 +16,7 @@ class Agents:
     """Lengths in tokens, as they are before `scale` divides them.
 
     All sessions begin with the same `shared` tokens. Tool pauses are exponential with mean `pause_s`. `one_shots`
-    prompts of `one_shot_tokens` tokens, which nothing repeats, arrive one after the other while the sessions run.
+    prompts of `one_shot_tokens` tokens, which nothing repeats, arrive at random within the time of a session's tools.
     """
 
     sessions: int = 12
@@ -32,7 +32,7 @@ class Agents:
 
 
 def agents(a: Agents, scale: float = 1.0) -> Trace:
-    """Return the trace: `a.sessions` sessions, and one that sends the one-shot prompts."""
+    """Return the trace: `a.sessions` sessions, and one of a single turn for each one-shot prompt."""
     rng = Random(a.seed)
 
     def tokens(n: float) -> int:
@@ -49,8 +49,9 @@ def agents(a: Agents, scale: float = 1.0) -> Trace:
         made.append(Session(rng.uniform(0, 2 * a.pause_s), tuple(turns)))
     if a.one_shots:
         each_s = a.turns * a.pause_s / a.one_shots
-        made.append(Session(rng.uniform(0, 2 * a.pause_s), tuple(
-            Turn((Span(f"one-shot {n}", tokens(a.one_shot_tokens)),), tokens(a.output),
-                 rng.expovariate(1 / each_s) if each_s else 0.0) for n in range(a.one_shots))))
+        at = rng.uniform(0, 2 * a.pause_s)
+        for n in range(a.one_shots):
+            at += rng.expovariate(1 / each_s) if each_s else 0.0
+            made.append(Session(at, (Turn((Span(f"one-shot {n}", tokens(a.one_shot_tokens)),), tokens(a.output)),)))
     extra = f", {a.one_shots} one-shot prompts" if a.one_shots else ""
     return Trace(f"{a.sessions} agents of {a.turns} turns{extra}", tuple(made))

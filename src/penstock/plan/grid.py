@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,7 @@ BYTES = ("device", "host", "storage")
 KEYS = (*BYTES, "engines", "budget")
 QUIET = (("storage", 0), ("engines", 1))        # what is not shown of a point
 POINTS_MAX = 256
+ENGINES_MAX = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,22 +57,31 @@ def points(text: str | None) -> list[Point]:
         elif not key:
             raise ConfigError(f"--grid {text}: a key is needed first, as in host=64G,128G")
         values.setdefault(key, []).extend(_values(key, value if equals else name, f"--grid {text}"))
-    found = [Point(**dict(zip(values, one, strict=True))) for one in itertools.product(*values.values())]
-    if len(found) > POINTS_MAX:
-        raise ConfigError(f"--grid {text}: {len(found)} combinations, at most {POINTS_MAX}")
-    return found
+    num = math.prod(map(len, values.values()))
+    if num > POINTS_MAX:
+        raise ConfigError(f"--grid {text}: {num:,} combinations, at most {POINTS_MAX}")
+    return [Point(**dict(zip(values, one, strict=True))) for one in itertools.product(*values.values())]
 
 
 def _values(key: str, text: str, where: str) -> Iterator[int]:
     first, dots, last = text.partition("..")
+    read = parse_bytes if key in BYTES else _count
     try:
-        low = parse_bytes(first)
-        high = parse_bytes(last) if dots else low
+        low = read(first)
+        high = read(last) if dots else low
     except ConfigError as e:
         raise ConfigError(f"{where}: {e}") from None
     if high < low or (dots and not low) or (key in ("device", "engines") and not low):
         raise ConfigError(f"{where}: {key}={text} has to go up, from 1 or more")
+    if key == "engines" and high > ENGINES_MAX:
+        raise ConfigError(f"{where}: engines={text}: at most {ENGINES_MAX:,}")
     while low < high:
         yield low
         low *= 2
     yield high
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 16):
+        raise ConfigError(f"{text!r} is not a whole number")
+    return int(text)

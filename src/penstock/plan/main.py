@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
 
 from penstock.bench.report import check_output, write_json
 from penstock.config.base.errors import ConfigError
@@ -12,6 +13,12 @@ from penstock.plan.agents import Agents, agents
 from penstock.plan.grid import Point, points
 from penstock.plan.trace import Trace, largest_hits, part_of, read
 
+if TYPE_CHECKING:
+    from penstock.plan.rates import Rates
+    from penstock.plan.shape import Planned
+
+SCALE_MAX = 1_000_000
+REQUESTS_MAX = 10_000_000
 PAGE_TOKENS = 16                # of the share of a prompt that was seen before, without a MODEL
 
 
@@ -59,37 +66,67 @@ def planned(config: Config, args: argparse.Namespace, trace: Trace) -> int:
     from dataclasses import replace
 
     from penstock.plan.rates import read_rates
-    from penstock.plan.shape import divided, plan_engine
-    from penstock.plan.world import Result, World
+    from penstock.plan.shape import divided
+    from penstock.plan.world import Result, Routing, World
 
     rates, scale = read_rates(args.rates or "h200"), args.scale
     grid, fleet = points(args.grid), args.fleet
+    routing: Routing = args.routing or "affinity"
     if fleet is not None and fleet < max(point.engines for point in grid):
         raise ConfigError(f"--fleet is {fleet}: at least the engines of --grid")
-    engines = [plan_engine(point.settings(config), rates) for point in grid]
+    engines = [_engine(config, point, rates, args.grid) for point in grid]
     done: list[tuple[Point, Result]] = []
     for point, engine in zip(grid, engines, strict=True):
         core = engine.core
         if point.storage:
-            if not core.dram_pages:
-                raise ConfigError(f"--grid {point}: storage needs a host tier: give host=SIZE")
             core = replace(core, disk_pages=1 << 16, store_root=b"plan")
         share = point.engines / fleet if fleet else 1.0
         world = World(part_of(trace, share), replace(engine, core=divided(core, scale)), rates, engines=point.engines,
-                      routing=args.routing or "affinity", storage_bytes=point.storage, scale=scale,
+                      routing=routing, storage_bytes=point.storage, scale=scale,
                       storage_share=share)
         done.append((point, world.run()))
         print(report.progress(point, done[-1][1]), file=sys.stderr, flush=True)
-    print(report.of_grid(trace, engines[0], rates, done, scale, fleet))
     if args.output_json:
-        write_json(args.output_json, report.plain(trace, rates, done, scale))
+        write_json(args.output_json, report.plain(trace, rates, done, scale, fleet, routing))
+    refusals = report.refusals(engines, done)
+    if all(r.refused == r.num_requests for _, r in done):
+        raise ConfigError("nothing was planned. " + "; ".join(refusals))
+    print(report.of_grid(trace, engines[0], rates, done, scale, fleet))
+    for line in refusals:
+        print(f"penstock: warning: {line}", file=sys.stderr)
     return 0
+
+
+def _engine(config: Config, point: Point, rates: Rates, grid: str | None) -> Planned:
+    """Raises ConfigError, with the grid as it was typed where that is what cannot be."""
+    from penstock.plan.shape import plan_engine
+
+    try:
+        engine = plan_engine(point.settings(config), rates)
+    except ConfigError as e:
+        if grid is not None and _starts(config, rates):
+            raise ConfigError(f"--grid {grid}: {e}") from None
+        raise
+    if point.storage and not engine.core.dram_pages:
+        raise ConfigError(f"--grid {grid}: storage needs a host tier: give host=SIZE")
+    return engine
+
+
+def _starts(config: Config, rates: Rates) -> bool:
+    """Whether an engine without the grid could."""
+    from penstock.plan.shape import plan_engine
+
+    try:
+        plan_engine(config, rates)
+    except ConfigError:
+        return False
+    return True
 
 
 def trace_of(args: argparse.Namespace) -> Trace:
     """The trace that the flags name. Raises ConfigError."""
-    if not args.scale >= 1:
-        raise ConfigError(f"--scale is {args.scale:g}: at least 1")
+    if not 1 <= args.scale <= SCALE_MAX:
+        raise ConfigError(f"--scale is {args.scale:g}: 1 to {SCALE_MAX:,}")
     given = {name: value for name in ("turns", "one_shots") if (value := getattr(args, name)) is not None}
     if args.trace is not None:
         for name in (*given, *(["trace_seed"] if args.trace_seed is not None else [])):
@@ -98,4 +135,7 @@ def trace_of(args: argparse.Namespace) -> Trace:
     for name, value in (("agents", args.agents), *given.items()):
         if value < (name != "one_shots"):
             raise ConfigError(f"--{name.replace('_', '-')} is {value}: at least {int(name != 'one_shots')}")
-    return agents(Agents(sessions=args.agents, seed=args.trace_seed or 0, **given), args.scale)
+    a = Agents(sessions=args.agents, seed=args.trace_seed or 0, **given)
+    if (num := a.sessions * a.turns + a.one_shots) > REQUESTS_MAX:
+        raise ConfigError(f"--agents {a.sessions} of {a.turns} turns are {num:,} requests: at most {REQUESTS_MAX:,}")
+    return agents(a, args.scale)

@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from penstock.bench.report import percentile, table
+from penstock.bench.report import percentile, shown, table
 from penstock.config.base.sizes import show_bytes
 from penstock.plan.grid import Point
 from penstock.plan.trace import Trace
@@ -39,11 +39,11 @@ def numbers(r: Result) -> dict[str, float]:
         "seconds": r.seconds, "gpu_busy": r.device_busy, "load_busy": r.load_busy, "save_busy": r.save_busy,
         "storage_read_busy": r.read_busy, "storage_write_busy": r.write_busy, "load_bytes": r.load_bytes,
         "save_bytes": r.save_bytes, "swaps": r.swaps, "recomputes": r.drops, "spills": r.spills,
-        "promotions": r.promotions, "refused": r.refused}
+        "promotions": r.promotions, "requests": r.num_requests, "refused": r.refused}
 
 
 def progress(point: Point, r: Result) -> str:
-    return f"{point}: hits {r.hits:.3f}, time to first token {percentile(r.ttft_s, 50):.2f} s"
+    return f"{point}: hits {r.hits:.3f}, time to first token {shown(percentile(r.ttft_s, 50), '.2f')} s"
 
 
 def of_grid(trace: Trace, planned: Planned, rates: Rates, done: Sequence[tuple[Point, Result]],
@@ -59,20 +59,38 @@ def of_grid(trace: Trace, planned: Planned, rates: Rates, done: Sequence[tuple[P
     for point, r in done:
         n = numbers(r)
         rows.append([str(point), f"{n['hits']:.3f}", " ".join(f"{n[f'hits_{tier}']:.2f}" for tier in tiers),
-                     f"{n['ttft_p50_ms'] / 1e3:.2f} {n['ttft_p95_ms'] / 1e3:.1f}",
-                     f"{n['itl_p50_ms']:.1f} {n['itl_p95_ms']:.1f}", f"{n['output_tokens_s']:.0f}",
+                     f"{shown(n['ttft_p50_ms'] / 1e3, '.2f')} {shown(n['ttft_p95_ms'] / 1e3, '.1f')}",
+                     f"{shown(n['itl_p50_ms'], '.1f')} {shown(n['itl_p95_ms'], '.1f')}", f"{n['output_tokens_s']:.0f}",
                      f"{n['gpu_busy']:.2f}", f"{n['load_busy']:.2f} {n['save_busy']:.2f}",
                      f"{r.swaps} {r.drops} {r.spills}"])
     head = ("grid point", "hits", "by tier", "TTFT s", "ITL ms", "tokens/s", "GPU", "link", "preempted")
     lines += [table(head, rows),
               f"by tier: {', '.join(tiers)}; TTFT, ITL: p50 p95; GPU, link (from host, to host): share of time in use; "
               "preempted: swapped, recomputed, spilled"]
-    refused = max(r.refused for _, r in done)
-    if refused:
-        lines.append(f"refused: up to {refused} requests, whose context no pool holds")
     most = max(point.engines for point, _ in done)
     return "\n".join([*lines, *(knees([pair for pair in done if pair[0].engines == most] if fleet else done)),
                       *(fleets(done, fleet) if fleet else ())])
+
+
+def refusals(engines: Sequence[Planned], done: Sequence[tuple[Point, Result]]) -> list[str]:
+    """What was refused, by which limit, and the flags that set it; points with the same numbers share a line.
+    `engines`: of each point, not divided by the scale."""
+    points: dict[str, list[Point]] = {}
+    for planned, (point, r) in zip(engines, done, strict=True):
+        holds = planned.core.max_len            # the context length, or less where the pools hold less
+        long = [n for n in r.refused_tokens if n >= planned.context or holds == planned.context]
+        where = f"requests refused: the longest prompt has {max(r.refused_tokens, default=0):,} tokens"
+        if long:
+            points.setdefault(
+                f"{len(long):,} of {r.num_requests:,} {where}, the context length is {planned.context:,} "
+                "(--max-model-len; beyond the model's: --hf-overrides '{\"max_position_embeddings\": N}')",
+                []).append(point)
+        if r.refused > len(long):
+            host = "; --kv-offloading-size, or host" if planned.core.sparse else ""
+            points.setdefault(
+                f"{r.refused - len(long):,} of {r.num_requests:,} {where}, the KV pools hold {holds:,} "
+                f"(--kv-cache-memory-bytes, or device in --grid{host})", []).append(point)
+    return [text if len(some) == len(done) else f"{', '.join(map(str, some))}: {text}" for text, some in points.items()]
 
 
 def fleets(done: Sequence[tuple[Point, Result]], fleet: int) -> list[str]:
@@ -82,7 +100,7 @@ def fleets(done: Sequence[tuple[Point, Result]], fleet: int) -> list[str]:
         numbers_of = [(point.engines, numbers(r)) for point, r in one]
         num, most = numbers_of[-1]
         away = [f"with {n} hits differ by {abs(few['hits'] - most['hits']):.3f}, TTFT p50 by "
-                f"{_apart(few, most, 'ttft_p50_ms'):.0%}, tokens/s by "
+                f"{shown(_apart(few, most, 'ttft_p50_ms'), '.0%')}, tokens/s by "
                 f"{_apart(few, most, 'output_tokens_s', num / n):.0%}"
                 for n, few in numbers_of[:-1]] or ["simulate half as many, too, to see whether these are enough"]
         lines.append(f"{fleet:,} engines, from {num}: hits {most['hits']:.3f}, "
@@ -115,8 +133,10 @@ def knees(done: Sequence[tuple[Point, Result]]) -> list[str]:
     return found
 
 
-def plain(trace: Trace, rates: Rates, done: Sequence[tuple[Point, Result]], scale: float) -> dict[str, Any]:
+def plain(trace: Trace, rates: Rates, done: Sequence[tuple[Point, Result]], scale: float, fleet: int | None,
+          routing: str) -> dict[str, Any]:
     """All of it for a JSON file."""
     return {"trace": trace.name, "rates": rates.name, "estimated": list(rates.estimated), "scale": scale,
+            "fleet": fleet, "routing": routing,
             "points": [{"point": {name: getattr(point, name) for name in Point.__slots__}, **numbers(r)}
                        for point, r in done]}

@@ -61,11 +61,15 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """An engine that is not there: the planner's settings, the model's numbers, and the bytes of its pools."""
+    """An engine that is not there: the planner's settings, the model's numbers, and the bytes of its pools.
+
+    context     tokens of the model's context, or --max-model-len; `core.max_len` is less where the pools hold less
+    """
 
     core: CoreConfig
     shape: Shape
     vocab: int
+    context: int
     weight_bytes: int
     device_bytes: int
     host_bytes: int
@@ -91,7 +95,8 @@ def plan_engine(config: Config, rates: Rates) -> Planned:
     core = size_pools(config, caches, model.max_position, ENDLESS, budget=selection.budget if selection else 0,
                       gpu=gpu).core
     return Planned(core=core, shape=_shape(files, model, weights, dtype.itemsize), vocab=model.vocab_size,
-                   weight_bytes=weights, device_bytes=caches.nbytes(core.hbm_pages),
+                   context=config.model.max_model_len or model.max_position, weight_bytes=weights,
+                   device_bytes=caches.nbytes(core.hbm_pages),
                    host_bytes=caches.host_bytes(core))
 
 

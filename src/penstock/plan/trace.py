@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,6 +22,8 @@ Keys = list[int]                # of the full pages of a prompt: each of one pag
 BLOCK_TOKENS = 512              # of a `hash_ids` entry of a Mooncake trace
 BLOCKS_KEPT = 4_096             # of tokens of spans, in memory
 COLUMNS = ("arrival_s", "input_tokens", "output_tokens")
+CONTEXT_MAX = 1 << 24           # tokens of a prompt and its answer, before `scale`: the largest --max-model-len
+TIME_MAX = 1e13                 # Unix time in ms, for the next 250 years
 
 
 class Span(NamedTuple):
@@ -173,9 +176,14 @@ def read(path: str, scale: float = 1.0) -> Trace:
     Raises ConfigError that names the file and the line.
     """
     lines = _csv_lines(path) if path.endswith(".csv") else _mooncake_lines(path)
-    sessions: dict[str, tuple[float, list[Turn]]] = {}
-    for number, (name, start_s, turn) in enumerate(lines):
-        turns = sessions.setdefault(name or f"line {number}", (start_s, []))[1]
+    sessions: dict[str | int, tuple[float, list[Turn]]] = {}
+    contexts: Counter[str | int] = Counter()
+    for number, (where, name, start_s, turn) in enumerate(lines):
+        key = name or number
+        contexts[key] = contexts[key] * turn.continues + sum(span.tokens for span in turn.spans) + turn.output
+        if contexts[key] > CONTEXT_MAX:
+            raise ConfigError(f"{where}: prompt and answer have {contexts[key]:,} tokens: at most {CONTEXT_MAX:,}")
+        turns = sessions.setdefault(key, (start_s, []))[1]
         turns.append(_scaled(turn, scale) if turns else _scaled(turn, scale, first=True))
     if not sessions:
         raise ConfigError(f"--trace {path}: there is no request in it")
@@ -189,7 +197,7 @@ def _scaled(turn: Turn, scale: float, *, first: bool = False) -> Turn:
     return Turn(spans, max(1, round(turn.output / scale)), turn.pause_s, turn.continues and not first)
 
 
-Line = tuple[str, float, Turn]          # name of the session or "", seconds of its arrival, what arrives
+Line = tuple[str, str, float, Turn]     # file and line, name of the session or "", seconds of its arrival, what arrives
 
 
 def _mooncake_lines(path: str) -> Iterator[Line]:
@@ -201,11 +209,12 @@ def _mooncake_lines(path: str) -> Iterator[Line]:
             raise ConfigError(f"{where}: not JSON: {e}") from None
         if not isinstance(line, dict):
             raise ConfigError(f"{where}: an object is needed")
-        length, output = _number(line, "input_length", where), _number(line, "output_length", where)
-        name, ids = str(line.get("session_id") or ""), line.get("hash_ids")
-        turn = Turn(_blocks(ids, int(length), where) if ids else (Span(f"{number} of {path}", int(length)),),
-                    int(output), _number(line, "delay", where, 0.0) / 1e3, bool(name) and not ids)
-        yield name, _number(line, "timestamp", where, 0.0) / 1e3, turn
+        length, output = _tokens(line, "input_length", where), _tokens(line, "output_length", where)
+        name, ids = line.get("session_id"), line.get("hash_ids")
+        name, alone = "" if name is None else str(name), ids in (None, [])      # a session may be number 0
+        turn = Turn((Span(f"{number} of {path}", length),) if alone else _blocks(ids, length, where),
+                    output, _seconds(line, "delay", where, 0.0) / 1e3, bool(name) and alone)
+        yield where, name, _seconds(line, "timestamp", where, 0.0) / 1e3, turn
 
 
 def _blocks(ids: object, length: int, where: str) -> tuple[Span, ...]:
@@ -215,34 +224,70 @@ def _blocks(ids: object, length: int, where: str) -> tuple[Span, ...]:
 
 
 def _csv_lines(path: str) -> Iterator[Line]:
-    rows = csv.DictReader(text for _, text in _lines_of(path))
+    number = 0                          # of the last line that was read
+
+    def texts() -> Iterator[str]:
+        nonlocal number
+        for number, text in _lines_of(path):        # noqa: B007  (the loop below reads it)
+            yield text
+
+    rows = csv.DictReader(texts())
     missing = [name for name in COLUMNS if name not in (rows.fieldnames or ())]
     if missing:
         raise ConfigError(f"--trace {path}: the first line needs the columns {', '.join(COLUMNS)}; "
                           f"{', '.join(missing)} is missing")
-    for number, row in enumerate(rows, 2):
+    for row in _rows(rows, path):
         where, name = f"--trace {path}, line {number}", row.get("session") or ""
-        start_s, length, output = (_number(row, column, where) for column in COLUMNS)
-        yield name, start_s, Turn((Span(f"{number} of {path}", int(length)),), int(output),
-                                  _number(row, "pause_s", where, 0.0), bool(name))
+        if any(row.get(None, ())):
+            raise ConfigError(f"{where}: more values than the {len(rows.fieldnames or ())} columns of the first line")
+        length, output = _tokens(row, "input_tokens", where), _tokens(row, "output_tokens", where)
+        yield where, name, _seconds(row, "arrival_s", where), Turn(
+            (Span(f"{number} of {path}", length),), output, _seconds(row, "pause_s", where, 0.0), bool(name))
+
+
+def _rows(rows: csv.DictReader[str], path: str) -> Iterator[dict[Any, Any]]:
+    try:
+        yield from rows
+    except csv.Error as e:
+        raise ConfigError(f"--trace {path}, after line {rows.line_num}: {e}") from None
 
 
 def _lines_of(path: str) -> Iterator[tuple[int, str]]:
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             yield from ((number, text) for number, text in enumerate(file, 1) if text.strip())
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"--trace {path}: {e}") from None
 
 
-def _number(row: Mapping[str, Any], name: str, where: str, default: float | None = None) -> float:
-    """At least 0; a length at least 1."""
-    given, least = row.get(name), int("put" in name)
+def _tokens(row: Mapping[str, Any], name: str, where: str) -> int:
+    return int(_number(row, name, where, None, 1, CONTEXT_MAX, "whole number"))
+
+
+def _seconds(row: Mapping[str, Any], name: str, where: str, default: float | None = None) -> float:
+    return _number(row, name, where, default, 0, TIME_MAX, "number")
+
+
+def _number(row: Mapping[str, Any], name: str, where: str, default: float | None, least: float, most: float,
+            kind: str) -> float:
+    given = row.get(name)
     given = default if given in (None, "") else given
     try:
-        value = float(given)            # type: ignore[arg-type]  # None is a TypeError, too
+        value = math.nan if isinstance(given, bool) else float(given)   # type: ignore[arg-type]  # None: a TypeError
     except (TypeError, ValueError):
-        raise ConfigError(f"{where}: {name} is {given!r}: a number is needed") from None
-    if not math.isfinite(value) or value < least:
-        raise ConfigError(f"{where}: {name} is {given}: at least {least}")
+        value = math.nan
+    except OverflowError:               # an integer of hundreds of digits
+        value = math.inf
+    if value < least or value > most:
+        raise ConfigError(f"{where}: {name} is {_short(given)}: {least} to {most:,.0f}")
+    if math.isnan(value) or (kind == "whole number" and value % 1):
+        raise ConfigError(f"{where}: {name} is {_short(given)}: a {kind} is needed")
     return value
+
+
+def _short(given: object) -> str:
+    try:
+        text = repr(given)
+    except ValueError:                  # more digits than Python writes
+        return "too long"
+    return text if len(text) <= 40 else f"{text[:40]}..."

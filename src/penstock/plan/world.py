@@ -29,7 +29,8 @@ class Result:
     output_tokens: int = 0
     ttft_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)       # between tokens of an answer
-    refused: int = 0
+    num_requests: int = 0
+    refused_tokens: list[int] = field(default_factory=list)     # of each prompt that no engine can serve
     swaps: int = 0                      # preempted, KV in host memory
     drops: int = 0                      # preempted, KV computed again
     spills: int = 0                     # went on from host memory
@@ -41,6 +42,10 @@ class Result:
     write_busy: float = 0.0
     load_bytes: float = 0.0
     save_bytes: float = 0.0
+
+    @property
+    def refused(self) -> int:
+        return len(self.refused_tokens)
 
     @property
     def hits(self) -> float:
@@ -148,7 +153,9 @@ class World:
 
     def _ended(self, client: _Client, outcome: Outcome) -> None:
         self._open[client.engine] -= 1
-        self.result.refused += outcome is Outcome.REFUSED
+        self.result.num_requests += 1
+        if outcome is Outcome.REFUSED:
+            self.result.refused_tokens.append(round(self._scale * client.num_prompt))
         self.result.output_tokens += len(client.tokens)
         client.talk.answer(client.tokens)
         self._seen.answered(client.talk)
