@@ -14,6 +14,7 @@ from pair_server import key_file
 
 from penstock.cli.main import parsed
 from penstock.config.base.errors import ConfigError
+from penstock.engine.client.namespaces import session_number
 
 backend = dynamo_fake.backend()
 PROMPT = [(i * i * 7 + 3 * i) % 95 for i in range(100)]
@@ -134,6 +135,26 @@ def test_an_abort_ends_the_answer_and_frees_its_pages(model) -> None:
         assert (await answer(engine, request(), "stopped"))[1][-1]["finish_reason"] == "length"
         stopped = [c async for c in engine.generate(request(), Context("stopped", True))]
         assert [c["finish_reason"] for c in stopped] == ["cancelled"]
+        await engine.cleanup()
+
+    asyncio.run(run())
+
+
+def test_a_session_of_dynamo_is_known_until_its_last_turn(model) -> None:
+    async def run() -> None:
+        engine, _ = made(model)
+        await engine.start(1)
+        number = session_number(b"", b"", "run-4")
+
+        async def known(**agent: Any) -> bool:
+            await answer(engine, request(agent_context=agent))
+            return bool(engine._engines._sessions.of(number, ends=False))
+
+        assert not await known(session_id="another")
+        assert await known(session_id="run-4") and await known()
+        assert not await known(session_id="run-4", session_final=True)
+        usage = (await answer(engine, request()))[1][-1]["completion_usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] > 0, "what has ended is found until it is evicted"
         await engine.cleanup()
 
     asyncio.run(run())

@@ -74,6 +74,18 @@ def test_what_is_not_known_or_not_asked_for_is_said(model, tmp_path):
         for wrong in ({}, {"end": True, "warm": True}, {"end": False}, {"stop": True}):
             assert change(server, "a", one, **wrong).status_code == 400
         assert ask(one, session_id="x" * 257) == 400 and ask(one, session_id=7) == 400
+        # Header, field and path read a name alike.
+        for where, named in (("z\u00e9", {"session_id": "z\u00e9"}), ("\u4f1a/1", {})):
+            assert ask({**one, **({} if named else {b"x-dynamo-session-id": where.encode()})}, **named) == 200
+            assert change(server, where, one, end=True).json()["id"] == where
+        for header, body_name in ((b"z\xe9", None), (b"", None), (b"good", "")):
+            given = {} if body_name is None else {"session_id": body_name}
+            refused = server.http.post("/v1/completions", json={**body, **given},
+                                       headers={**one, b"x-dynamo-session-id": header})
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "session_id", refused.text
+            assert ("UTF-8" if header == b"z\xe9" else "0 characters: 1 to 256") in refused.text
+        nameless = change(server, "", {**one, "x-dynamo-session-id": "a"}, end=True)
+        assert nameless.status_code == 400 and "0 characters" in nameless.text, "the path's name counts"
         assert ask(one, session_id="a") == 200
         warm = change(server, "a", one, warm=True)
         assert warm.status_code == 400 and "--kv-storage" in warm.json()["error"]["message"]

@@ -105,8 +105,9 @@ def test_a_prompt_from_storage_was_fetched_and_loaded(demo, collector):
 def test_what_is_not_sampled_by_its_caller_leaves_nothing(demo, collector):
     other = "5" * 32
     answer = chat(demo, headers={"traceparent": f"00-{other}-{PARENT}-00"})
-    wrong = chat(demo, headers={"traceparent": f"00-{other}-nothing-01"})
+    wrong = chat(demo, headers={"traceparent": f"00-{other}-nothing-01", "x-dynamo-session-id": "run-4"})
     root, _ = collector.trace(wrong["id"], "decode")
+    assert root.told["gen_ai.conversation.id"] == "run-4"
     assert root.parent == "" and root.trace != other
     assert not [s for s in collector.spans if s.trace == other or answer["id"] in s.told.values()]
 

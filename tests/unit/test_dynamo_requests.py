@@ -45,6 +45,15 @@ def test_a_request_has_the_clients_values_and_the_models_elsewhere() -> None:
     assert bare.params.max_tokens is None and bare.params.temperature == 0.6 and bare.eos_ids == ()
 
 
+@pytest.mark.parametrize(("agent", "found"), [
+    (None, ("", False)), ({"session_id": None, "session_final": None}, ("", False)),
+    ({"session_id": " é "}, ("é", False)),
+    ({"session_id": "run-4", "parent_session_id": "a", "session_final": True}, ("run-4", True))])
+def test_a_session_is_what_dynamos_headers_have_named(agent, found) -> None:
+    asked = read(sent(agent_context=agent), DEFAULTS)
+    assert (asked.session, asked.ends_session) == found
+
+
 def test_ids_that_stop_come_from_all_three_lists() -> None:
     asked = read(sent(stop_conditions={"stop_token_ids": [1], "stop_token_ids_visible": [2],
                                        "stop_token_ids_hidden": [3], "ignore_eos": True}), DEFAULTS)

@@ -18,6 +18,7 @@ from penstock.engine import wire
 from penstock.engine.loop import EngineLoop
 from penstock.engine.record import EventLog
 from penstock.engine.shown import EDGES_MAX, REQUESTS_MAX, TURNS_MAX
+from penstock.engine.traces.timeline import Timelines
 
 _spec = importlib.util.spec_from_file_location(
     "engine_fake", Path(__file__).with_name("engine_fake.py"))
@@ -225,6 +226,18 @@ def test_a_submit_that_comes_twice_counts_once():
     rig.submit(1)
     rig.run()
     assert rig.tokens[1] == [5, 6, 7, 5]
+
+
+def test_a_submit_that_comes_again_after_its_end_has_one_timeline():
+    rig = Rig()
+    rig.loop.timelines = lines = Timelines()
+    for repeat in range(2):
+        rig.submit(1, origin=wire.Origin(trace="00-1-2-01"))
+        rig.run()
+        assert len(lines.ended(rig.chunks, {})) == 1 - repeat and not lines._open
+    rig.submit(2, origin=wire.Origin(trace="00-1-2-01"), prompt=())
+    rig.loop.handle(wire.Abort(2))
+    assert len(lines.ended([], {})) == 1 and not lines._open
 
 
 def test_stats_of_all_parts_and_checks_when_asked():

@@ -1,15 +1,19 @@
 """Sessions outside the scheduler: whose they are, which engine has them, and which prompts are kept."""
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from penstock.config.request.params import SamplingParams
 from penstock.core.plan import Arrived, SessionEnded
+from penstock.core.settings import CoreConfig
 from penstock.engine import sessions as engine_sessions
 from penstock.engine.client import affinity
 from penstock.engine.client.affinity import ServedSessions
 from penstock.engine.client.namespaces import namespace, session_number
-from penstock.engine.sessions import SessionPrompts
+from penstock.engine.client.replicas import Engines
+from penstock.engine.sessions import NAME_BITS, SessionPrompts, Shares, key_of
 from penstock.engine.wire import OfSession, Origin, Submit
 
 
@@ -38,35 +42,84 @@ def test_a_session_warms_with_its_last_prompt_once_at_a_time() -> None:
 
 
 def test_prompts_are_kept_within_bounds(monkeypatch) -> None:
-    monkeypatch.setattr(engine_sessions, "PROMPTS_MAX", 3)
+    monkeypatch.setattr(engine_sessions, "TOKENS_LEAST", 33)
     monkeypatch.setattr(engine_sessions, "TOKENS_MAX", 100)
     prompts = SessionPrompts()
     for n in range(1, 6):
         prompts.note(submit(n, n, range(10)))
     assert [bool(prompts.events(OfSession(n, False))) for n in range(1, 6)] == [False, False, True, True, True]
     prompts.note(submit(6, 6, range(95)))
-    assert len(prompts._last) == 1 and prompts._tokens == 95
+    def kept() -> list[int]:
+        return [n for n in range(1, 9) if prompts._last.get(n) is not None]
+
+    assert kept() == [6]
     prompts.note(submit(7, 6, range(400)))
-    assert prompts._tokens == 400, "the last one is kept, however long it is"
+    assert kept() == [6], "one that is alone is kept, however long it is"
     prompts.note(submit(8, 7, range(1)))
-    assert list(prompts._last) == [7] and prompts._tokens == 1
+    assert kept() == [7]
+
+
+def test_a_key_with_more_than_its_share_loses_its_own_oldest() -> None:
+    one, other = (key << NAME_BITS for key in (1, 2))
+    shares: Shares[int] = Shares(6)
+    for n in range(3):
+        assert shares.put(one + n, 1, n) == []
+    lost = [session for n in range(20) for session, _ in shares.put(other + n, 1, n)]
+    assert [shares.get(one + n) for n in range(3)] == [0, 1, 2] and lost == [other + n for n in range(17)]
+    assert shares.put(one, 1, 7) == [] and shares.put(one + 3, 1, 3) == [(one + 1, 1)], "3 and 4: the key with most"
+    assert shares.pop(one) == 7 and shares.pop(one) is None and shares.put(one + 4, 1, 4) == []
+    assert [shares.put(other, 9, 5), shares.get(other)] == [[(other + n, n) for n in (17, 18, 19)] + [(other, 5)], None]
+
+
+def test_the_api_process_knows_no_more_than_an_engine_keeps() -> None:
+    kept = CoreConfig.__dataclass_fields__["sessions_max"].default
+    assert affinity.SESSIONS_MAX < kept == engine_sessions.TOKENS_MAX // engine_sessions.TOKENS_LEAST
+    assert affinity.PROMPT_TOKENS_MAX < engine_sessions.TOKENS_MAX
+    assert affinity.SESSIONS_MAX * engine_sessions.TOKENS_LEAST <= affinity.PROMPT_TOKENS_MAX, "short prompts all warm"
 
 
 def test_engines_that_served_a_session_are_known_within_bounds(monkeypatch) -> None:
     monkeypatch.setattr(affinity, "SESSIONS_MAX", 2)
     served = ServedSessions()
-    for session, engine in ((1, "a"), (2, "b"), (1, "b"), (0, "a")):
-        served.note(session, engine)
+    for session, engine in ((1, "a"), (2, "b"), (1, "b")):
+        assert served.note(session, engine, 9) == []
     assert served.of(1, ends=False) == ["b", "a"] and served.of(3, ends=False) == [] == served.of(0, ends=True)
-    served.note(1, "a")
+    served.note(1, "a", 9)
     assert served.of(1, ends=False) == ["a", "b"]
-    served.note(3, "a")
+    assert served.note(3, "a", 9) == [(2, ["b"])]
     assert served.of(2, ends=True) == []
     assert served.of(1, ends=True) == ["a", "b"] and served.of(1, ends=True) == []
+
+
+def test_a_session_whose_prompt_is_kept_no_more_ends_but_does_not_warm() -> None:
+    served = ServedSessions()
+    served.note(1, "a", 9)
+    served.note(2, "a", affinity.PROMPT_TOKENS_MAX)
+    assert served.of(1, ends=False) == [] and served.of(2, ends=False) == served.of(1, ends=True) == ["a"]
+
+
+def test_what_the_api_process_forgets_ends_in_the_engines_that_served_it(monkeypatch) -> None:
+    monkeypatch.setattr(affinity, "SESSIONS_MAX", 2)
+    told: list[tuple[str, int, bool]] = []
+
+    class Told(str):
+        def of_session(self, session: int, *, ends: bool) -> None:
+            told.append((str(self), session, ends))
+
+    def member(name: str, missing: str = "") -> SimpleNamespace:
+        return SimpleNamespace(missing=missing, engine=Told(name))
+
+    engines = Engines.__new__(Engines)
+    engines._sessions, engines.members = ServedSessions(), [member("a"), member("b"), member("c", "it has died")]
+    for session, at in ((1, 0), (1, 1), (1, 2), (0, 0), (2, 0), (3, 0)):
+        engines._noted(session, engines.members[at].engine, 9)
+    assert sorted(told) == [("a", 1, True), ("b", 1, True)]
+    assert not engines.of_session(1, ends=True) and engines.of_session(2, ends=False) and told[2:] == [("a", 2, False)]
 
 
 @pytest.mark.parametrize("other", [(b"key", b"a", "y"), (b"key", b"b", "x"), (b"yek", b"a", "x")])
 def test_no_other_tenant_or_name_has_the_number_of_a_session(other: tuple[bytes, bytes, str]) -> None:
     mine = session_number(b"key", b"a", "x")
     assert mine == session_number(b"key", b"a", "x") != session_number(*other) and 0 < mine < 1 << 63
+    assert (key_of(mine) == key_of(session_number(*other))) is (other[:2] == (b"key", b"a"))
     assert mine != namespace(b"key", b"a", "x")

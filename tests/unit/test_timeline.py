@@ -14,7 +14,7 @@ from penstock.config.settings.tree import Config, ModelConfig, ServerConfig
 from penstock.core.lifecycle import Phase, Trigger
 from penstock.core.plan import Retired
 from penstock.engine.traces.timeline import PHASES_MAX, Timelines
-from penstock.engine.wire import Abort, Origin, OutputChunk, Submit, Timeline
+from penstock.engine.wire import Origin, OutputChunk, Submit, Timeline
 
 EPOCH = 1_000_000
 
@@ -36,7 +36,7 @@ class Clock:
         self.at(now).taken(r, source, Trigger.END)
 
     def submit(self, now: int, rid: int, trace: str = "00-1-2-01", choice: int = 0) -> SimpleNamespace:
-        self.at(now).handle(Submit(rid=rid, prompt=[1], params=SamplingParams(), stop_ids=[], max_new=1, choice=choice,
+        self.at(now).begin(Submit(rid=rid, prompt=[1], params=SamplingParams(), stop_ids=[], max_new=1, choice=choice,
                                    origin=Origin(trace=trace)))
         return SimpleNamespace(rid=rid, phase=Phase.QUEUED, started=False, num_output=0)
 
@@ -77,7 +77,7 @@ def test_a_request_that_never_reaches_the_planner_has_waited() -> None:
     clock.submit(0, 1)
     clock.submit(1, 2)
     clock.submit(2, 3)
-    clock.at(5).handle(Abort(2))
+    clock.at(5).aborted(2)
     ended = clock.of.ended([OutputChunk(rid=1, tokens=[], index=0, finish="refused"),
                             OutputChunk(rid=3, tokens=[4], index=0)], {3: None})
     assert [t.phases for t in ended] == [[("queued", EPOCH + 1, EPOCH + 5)], [("queued", EPOCH, EPOCH + 5)]]

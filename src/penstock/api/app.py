@@ -101,7 +101,7 @@ class HttpReply:
         self.ended = False
         self.status = 0              # that was sent
         self.span: RequestSpan | None = None
-        self.session = ""            # that the path or a header names
+        self.session: str | None = None     # that the path or a header names
 
     async def whole(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         self.started = self.ended = True
@@ -150,8 +150,9 @@ class Generating:
         # Past the frameworks' wrappers, which each event of a stream would pay for.
         reply = HttpReply(scope["send"], self._api.metrics, self._shape)
         api = self._api
-        named = _values(scope, SESSION_HEADER)
-        reply.session = scope.get("path_params", {}).get("session") or (named[0] if named else "")
+        # As paths are read: UTF-8. A name that is none keeps its bytes, and is refused where its number is made.
+        named = [v.decode(errors="surrogateescape") for k, v in scope["headers"] if k == SESSION_HEADER]
+        reply.session = scope.get("path_params", {}).get("session", named[0] if named else None)
         if self._operation and api.traces is not None:
             reply.span = api.traces.begin(self._operation, scope["headers"])
         api.num_open += 1

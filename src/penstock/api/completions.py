@@ -71,7 +71,7 @@ class Reply(Protocol):
 
     started: bool
     span: RequestSpan | None        # None: the request is not traced
-    session: str                    # that the path or a header names; "": none
+    session: str | None             # that the path or a header names
 
     async def whole(self, status: int, body: bytes, headers: dict[str, str]) -> None: ...
     async def start(self) -> None: ...
@@ -221,7 +221,10 @@ class OpenAI:
         """Return the number of a tenant's session. Raises RequestError."""
         if not 0 < len(name) <= SESSION_CHARS_MAX:
             raise RequestError(f"session_id has {len(name)} characters: 1 to {SESSION_CHARS_MAX}", "session_id")
-        return session_number(self._secret, tenant, name)
+        try:
+            return session_number(self._secret, tenant, name)
+        except UnicodeEncodeError:
+            raise RequestError("session_id is not UTF-8: send the UTF-8 bytes of the name", "session_id") from None
 
     # ------------------------------------------------------------ prompts
     @property
@@ -333,9 +336,9 @@ class OpenAI:
         root = namespace(self._secret, self._cache_of(tenant), request.cache_salt)
         room = self.routed.room(request)
         turn = 0 if params.priority < 0 or room is not None else self._turn_of(tenant)
-        name = request.session_id or reply.session
+        name = reply.session if request.session_id is None else request.session_id
         origin = Origin(turn, "" if reply.span is None else reply.span.trace,
-                        self.session(tenant, name) if name else 0)
+                        0 if name is None else self.session(tenant, name))
         engine = self.engine.of(request.data_parallel_rank)
         generation = Generation(engine, self.tokenizer, self.metrics, began=began, shown=shown,
                                 silent=isinstance(request, CompletionRequest) and request.silent)
@@ -355,7 +358,7 @@ class OpenAI:
             await generation.close()
             if reply.span is not None:
                 reply.span.answered(out.id, self.named(request.model), params, bool(request.stream), generation,
-                                    name)
+                                    name or "")
 
     async def _check_grammar(self, params: SamplingParams, prompt: list[int], tenant: bytes,
                              blamed: str) -> None:

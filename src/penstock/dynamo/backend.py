@@ -37,8 +37,9 @@ from penstock.engine.client.client import EngineDied
 from penstock.engine.client.dialect import CacheUsage
 from penstock.engine.client.generation import Ended, Generation
 from penstock.engine.client.metrics import Metrics
-from penstock.engine.client.namespaces import namespace
+from penstock.engine.client.namespaces import namespace, session_number
 from penstock.engine.client.replicas import Engines, Member, start_all
+from penstock.engine.wire import Origin
 from penstock.memory.stores.secret import secret_for
 from penstock.model.source.hub import pull
 from penstock.model.weights.locate import ModelFiles, files_of
@@ -137,13 +138,17 @@ class Backend(LLMEngine):  # type: ignore[misc]
     async def generate(self, request: dict[str, Any], context: Any) -> AsyncGenerator[dict[str, Any], None]:
         """Yield new tokens as they come; the last chunk has the finish reason and the usage."""
         generation: Generation | None = None
+        session = 0
         try:
             asked, prompt, root = await self._read(request)
             generation = Generation(self._engine(asked.rank), None, self._metrics)
             if not context.is_stopped():
                 self._open[generation] = context.id()
                 self._idle.clear()
-                generation.submit(prompt, asked.params, eos_ids=asked.eos_ids, namespace=root, room=asked.room)
+                # Without a secret: both workers of a pair have the same numbers, and whoever asks is one tenant.
+                session = session_number(b"", b"", asked.session) if asked.session else 0
+                generation.submit(prompt, asked.params, eos_ids=asked.eos_ids, namespace=root, room=asked.room,
+                                  origin=Origin(session=session))
                 if asked.handoff is not None:
                     yield {"token_ids": [], "index": 0, "disaggregated_params": asked.handoff}
                 async with aclosing(self._chunks(generation, asked)) as chunks:
@@ -158,6 +163,8 @@ class Backend(LLMEngine):  # type: ignore[misc]
             if generation is not None:
                 await generation.close()
                 self._open.pop(generation, None)
+                if session and asked.ends_session:
+                    self._engines.of_session(session, ends=True)
             if not self._open:
                 self._idle.set()
 

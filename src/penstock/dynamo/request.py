@@ -38,7 +38,7 @@ NO_MEDIA = ("multi_modal_data", "mm_processor_kwargs", "encoder_result", "prompt
 @dataclass(frozen=True, slots=True)
 class Asked:
     """One request. `rank`: the engine that the router has chosen; `handoff`: what a prefill worker answers, for the
-    decode worker."""
+    decode worker; `session`: its name, "" for none; `ends_session`: no request of it follows."""
 
     prompt: list[int]
     params: SamplingParams
@@ -47,6 +47,8 @@ class Asked:
     salt: str | None
     room: BootstrapRoom | None = None
     handoff: dict[str, Any] | None = None
+    session: str = ""
+    ends_session: bool = False
 
 
 def read(request: Mapping[str, Any], defaults: SamplingParams, mode: str | None = None, address: str = "") -> Asked:
@@ -83,7 +85,14 @@ def read(request: Mapping[str, Any], defaults: SamplingParams, mode: str | None 
         params = msgspec.structs.replace(params, grammar=grammar)
     room, handoff = (None, None) if request.get(PROBE) else _meeting(request, mode, address)
     return Asked(list(request.get("token_ids") or ()), params.checked(), tuple(stop.get("stop_token_ids_hidden") or ()),
-                 routing.get("dp_rank"), routing.get("cache_salt"), room, handoff)
+                 routing.get("dp_rank"), routing.get("cache_salt"), room, handoff, *_session(request))
+
+
+def _session(request: Mapping[str, Any]) -> tuple[str, bool]:
+    """Return what the headers x-dynamo-session-id and x-dynamo-session-final have said, as the frontend passes it."""
+    agent = request.get("agent_context") or {}
+    name = agent.get("session_id")
+    return name.strip() if isinstance(name, str) else "", agent.get("session_final") is True
 
 
 def _group(request: Mapping[str, Any], group: str) -> dict[str, Any]:

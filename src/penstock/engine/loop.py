@@ -150,6 +150,8 @@ class EngineLoop:
             case Submit():
                 self._submit(message)
             case Abort(rid):
+                if self.timelines is not None:
+                    self.timelines.aborted(rid)
                 self._held.pop(rid, None)
                 if self._fair.drop(rid):
                     self._chunks.append(OutputChunk(rid=rid, tokens=[], index=0, finish="abort"))
@@ -182,6 +184,8 @@ class EngineLoop:
             return                              # a repeat: ids only grow
         if 0 < m.rid < ID_MAX:
             self._newest = m.rid
+        if self.timelines is not None:
+            self.timelines.begin(m)
         if m.prompt or m.leader is None:
             self._first = m.rid, tuple(m.prompt)
         if m.rid == self._first[0] or m.leader == self._first[0]:       # all choices share one prompt

@@ -110,8 +110,6 @@ def run(engine: EngineParts, link: ApiLink) -> None:
         for message in messages:
             if isinstance(message, wire.Shutdown):
                 return store_rest(engine, link, message.store_s) if message.store_s else None
-            if timelines is not None:
-                timelines.handle(message)
             if (stats := loop.handle(message)) is not None:
                 link.send(stats)
         if crew is not None:

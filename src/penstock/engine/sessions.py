@@ -1,41 +1,89 @@
 """The last prompt of each session: what a session that warms up is to have in host memory.
 
-Owns these prompts, within bounds, and the requests that ask storage for them, which no client waits for. Which pages
-belong to a session, the planner knows.
+Owns these prompts, within bounds, and the requests that ask storage for them, which no client waits for; and whose
+sessions go first when a bound is reached. Which pages belong to a session, the planner knows.
 """
 from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
+from typing import Generic, TypeVar
 
 from penstock.core.plan import Arrived, Event, RequestId, SessionEnded
 from penstock.engine.wire import OfSession, Submit
 
 WARM_IDS = 1 << 61              # above those of clients, and of prompts that decode instances have asked for
-PROMPTS_MAX, TOKENS_MAX = 4096, 1 << 23        # that are kept: 4 bytes a token
+TOKENS_MAX = 1 << 23            # of prompts that are kept: 4 bytes a token
+TOKENS_LEAST = 2048             # that a prompt counts as: so 4,096 are the most
+NAME_BITS = 40                  # of a session's number; those above are of its API key
+T = TypeVar("T")
+
+
+def key_of(session: int) -> int:
+    """Return what the numbers of all sessions of one API key have in common."""
+    return session >> NAME_BITS
+
+
+def weight_of(tokens: int) -> int:
+    """Return how much of TOKENS_MAX a prompt of so many tokens takes."""
+    return max(tokens, TOKENS_LEAST)
+
+
+class Shares(Generic[T]):
+    """What is known of sessions, by number, up to a sum of weights. Beyond it the API key with the most loses its
+    oldest, so that no key makes others' sessions unknown."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._sum = most, 0
+        self._of: dict[int, OrderedDict[int, tuple[int, T]]] = {}       # by key, the oldest first
+        self._weights: dict[int, int] = {}                              # by key
+
+    def get(self, session: int) -> T | None:
+        of_key = self._of.get(key_of(session))
+        return None if of_key is None or session not in of_key else of_key[session][1]
+
+    def put(self, session: int, weight: int, value: T) -> list[tuple[int, T]]:
+        """It is the newest of its key. Return what is lost for it; one that is alone stays, whatever its weight."""
+        self.pop(session)
+        key = key_of(session)
+        self._of.setdefault(key, OrderedDict())[session] = weight, value
+        self._weights[key] = self._weights.get(key, 0) + weight
+        self._sum += weight
+        lost = []
+        while self._sum > self._most and self._sum > weight:
+            most = max(self._weights, key=self._weights.__getitem__)
+            oldest, (_, old) = next(iter(self._of[most].items()))
+            self.pop(oldest)
+            lost.append((oldest, old))
+        return lost
+
+    def pop(self, session: int) -> T | None:
+        key = key_of(session)
+        if key not in self._of or session not in self._of[key]:
+            return None
+        weight, value = self._of[key].pop(session)
+        self._sum -= weight
+        self._weights[key] -= weight
+        if not self._of[key]:
+            del self._of[key], self._weights[key]
+        return value
 
 
 class SessionPrompts:
     def __init__(self) -> None:
-        self._last: OrderedDict[int, tuple[int, array[int]]] = OrderedDict()       # namespace and tokens
-        self._tokens = 0
+        self._last: Shares[tuple[int, array[int]]] = Shares(TOKENS_MAX)     # namespace and tokens
         self._newest = WARM_IDS
         self._warming: dict[int, tuple[int, int]] = {}          # session and tokens, by request id
 
     def note(self, m: Submit) -> None:
         """A request was accepted: its prompt is the last one of its session, if it has one."""
-        if not m.origin.session:
-            return
-        self._forget(m.origin.session)
-        self._last[m.origin.session] = m.namespace, array("i", m.prompt)
-        self._tokens += len(m.prompt)
-        while len(self._last) > PROMPTS_MAX or (self._tokens > TOKENS_MAX and len(self._last) > 1):
-            self._forget(next(iter(self._last)))
+        if m.origin.session:
+            self._last.put(m.origin.session, weight_of(len(m.prompt)), (m.namespace, array("i", m.prompt)))
 
     def events(self, m: OfSession) -> list[Event]:
         """What the planner is to know. Nothing of a session that is unknown, or warms already."""
         if m.ends:
-            self._forget(m.session)
+            self._last.pop(m.session)
             return [SessionEnded(m.session)]
         found = self._last.get(m.session)
         if found is None or any(session == m.session for session, _ in self._warming.values()):
@@ -54,7 +102,3 @@ class SessionPrompts:
     def warmed(self, rid: int) -> None:
         """This request has ended."""
         del self._warming[rid]
-
-    def _forget(self, session: int) -> None:
-        found = self._last.pop(session, None)
-        self._tokens -= 0 if found is None else len(found[1])

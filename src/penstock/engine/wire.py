@@ -54,7 +54,7 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
 
     tenant   whose turn it must be, see `engine/fair.py`; 0: it enters at once
     trace    W3C traceparent of the request's span; "": it is not traced
-    session  63 bits of a keyed digest of its tenant and name; 0: none
+    session  63 bits of keyed digests of its tenant and of its name, see `session_number`; 0: none
     """
 
     tenant: int = 0

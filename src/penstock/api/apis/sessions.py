@@ -25,13 +25,14 @@ class SessionRequest(Body, kw_only=True, forbid_unknown_fields=True):
 async def change(api: OpenAI, body: bytes, tenant: bytes, reply: Reply) -> None:
     """Answer at once: what follows in the engine is not waited for."""
     request = parse(body, SessionRequest)
-    number = api.session(tenant, reply.session)
+    name = reply.session or ""
+    number = api.session(tenant, name)
     if request.warm and not api.engine.ready.info.get("kv_storage"):
         raise RequestError("warm: this server has no storage to read from: start it with --kv-storage, or leave it out",
                            "warm")
     if not api.engine.of_session(number, ends=bool(request.end)):
-        raise ApiError(404, f"no session {show(reply.session)} is known: no request of this key has named it as "
+        raise ApiError(404, f"no session {show(name)} is known: no request of this key has named it as "
                        "session_id, it has ended, its engine was started again, or many were used since",
                        code="session_not_found")
-    await reply.whole(200, encode({"object": "session", "id": reply.session,
+    await reply.whole(200, encode({"object": "session", "id": name,
                                    "status": "ended" if request.end else "warming"}), {})

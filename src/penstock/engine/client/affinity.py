@@ -11,6 +11,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from penstock.engine.sessions import TOKENS_MAX, Shares, weight_of
+
 # In tokens of a prompt that must be computed: a choice that is open, which slows down others' steps a little,
 # and one that has to wait for a row, while another engine has one free. A conversation so stays where its
 # KV is, and a prompt that everybody begins with does not keep everybody in one place.
@@ -19,7 +21,9 @@ WAITING_TOKENS = 256
 # Of a prompt, and more than those if it is long: a request that shares an engine with others like it waits for
 # their prompts and for memory. Without it sessions that begin alike all go to one engine (ADR 0050).
 OPEN_SHARE = 1 / 8
-SESSIONS_MAX = 1 << 16
+# Three quarters of what an engine keeps: requests that wait there reach its tables later than they are sent.
+SESSIONS_MAX = 3072
+PROMPT_TOKENS_MAX = TOKENS_MAX // 4 * 3
 
 
 class Load(NamedTuple):
@@ -42,25 +46,31 @@ def least(tokens: int, choices: int, loads: Sequence[Load]) -> int:
 
 
 class ServedSessions:
-    """Which engines have served each session, the last one last; of the latest sessions."""
+    """Which engines have served each session, the last one last, and whether its last prompt is kept there; of the
+    latest sessions."""
 
     def __init__(self) -> None:
-        self._engines: OrderedDict[int, dict[object, None]] = OrderedDict()
+        self._engines: Shares[dict[object, None]] = Shares(SESSIONS_MAX)
+        self._prompts: Shares[bool] = Shares(PROMPT_TOKENS_MAX)
 
-    def note(self, session: int, engine: object) -> None:
-        """A request of this session goes to `engine`; 0: it has no session."""
-        if session:
-            engines = self._engines.setdefault(session, {})
-            engines.pop(engine, None)
-            engines[engine] = None
-            self._engines.move_to_end(session)
-            if len(self._engines) > SESSIONS_MAX:
-                self._engines.popitem(last=False)
+    def note(self, session: int, engine: object, tokens: int) -> list[tuple[int, list[object]]]:
+        """A request of this session, with a prompt of so many tokens, goes to `engine`. Return the sessions that are
+        forgotten for it, with their engines: these are to forget them too."""
+        engines = self._engines.get(session) or {}
+        engines.pop(engine, None)
+        engines[engine] = None
+        self._prompts.put(session, weight_of(tokens), True)
+        lost = self._engines.put(session, 1, engines)
+        for old, _ in lost:
+            self._prompts.pop(old)
+        return [(old, list(of)) for old, of in lost]
 
     def of(self, session: int, *, ends: bool) -> list[object]:
-        """Return them, the last one first, and forget a session that ends."""
-        engines = self._engines.pop(session, {}) if ends else self._engines.get(session, {})
-        return list(reversed(engines))
+        """Return them, the last one first, and forget a session that ends. None of one that cannot warm."""
+        if not ends:
+            return list(reversed(self._engines.get(session) or {})) if self._prompts.get(session) else []
+        self._prompts.pop(session)
+        return list(reversed(self._engines.pop(session) or {}))
 
 
 class SentPages:

@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import hashlib
 
+from penstock.engine.sessions import NAME_BITS, key_of
+
 
 def namespace(secret: bytes, tenant: bytes, salt: str | None) -> int:
     """Return the namespace of this tenant and salt; 0 when there is neither.
@@ -18,8 +20,10 @@ def namespace(secret: bytes, tenant: bytes, salt: str | None) -> int:
 
 
 def session_number(secret: bytes, tenant: bytes, name: str) -> int:
-    """Return the number of this tenant's session with this name: no other tenant can name it."""
-    return _number(secret, tenant, b"session" + name.encode())
+    """Return the number of this tenant's session with this name: no other tenant can name it. `key_of` is the tenant's
+    part of it."""
+    of_name = _number(secret, tenant, b"session" + name.encode()) & (1 << NAME_BITS) - 1
+    return key_of(_number(secret, tenant, b"sessions")) << NAME_BITS | of_name or 1
 
 
 def _number(secret: bytes, tenant: bytes, text: bytes) -> int:

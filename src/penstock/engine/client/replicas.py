@@ -39,7 +39,7 @@ class Member(Kept):
 
     _of: EngineClient | None = None                     # whose cache `_pages` tells
     _pages: SentPages
-    sessions: ServedSessions                            # of all engines
+    noted: Callable[[int, EngineClient, int], None]     # of `Engines`
 
     @property
     def ready(self) -> EngineReady:
@@ -88,7 +88,7 @@ class Member(Kept):
         """See EngineClient.submit."""
         streams = self.engine.submit(prompt, params, eos_ids=eos_ids, namespace=namespace, room=room,
                                      origin=origin)
-        self.sessions.note(origin.session, self.engine)
+        self.noted(origin.session, self.engine, len(prompt))
         self.sent(prompt.pages if isinstance(prompt, Hashed) else
                   pages_of(prompt, namespace, self.known("page_size")))
         return streams
@@ -114,7 +114,7 @@ class Engines:
             for n in range(count)]
         self._sessions = ServedSessions()
         for member in self.members:
-            member.sessions = self._sessions
+            member.noted = self._noted
 
     async def close(self, store_s: float = 0.0) -> None:
         """End all of them, see EngineClient.close. Idempotent."""
@@ -184,14 +184,14 @@ class Engines:
         if len(self.members) == 1:
             streams = self.members[0].engine.submit(prompt, params, eos_ids=eos_ids, namespace=namespace,
                                                     room=room, origin=origin)
-            self._sessions.note(origin.session, self.members[0].engine)
+            self._noted(origin.session, self.members[0].engine, len(prompt))
             return streams
         pages = prompt.pages if isinstance(prompt, Hashed) else \
             pages_of(prompt, namespace, self.members[0].known("page_size"))
         member = self._choose(len(prompt), pages, params.n)
         streams = member.engine.submit(prompt, params, eos_ids=eos_ids, namespace=namespace, room=room,
                                      origin=origin)
-        self._sessions.note(origin.session, member.engine)
+        self._noted(origin.session, member.engine, len(prompt))
         member.sent(pages)
         return streams
 
@@ -209,7 +209,14 @@ class Engines:
     def of_session(self, session: int, *, ends: bool) -> bool:
         """Tell the engines that have served a session that it ends, or the last of them that it goes on soon. Returns
         whether there is one."""
-        served = self._sessions.of(session, ends=ends)
+        return self._tell(session, self._sessions.of(session, ends=ends), ends=ends)
+
+    def _noted(self, session: int, engine: EngineClient, tokens: int) -> None:
+        """A request of this session goes to `engine`; 0: it has no session. What is forgotten for it ends."""
+        for lost, served in self._sessions.note(session, engine, tokens) if session else ():
+            self._tell(lost, served, ends=True)
+
+    def _tell(self, session: int, served: Sequence[object], *, ends: bool) -> bool:
         there = [m.engine for engine in served for m in self.members if m.engine is engine and not m.missing]
         for engine in there if ends else there[:1]:
             engine.of_session(session, ends=ends)

@@ -1,8 +1,9 @@
 """OpenTelemetry traces: a span for each request, with the phases that its engines report as children.
 
 Owns the names of spans and attributes (GenAI semantic conventions; others begin with `penstock.`), and the way to the
-collector. Spans have numbers, names of models and codes of errors: never text or token ids of a request. Imported only
-with `--otlp-traces-endpoint`. The SDK reads its own variables: OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER and others.
+collector. Spans have numbers, names of models, codes of errors, and the names that clients give sessions and answers:
+never text of prompts or answers, or token ids. Imported only with `--otlp-traces-endpoint`. The SDK reads its own
+variables: OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER and others.
 """
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from penstock.core.lifecycle import Phase, Trigger
 from penstock.core.plan import Event, Retired
 from penstock.core.request import Request
 from penstock.core.state import Watcher
-from penstock.engine.wire import Abort, OutputChunk, Submit, Timeline, ToEngine
+from penstock.engine.wire import OutputChunk, Submit, Timeline
 
 PHASES_MAX = 64             # of one request: one that is preempted all the time keeps its first ones
 QUEUED, PREEMPTED, DECODE = "queued", "preempted", "decode"
@@ -59,12 +59,9 @@ class Timelines(Watcher):
         if m.origin.trace and m.rid not in self._open:
             self._open[m.rid] = _Line(m.origin.trace, m.choice, self._steady())
 
-    def handle(self, message: ToEngine) -> None:
-        """A message has come; the loop has not handled it."""
-        if isinstance(message, Submit):
-            self.begin(message)
-        elif isinstance(message, Abort):
-            self._aborted.append(message.rid)
+    def aborted(self, rid: int) -> None:
+        """Its client has gone."""
+        self._aborted.append(rid)
 
     def ended(self, chunks: Iterable[OutputChunk], live: Collection[int]) -> list[Timeline]:
         """Return what has ended in the turn that made these chunks. live: requests that the planner has; one that never
