@@ -96,9 +96,9 @@ class Fleet:
         self.until(lambda: self.ask([1, 2, 3], max_tokens=1).status_code == 200)
         time.sleep(1)                   # of several, the router learns of the last one a moment later
 
-    def ask(self, prompt: list[int] | str, **more: object) -> httpx.Response:
+    def ask(self, prompt: list[int] | str, headers: dict[str, str] | None = None, **more: object) -> httpx.Response:
         try:
-            return httpx.post(f"{self.url}/v1/completions", timeout=LIMIT_S, json={
+            return httpx.post(f"{self.url}/v1/completions", timeout=LIMIT_S, headers=headers, json={
                 "model": "tiny", "prompt": prompt, "max_tokens": 16, "temperature": 0, **more})
         except httpx.ConnectError:
             return httpx.Response(599)

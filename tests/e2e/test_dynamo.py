@@ -88,6 +88,29 @@ def test_answers_are_those_of_the_library(model, want, tmp_path, flags):
         worker.flushed()
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_pages_of_a_session_go_first_after_its_last_turn(model, tmp_path, ends):
+    with Fleet(tmp_path) as fleet:
+        worker = fleet.worker(model, "--kv-cache-memory-bytes", "1M")
+        fleet.frontend("--router-mode", "kv")
+        fleet.ready()
+        room, draw = int(worker.stats()["hbm_pages"]) * PAGE, random.Random(7)
+        third = room // 3 - 32
+        assert third < 1000
+
+        def cached(prompt: list[int], **headers: str) -> int:
+            answer = fleet.ask(prompt, {name.replace("_", "-"): value for name, value in headers.items()}, max_tokens=1)
+            assert answer.status_code == 200, answer.text
+            return (answer.json()["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0)
+
+        others, mine, *more = (draw.choices(range(1, 95), k=k) for k in (third, third, room // 4, room // 4))
+        cached(others)
+        cached(mine, x_dynamo_session_id="run/4", **({"x_dynamo_session_final": "true"} if ends else {}))
+        for prompt in more:
+            cached(prompt)
+        assert (cached(others) > third - 20) is ends
+
+
 def test_a_client_that_leaves_frees_every_page(model, tmp_path):
     with Fleet(tmp_path) as fleet:
         worker = fleet.worker(model, *KV)
