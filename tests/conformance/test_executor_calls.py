@@ -19,7 +19,7 @@ from hosted import CONFIG, model, text
 
 from penstock.config.request.params import SamplingParams
 from penstock.core.plan import Outcome, Paused, RequestId, Retired, StepPlan
-from penstock.exec.step import attend
+from penstock.exec.step import dense
 from penstock.kernels.attention import paged_attention
 from penstock.memory.lateness import Promptly
 
@@ -72,7 +72,7 @@ def drive(engine: InProcess, calls: list[object]) -> list[list[object]]:
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[list[object]]:
     calls: list[object] = []
-    inner, prepare = attend.write_kv, functools.partial(
+    inner, prepare = dense.write_kv, functools.partial(
         paged_attention.prepare, backend=backends(("paged_attention",))["paged_attention"].name)
 
     def write_kv(k_TKH, v_TKH, k_PKGH, v_PKGH, page_T, offset_T):
@@ -90,7 +90,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[list[object]]:
             return run(q_TNH, k_PKGH, v_PKGH, sinks_N)
         return attention
 
-    monkeypatch.setattr(attend, "write_kv", write_kv)
+    monkeypatch.setattr(dense, "write_kv", write_kv)
     engine = InProcess()
     engine.build(model, model().groups, attention=plan, num_layers=LAYERS, lateness=Promptly(), **SETTINGS)
     return drive(engine, calls)

@@ -134,7 +134,7 @@ def test_what_is_said_not_to_be_taken_is_not_and_the_rest_mostly_is() -> None:
             seen[key] += bool(taken)
             return taken
 
-    for seed in range(40):
+    for seed in range(100):
         World(draw(seed, "hot_pages=1"), Counting).play()
     for key, (_, kind, _) in EDGES.items():
         if kind == "not taken":

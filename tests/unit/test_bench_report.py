@@ -57,4 +57,4 @@ def test_a_progress_bar_is_for_a_terminal_only():
     source = Path(penstock.__file__).parent
     bars = [line for path in source.rglob("*.py") for line in path.read_text().splitlines()
             if "tqdm(" in line]
-    assert len(bars) == 6 and all("None)" in line for line in bars)
+    assert len(bars) == 7 and all("None)" in line for line in bars)

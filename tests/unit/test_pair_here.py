@@ -25,7 +25,7 @@ class Fake:
     made: list[Fake]
 
     def __init__(self, config: Config, *, log: object, on_death: Callable[[EngineDied], None],
-                 fds: tuple[int, ...], rids: object, env: object) -> None:
+                 fds: tuple[int, ...], rids: object, env: object, traced: bool) -> None:
         self.died: EngineDied | None = None
         self._on_death = on_death
         self.made.append(self)
