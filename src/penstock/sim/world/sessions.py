@@ -80,7 +80,7 @@ class Owners(Watcher):
         self._path = list(live.path)
 
     def taken(self, live: Live, source: Phase, trigger: Trigger) -> None:
-        if live.phase in (Phase.DONE, Phase.DROPPED):
+        if live.phase in (Phase.DONE, Phase.DROPPED) and source is not Phase.QUEUED:    # which has only looked at them
             for page in self._path:
                 self._users.setdefault(page, {})[self._of[live.rid]] = None
         if live.phase is Phase.DONE:
