@@ -60,6 +60,11 @@ class Boundary(NamedTuple):
     inputs: tuple[int, ...] | None = None
     tapped: tuple[Tensor, ...] = ()
 
+    @property
+    def parts(self) -> list[Tensor]:
+        """The tensors that there are, in order."""
+        return [part for part in (self.h_TD, self.delta_TD, self.chosen_TS, *self.tapped) if part is not None]
+
 
 class TpGroup(Protocol):
     """The TP ranks of a stage, as one of them sees them. Each call is made by all, in the same order, with the

@@ -61,7 +61,7 @@ class StageGraphs(DecodeGraphs):
     def _take(self, before: Boundary, bucket: int) -> None:
         """Where the captured step reads it; its padding has chosen nothing."""
         assert self._in is not None, "a step before the capture"
-        for here, x in zip(_parts(self._in), _parts(before), strict=True):
+        for here, x in zip(self._in.parts, before.parts, strict=True):
             here[:len(x)].copy_(x)
         if self._in.chosen_TS is not None and len(before.h_TD) < bucket:
             self._in.chosen_TS[len(before.h_TD):bucket].fill_(-1)
@@ -93,13 +93,9 @@ class StageGraphs(DecodeGraphs):
             return self._next_tokens(self._model.norm(x), row_B, position_B, logits_RV, looks.count_LRKE)
         if self._out is None:                       # the largest bucket, before it is recorded
             self._out = _each(torch.clone, x)
-        for there, part in zip(_parts(self._out), _parts(x), strict=True):
+        for there, part in zip(self._out.parts, x.parts, strict=True):
             there[:len(part)].copy_(part)
         return logits_RV[:len(row_B)], x.h_TD
-
-
-def _parts(x: Boundary) -> list[Tensor]:
-    return [part for part in (x.h_TD, x.delta_TD, x.chosen_TS, *x.tapped) if part is not None]
 
 
 def _each(of: Callable[[Tensor], Tensor], x: Boundary) -> Boundary:

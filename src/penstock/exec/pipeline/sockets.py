@@ -37,11 +37,6 @@ _SAMPLED = msgspec.msgpack.Decoder(tuple[StepId, Sampled])
 T = TypeVar("T")
 
 
-def _parts(what: Boundary) -> list[Tensor]:
-    return [part.contiguous() for part in (what.h_TD, what.delta_TD, what.chosen_TS, *what.tapped)
-            if part is not None]
-
-
 def _behind(at: int, nbytes: int) -> int:
     return -(-(at + nbytes) // _ALIGNED) * _ALIGNED
 
@@ -96,7 +91,7 @@ class PutBoundary:
         if self._near:
             self._reach()
         h_TD, delta_TD, chosen_TS, inputs, tapped = what
-        parts, slot = _parts(what), 0
+        parts, slot = [part.contiguous() for part in what.parts], 0
         if self._inbox is not None and sum(_behind(0, part.nbytes) for part in parts) <= self._nbytes:
             slot = 1 + self._write(self._inbox.address, parts)
         self._channel.send(_HEAD.pack(step, *h_TD.shape, 0 if delta_TD is None else delta_TD.shape[1],
