@@ -57,10 +57,10 @@ def build_model(config: dict[str, Any], noise: float) -> Any:
 
 
 def counts(engine: Direct) -> dict[str, int]:
-    """Units selected so far, by where they were."""
+    """Units selected so far, by where they were, and copies of pages."""
     found: dict[str, int] = {}
     for name, value in engine.rank.stats().items():
-        if name.startswith(("hot_", "selected_device")):
+        if name.startswith(("hot_", "selected_device", "moves_total")):
             key = name.partition("{")[0]
             found[key] = found.get(key, 0) + int(value)
     return found
@@ -150,12 +150,14 @@ def main() -> None:
 
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
 
+    late = (args.steps // BLOCK - 2) * BLOCK + 4            # pages of the prompts are down by then
+
     def every_step() -> None:
         nonlocal seen
         seen += 1
-        if args.profile and seen in (2 * BLOCK + 4, 2 * BLOCK + 4 + PROFILED):
+        if args.profile and seen in (late, late + PROFILED):
             torch.cuda.synchronize()
-            (profiler.start if seen == 2 * BLOCK + 4 else profiler.stop)()
+            (profiler.start if seen == late else profiler.stop)()
         if seen % BLOCK == 0:
             steps["dense"] += dense.run([one], BLOCK).step_s[4:]
             at.append(counts(hosted))

@@ -90,7 +90,7 @@ def test_padding_of_a_stage_that_shares_a_choice_has_chosen_nothing(captured, mo
     engine, _ = captured(Engine(hbm_pages=70, step_tokens=100))
     hosted.play(engine, lambda turn: [Paused(RequestId(1 + turn % 4))] if turn % 5 == 4 else ())
     hosted_work(engine)
-    assert sum(map(len, padded)) > 10 and all((chosen == -1).all() for chosen in padded)
+    assert sum(map(len, padded)) > 3 and all((chosen == -1).all() for chosen in padded)
 
 
 def test_a_last_stage_that_drafts_takes_what_others_hand_on_while_they_capture():

@@ -42,6 +42,9 @@ class Handover(Generic[T]):
         assert found == step, f"step {step} was handed what step {found} made"
         return what
 
+    def arrived(self) -> None:
+        """Nothing is launched ahead of answers."""
+
 
 def copied(x: Boundary) -> Boundary:
     return Boundary(*(None if part is None else part.clone() for part in x[:3]), x.inputs,

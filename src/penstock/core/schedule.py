@@ -66,10 +66,11 @@ def plan(core: CoreState) -> StepPlan | None:
 # ---------------------------------------------------------------- which rows
 def _decoding(core: CoreState, step: StepId) -> tuple[list[ScheduledRow], int]:
     """The rows that decode, and what is left of the budget. With several stages they take turns, each row
-    once in as many steps; but a lone row does not wait for steps that nobody issues."""
-    retired, turn = core.kv.retired, step - core.cfg.pp_size
+    once in as many steps; but a lone row does not wait for steps that nobody issues: its next one goes out
+    behind the one in flight, whose token the first stage waits for."""
+    behind, turn = core.kv.retired + core.cfg.overlap, step - core.cfg.pp_size
     chosen, budget = _of_turn(core, turn)
-    return _of_turn(core, retired) if not chosen and retired > turn else (chosen, budget)
+    return _of_turn(core, behind) if not chosen and behind > turn else (chosen, budget)
 
 
 def _of_turn(core: CoreState, free: int) -> tuple[list[ScheduledRow], int]:

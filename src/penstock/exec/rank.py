@@ -178,8 +178,7 @@ class Rank:
         self._eager = Eager(model, own, self._tables, self._attending, self._links, self._mtp)
         self._steps: list[Steps] = [self._eager]
         self._mover = Mover([*hbm, *dram], lateness, wake)
-        self._ahead = device.type == "cuda" and links.before is None and (
-            links.after is None or links.sees is not None)
+        self._ahead = device.type == "cuda" and links.ahead and (links.before is None or self._drafting is None)
         self._queue: deque[StepPlan] = deque()
         self._flights: deque[_Flight] = deque()
         self._executed = StepId(0)
@@ -300,8 +299,18 @@ class Rank:
     def _launch_ahead(self) -> None:
         """All but a plan that waits for copies, or for tokens that drafts follow: once the steps in front of
         it have run."""
-        while self._queue and not (self._flights and self._waits(self._queue[0])):
+        while self._queue and self._arrived(self._queue[0]) and not (
+                self._flights and self._waits(self._queue[0])):
             self._launch(self._queue.popleft())
+
+    def _arrived(self, plan: StepPlan) -> bool:
+        """What the stage in front hands over for it, where steps are launched ahead."""
+        return self._links.before is None or not plan.rows or self._links.before.arrived() is not False
+
+    @property
+    def awaits(self) -> bool:
+        """No step is in flight, and the next waits for the stage in front: `collect` goes on once that has come."""
+        return self._ahead and bool(self._queue) and not self._flights and not self._arrived(self._queue[0])
 
     def _waits(self, plan: StepPlan) -> bool:
         if self._drafting is None or plan.waits:
@@ -333,7 +342,7 @@ class Rank:
         compared = several and plan.step % DIGEST_STEPS == 0
         self._flights.append(_Flight(plan, answers, self._done(), reads, prompts,
                                      self._tables.digests() if compared else ()))
-        if not self._ahead:
+        if not self._ahead or self._links.shows is not None:
             self._choose(self._flights[-1])
         if answers.states and self._links.shows is not None:
             self._links.shows(self._tables.last_R)

@@ -36,7 +36,7 @@ from penstock.exec.load.layout import caches_of, stage_shapes
 from penstock.exec.load.sizing import groups_of
 from penstock.exec.load.weights import identity_of, load
 from penstock.exec.pipeline import wire
-from penstock.exec.pipeline.beats import BEAT_S, FRONT, Waits
+from penstock.exec.pipeline.beats import BEAT_S, FRONT, STAGE, Waits
 from penstock.exec.pipeline.collectives import GlooGroup, NcclGroup, Rendezvous
 from penstock.exec.pipeline.sockets import Inbox, PutBoundary, PutSampled, Taker, TokenInbox, boundaries, sampled
 from penstock.exec.rank import Rank, Report, Stepped
@@ -154,7 +154,7 @@ class Process:
         reached = sees is not None and sees.reached()           # before anything else comes this way
         self._links = Links(
             before=self._before, after=None if after < 0 else PutBoundary(
-                _channel(after), self._waits, near=near and begin.index + tp_size in node),
+                _channel(after), near=near and begin.index + tp_size in node),
             tell=tell, hear=Taker(sampled(way), self._waits) if way and stage.embeds else None,
             shows=tell.show if tell is not None and shows else None, sees=sees if reached else None)
         if self._device == "cuda":
@@ -169,7 +169,8 @@ class Process:
         if near and self._device == "cuda":
             row_bytes = 2 * model.hidden * dtype.itemsize + 4 * model.attention.topk
             inbox = Inbox(channel, self._config.schedule.num_step_tokens * row_bytes)
-        return Taker(boundaries(channel, dtype, self._device, inbox), self._waits, inbox)
+        return Taker(boundaries(channel, dtype, self._device, inbox), self._waits, inbox,
+                     None if inbox is None else lambda: self._inbox.put(None))
 
     def _land(self) -> None:
         """Waits for steps in a thread of its own: the next plan is launched meanwhile."""
@@ -254,6 +255,9 @@ class Process:
 
     def _next(self, late: float | None) -> wire.ToRank | _StepEnded | None:
         """Raises Empty: nothing has come, and a step waits or `late` seconds are over."""
+        if self._queued and self._rank is not None and self._rank.awaits:
+            with self._waits.on(STAGE):
+                return self._inbox.get()
         if self._queued:
             return self._inbox.get(block=self._flies())
         with self._waits.on(FRONT):

@@ -44,7 +44,8 @@ def _behind(at: int, nbytes: int) -> int:
 class Inbox:
     """Memory of this stage's GPU that the stage in front, on another GPU of the machine, writes into: one slot
     holds the step that runs, the other the next, and behind them is how many steps have arrived. The place of a
-    step is told when its copy has begun: the device waits for its end. Freed slots are told by one byte each."""
+    step is told when its copy has begun: the device waits for its end. How many slots are free again it writes into
+    memory of the stage in front, whose device waits for that."""
 
     def __init__(self, channel: Channel, nbytes: int) -> None:
         """nbytes: of the largest step."""
@@ -53,8 +54,19 @@ class Inbox:
         self.memory[-_ALIGNED:].zero_()
         torch.cuda.synchronize()
         self.lent = deque[bool]()               # of what was received and not freed: whether it has a slot
-        self._arrived = 0
+        self._arrived, self._freed = 0, 0
+        self._front: across.TensorMemory | None = None
+        self._device = torch.cuda.current_device()
         channel.send(_INBOX.pack(self.nbytes, handle))
+
+    def reach(self) -> bool:
+        """What the stage in front answers to the handle, before all else; False: it is gone."""
+        if (told := self._channel.read(_INBOX.size)) is None:
+            return False
+        nbytes, handle = _INBOX.unpack(told)
+        if nbytes:                                              # GPUs that reach each other do so both ways
+            self._front = across.reached(handle, nbytes, self._device)
+        return True
 
     def wait(self) -> None:
         """What is launched from now on reads what was received first of all that is lent."""
@@ -64,20 +76,21 @@ class Inbox:
                              torch.cuda.current_stream().cuda_stream)
 
     def free(self) -> None:
-        """That is not read any more."""
+        """That is not read by what is launched from now on."""
         if self.lent.popleft():
-            torch.cuda.current_stream().synchronize()
-            self._channel.send(b"\0")
+            assert self._front is not None
+            self._freed += 1
+            across.flag(self._front.address, self._freed, torch.cuda.current_stream().cuda_stream)
 
 
 class PutBoundary:
     """To the stage behind: over the socket, or into its `Inbox`, if it has one and the step fits."""
 
-    def __init__(self, channel: Channel, waits: Waits, near: bool = False) -> None:
+    def __init__(self, channel: Channel, near: bool = False) -> None:
         """near: the other end has an inbox, which is asked for with the first step: by then it has loaded."""
-        self._channel, self._waits, self._near = channel, waits, near
+        self._channel, self._near = channel, near
         self._inbox: across.TensorMemory | None = None
-        self._nbytes, self._used, self._freed = 0, 0, _SLOTS
+        self._nbytes, self._used, self._freed = 0, 0, torch.empty(0)
 
     def _reach(self) -> None:
         self._near = False
@@ -86,6 +99,13 @@ class PutBoundary:
             with contextlib.suppress(RuntimeError):             # these GPUs do not reach each other
                 self._inbox = across.reached(handle, _SLOTS * self._nbytes + _ALIGNED,
                                               torch.cuda.current_device())
+        answer = 0, b""
+        if self._inbox is not None:
+            self._freed, freed = across.allocated(_ALIGNED)
+            self._freed.zero_()
+            torch.cuda.synchronize()
+            answer = _ALIGNED, freed
+        self._channel.send(_INBOX.pack(*answer))
 
     def put(self, step: StepId, what: Boundary) -> None:
         if self._near:
@@ -103,19 +123,15 @@ class PutBoundary:
             self._channel.send(part.view(-1).view(torch.uint8).cpu().numpy().data)
 
     def _write(self, inbox: int, parts: list[Tensor]) -> int:
-        """The slot in which they will be."""
-        if self._used == self._freed:
-            with self._waits.on(STAGE):
-                if self._channel.read(1) is None:
-                    raise ConnectionError("the stage behind is gone")
-            self._freed += 1
+        """The slot in which they will be, once it is free."""
         slot = self._used % _SLOTS
+        at, stream = slot * self._nbytes, torch.cuda.current_stream().cuda_stream
         self._used += 1
-        at, stream = slot * self._nbytes, torch.cuda.current_stream()
+        across.wait_flag(self._freed.data_ptr(), self._used - _SLOTS, stream)
         for part in parts:
-            across.write(inbox + at, part, stream.cuda_stream)
+            across.write(inbox + at, part, stream)
             at = _behind(at, part.nbytes)
-        across.flag(inbox + _SLOTS * self._nbytes, self._used, stream.cuda_stream)
+        across.flag(inbox + _SLOTS * self._nbytes, self._used, stream)
         return slot
 
 
@@ -174,9 +190,10 @@ class Taker(Generic[T]):
     has seen it too, ends this process."""
 
     def __init__(self, receive: Callable[[], tuple[StepId, T] | None], waits: Waits,
-                 inbox: Inbox | None = None) -> None:
-        """inbox: where some of it lies until the next is taken, when no step reads it any more."""
-        self._waits, self._inbox = waits, inbox
+                 inbox: Inbox | None = None, wake: Callable[[], None] | None = None) -> None:
+        """inbox: where some of it lies until the next is taken, when no step reads it any more. wake: called in
+        another thread when something has arrived: steps are launched ahead of answers, once it has."""
+        self._waits, self._inbox, self._wake = waits, inbox, wake
         self._arrived: SimpleQueue[tuple[StepId, T]] = SimpleQueue()
         self.taken_at = 0.0                         # monotonic seconds: when the last `take` ended
         threading.Thread(target=self._run, args=(receive,), daemon=True, name="penstock-link").start()
@@ -184,6 +201,11 @@ class Taker(Generic[T]):
     def _run(self, receive: Callable[[], tuple[StepId, T] | None]) -> None:
         while (found := receive()) is not None:
             self._arrived.put(found)
+            if self._wake is not None:
+                self._wake()
+
+    def arrived(self) -> bool | None:
+        return None if self._wake is None else not self._arrived.empty()
 
     def take(self, step: StepId) -> T:
         if self._inbox is not None and self.taken_at:
@@ -205,7 +227,12 @@ def boundaries(channel: Channel, dtype: torch.dtype, device: str,
         return None if data is None else torch.frombuffer(
             data, dtype=kind).view(rows, columns).to(device)
 
+    reached = inbox is None
+
     def receive() -> tuple[StepId, Boundary] | None:
+        nonlocal reached
+        if inbox is not None and not reached and not (reached := inbox.reach()):
+            return None
         if (head := channel.read(_HEAD.size)) is None:
             return None
         step, rows, hidden, delta, chosen, num, taps, slot = _HEAD.unpack(head)

@@ -39,6 +39,9 @@ class Takes(Protocol[T_co]):
     def take(self, step: StepId) -> T_co:
         """What `step` made; waits until it is there. Asserts that it is the oldest not taken yet."""
 
+    def arrived(self) -> bool | None:
+        """Whether `take` would not wait; None: steps that take from here are not launched ahead of answers."""
+
 
 class Sees(Protocol):
     """On a first stage whose GPU the last stage's writes tokens to."""
@@ -64,6 +67,13 @@ class Links:
     hear: Takes[Sampled] | None = None
     shows: Callable[[Tensor], None] | None = None
     sees: Sees | None = None
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a GPU may be given steps ahead of the answers of those before."""
+        if self.before is None:
+            return self.after is None or self.sees is not None
+        return self.before.arrived() is not None
 
 
 ALONE = Links()

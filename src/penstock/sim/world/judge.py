@@ -273,7 +273,7 @@ class Judge(Watcher):
             assert not (known[0] and row in self.sampled), f"row {row}: the device has its token"
             if not known[0]:
                 assert row in self.sampled, f"row {row}: nothing sampled"
-                assert (self.sampled[row] <= self.retired
+                assert (self.sampled[row] <= self.retired + self.cfg.overlap
                         or p.step - self.sampled[row] >= self.cfg.pp_size), "cadence"
                 self.stats["ahead of its token"] += self.sampled[row] > self.retired
             self.stats["drafts"] += count - sum(known) - (not known[0])
