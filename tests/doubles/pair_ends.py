@@ -17,8 +17,10 @@ from penstock.memory.pool import PageLayout, PoolPart
 from penstock.transfer.events import Down, LinkEvent, PeerMessage, Pushed, Up
 from penstock.transfer.facts import Facts, group_facts
 from penstock.transfer.link import PairLink
+from penstock.transfer.messages import Said
 from penstock.transfer.pages import PoolPages
 from penstock.transfer.remote.carrier import Open
+from penstock.transfer.session import Session
 from penstock.transfer.streams import LinkSettings
 
 KEY = bytes(range(32))
@@ -119,7 +121,7 @@ class LinkEnd:
         deadline = time.monotonic() + WAIT_S
         while True:
             with self.news:
-                self.seen += self.link.collect()
+                self.seen += self.link.events.collect()
                 for i in range(self._taken, len(self.seen)):
                     event = self.seen[i]
                     if isinstance(event, what) if isinstance(what, type) else what(event):
@@ -131,7 +133,36 @@ class LinkEnd:
     def up(self) -> int:
         event = self.wait(Up)
         assert isinstance(event, Up)
-        return event.epoch
+        return event.session.epoch
+
+    # ------------------------------------------------------------ the connection of an epoch that was up
+    def session(self, epoch: int) -> Session:
+        return next(e.session for e in self.seen if isinstance(e, Up) and e.session.epoch == epoch)
+
+    @property
+    def newest(self) -> Session:
+        return next(e.session for e in reversed(self.seen) if isinstance(e, Up))
+
+    def say(self, epoch: int, message: Said) -> None:
+        self.session(epoch).say(message)
+
+    def push(self, epoch: int, move: Move) -> None:
+        self.session(epoch).push(move)
+
+    def grant(self, epoch: int, move: Move) -> None:
+        self.session(epoch).grant(move)
+
+    def cut(self, epoch: int) -> None:
+        self.session(epoch).cut()
+
+    def stop(self, transfer: int, generation: int) -> None:
+        self.newest.stop(transfer, generation)
+
+    def revoke(self, transfer: int, generation: int) -> None:
+        self.newest.revoke(transfer, generation)
+
+    def unsent(self, transfer: int) -> int:
+        return self.newest.unsent(transfer)
 
     def move(self, tier: Tier, group: Group, pages: Sequence[int], first: int, tokens: int, *, to_peer: bool,
              transfer: int = 1, generation: int = 1) -> Move:
@@ -154,7 +185,7 @@ def grant(decode: LinkEnd, epoch: int, tokens: int, *, start: int = 0, tier: Tie
     given = {}
     for group, at in ((KV, tier), (BOUNDS, Tier.HBM)):
         given[group] = pages_for(decode, at, group, start, tokens - start, skip)
-        decode.link.grant(epoch, decode.move(at, group, given[group], start, tokens - start, to_peer=False,
+        decode.grant(epoch, decode.move(at, group, given[group], start, tokens - start, to_peer=False,
                                              transfer=transfer, generation=generation))
     return given
 
@@ -168,7 +199,7 @@ def push(prefill: LinkEnd, epoch: int, group: Group, first: int, tokens: int, *,
     prefill.pools.fill(tier, group, pages, begin)
     move = prefill.move(tier, group, pages, first, tokens, to_peer=True, transfer=transfer,
                         generation=generation)
-    prefill.link.push(epoch, move)
+    prefill.push(epoch, move)
     return move
 
 
@@ -196,7 +227,7 @@ def transfer_all(prefill: LinkEnd, decode: LinkEnd, epoch: int, tokens: int, *, 
     """A whole transfer, in pushes of `chunk` tokens; returns the granted pages and what ended it."""
     given = grant(decode, epoch, tokens, start=start, tier=tier, transfer=transfer, generation=generation,
                   skip=skip)
-    decode.link.say(epoch, Grant(transfer, generation, tokens, start=start))
+    decode.say(epoch, Grant(transfer, generation, tokens, start=start))
     prefill.wait(lambda e: isinstance(e, PeerMessage) and isinstance(e.message, Grant))
     for at in range(start, tokens, chunk or tokens):
         for group in (KV, BOUNDS):
@@ -207,6 +238,6 @@ def transfer_all(prefill: LinkEnd, decode: LinkEnd, epoch: int, tokens: int, *, 
             if not done.ok:
                 prefill.wait(Down)
                 break
-    prefill.link.say(epoch, Over(transfer, generation, tokens, (7,)))
+    prefill.say(epoch, Over(transfer, generation, tokens, (7,)))
     heard = decode.wait(lambda e: isinstance(e, PeerMessage | Down))
     return given, heard  # type: ignore[return-value]

@@ -214,7 +214,7 @@ def test_a_connection_that_is_cut_is_made_again(model: str, tmp_path: Path) -> N
             rid = pair.decode.submit(PROMPT, namespace=n)
             epoch = pair.decode.peer.epoch
             if n % 2:
-                pair.decode.peer._link.cut(epoch)
+                pair.decode.peer.session.cut()
             pair.finish()
             assert pair.decode.got[rid] == one.got[1]
             now = epoch + n % 2

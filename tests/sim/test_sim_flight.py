@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from recorded import recorded, recording
 
 from penstock.cli.main import main
 from penstock.core.core import Core
@@ -41,8 +42,7 @@ def fly(seed: int, turns: int, ring: int = 1 << 20, mode: str = "") -> tuple[Rec
 
     def make(cfg: CoreConfig) -> Core:
         core = Core(cfg)
-        recorders.append(Recorder(core, ring, whole_rows=2))
-        core.advance = recorders[0].advance      # type: ignore[method-assign]
+        recorders.append(recording(Recorder(core, ring, whole_rows=2)))
         return core
 
     world = World(draw(seed, mode), make)
@@ -57,8 +57,7 @@ def fly_pair(seed: int, moments: int, ring: int = 1 << 20) -> list[list[str]]:
 
     def make(cfg: CoreConfig) -> Core:
         core = Core(cfg)
-        recorders.append(Recorder(core, ring, whole_rows=2))
-        core.advance = recorders[-1].advance     # type: ignore[method-assign]
+        recorders.append(recording(Recorder(core, ring, whole_rows=2)))
         return core
 
     run = start(draw(seed, "pair=1"), make)
@@ -112,10 +111,10 @@ def test_a_crash_in_the_core_happens_again_at_the_same_turn() -> None:
     cfg = CoreConfig(page_size=4, rows=2, hbm_pages=20)
     core = Broken(cfg)
     recorder = Recorder(core)
-    plan = recorder.advance([Arrived(RequestId(1), (5, 6), 3)]).plan
+    plan = recorded(recorder, [Arrived(RequestId(1), (5, 6), 3)]).plan
     with pytest.raises(AssertionError, match="three"):
         while plan is not None:
-            plan = recorder.advance([flight.Retired(plan.step, ((7,),))]).plan
+            plan = recorded(recorder, [flight.Retired(plan.step, ((7,),))]).plan
     log = flight.read(flight.write(redact(recorder), "0"))
     assert not log.turns[-1].returned
     same, said = exact(log, Broken)

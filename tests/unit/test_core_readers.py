@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from counting import bytecodes
+from recorded import recorded
 
 from penstock.core.core import Core
 from penstock.core.lifecycle import Phase
@@ -209,7 +210,7 @@ def test_a_flight_of_an_engine_whose_tiers_number_their_pages_alike_is_flown_aga
     recorder = Recorder(core, turns=30)
     events: list[Event] = [Arrived(RequestId(k), tuple(range(20 * k, 20 * k + 5)), 14) for k in range(9)]
     for _ in range(200):
-        plan = recorder.advance(events).plan
+        plan = recorded(recorder, events).plan
         events = [] if plan is None else answers(plan)
     assert not core.live
     log = flight.read(list(flight.write(redact(recorder), "x")))

@@ -124,8 +124,8 @@ def test_the_first_chunk_says_what_was_cached():
 def test_tokens_cached_in_storage_count_and_entering_a_phase_is_no_news():
     rig = Rig()
     rig.submit(max_new=1)
-    recorder = rig.loop.recorder
-    recorder.advance, real = lambda events: seen(real(events)), recorder.advance
+    core = rig.loop._core
+    core.advance, real = lambda events: seen(real(events)), core.advance
 
     def seen(advance):
         outputs = [Started(1, 2, 1, disk_tokens=5) if isinstance(o, Started) else o

@@ -16,8 +16,7 @@ from penstock.engine import wire
 from penstock.engine.loop import EngineLoop
 from penstock.engine.pd.remote import Peer
 from penstock.engine.pd.router import CROWDED, FAILS, LATE, REFUSES, Peers
-from penstock.transfer.events import Down, PeerMessage, Unpaired, Up
-from penstock.transfer.facts import Facts
+from penstock.transfer.events import Down, Events, PeerMessage, Unpaired, Up
 from penstock.transfer.messages import Ask
 
 _spec = importlib.util.spec_from_file_location(
@@ -42,21 +41,18 @@ class Core(fake.FakeCore):
 
 
 class Link:
-    """A connection on which the other end says what is in `events`."""
+    """A link and its connection, on which the other end says what is in `events`."""
 
     def __init__(self):
-        self.events, self.said, self.cuts = [Up(1, Facts("prefill", {}, [], []))], [], []
+        self.events, self.said, self.cuts, self.epoch, self.info = Events(lambda: None), [], [], 1, {}
+        self.events.put(Up(self))
 
-    def collect(self):
-        events, self.events = self.events, []
-        return events
-
-    def say(self, epoch, message):
+    def say(self, message):
         self.said.append(message)
 
-    def cut(self, epoch):
-        self.cuts.append(epoch)
-        self.events.append(Down(epoch, "cut here"))
+    def cut(self):
+        self.cuts.append(self.epoch)
+        self.events.put(Down(self.epoch, "cut here"))
 
     def revoke(self, transfer, generation):
         pass
@@ -85,7 +81,7 @@ class Rig:
             self.ends |= {c.rid: (c.finish, c.reason) for c in self.loop.turn(block=False) if c.finish}
 
     def hear(self, message):
-        self.link.events.append(PeerMessage(1, message))
+        self.link.events.put(PeerMessage(message))
 
 
 DROPPED = Entered(1, "dropped", 2)
@@ -132,7 +128,8 @@ def test_an_engine_that_hangs_is_cut_off(heard):
     rig.turn(DROPPED)
     assert rig.link.cuts == ([] if heard else [1])
     assert any(isinstance(e, PeerLeft) for e in rig.core.seen) != heard
-    rig.link.events.append(Up(2, Facts("prefill", {}, [], [])))
+    rig.link.epoch = 2
+    rig.link.events.put(Up(rig.link))
     rig.turn(DROPPED)                       # later, on its way here: once is enough
     assert rig.link.cuts == ([] if heard else [1])
 
@@ -140,10 +137,11 @@ def test_an_engine_that_hangs_is_cut_off(heard):
 def test_what_a_stranger_is_told_changes_nothing_while_there_is_a_pair():
     rig = Rig(refuses=False)
     rig.peer.changed = False
-    rig.link.events.append(Unpaired("the other end is no engine of a pair"))
+    rig.link.events.put(Unpaired("the other end is no engine of a pair"))
     rig.turn()
     assert not rig.peer.missing and not rig.peer.changed
-    rig.link.events += [Down(1, "silent"), Unpaired("weights: a here and b there")]
+    rig.link.events.put(Down(1, "silent"))
+    rig.link.events.put(Unpaired("weights: a here and b there"))
     rig.turn()
     assert rig.peer.missing == "weights: a here and b there" and rig.peer.changed
 
@@ -152,8 +150,8 @@ def test_each_reason_without_a_pair_is_one_line_of_the_log(capfd):
     rig, sent = Rig(refuses=False), SimpleNamespace(send=lambda message: None)
     told = engine_main.tell(Peers(rig.peer), sent, "no connection yet")
     for words in ["weights: a here and b there", "weights: a here and b there", "cannot connect"]:
-        rig.peer.epoch = 0
-        rig.link.events.append(Unpaired(words))
+        rig.peer.session = None
+        rig.link.events.put(Unpaired(words))
         rig.turn()
         told = engine_main.tell(Peers(rig.peer), sent, told)
     assert capfd.readouterr().err.splitlines() == [
@@ -168,13 +166,13 @@ def test_a_prefill_instance_that_writes_its_last_pages_takes_no_prompt(monkeypat
                       peers=Peers(Peer(link, "prefill")))
     monkeypatch.setattr(loop, "stats", lambda: {"pages_to_store": 0})
     engine_main.store_rest(SimpleNamespace(loop=loop), None, 0.0)
-    link.events.append(PeerMessage(1, Ask(7, bytes(8), SamplingParams(), [], 1, bytes(16))))
+    link.events.put(PeerMessage(Ask(7, bytes(8), SamplingParams(), [], 1, bytes(16))))
     loop.turn(block=False)
     assert link.said == [Refused(7, 0, Reason.REFUSED)] and not any(isinstance(e, Arrived) for e in core.seen)
 
 
 def test_the_end_of_the_connection_is_the_excuse_of_all():
     rig = Rig(refuses=True)
-    rig.link.events.append(Down(1, "silent"))
+    rig.link.events.put(Down(1, "silent"))
     rig.turn()
     assert set(rig.ends) == {1, 2} and all("(silent)" in reason for _, reason in rig.ends.values())

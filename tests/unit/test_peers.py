@@ -46,7 +46,7 @@ def test_one_of_two_prefill_instances_is_enough_to_be_connected() -> None:
     some = Peers(*(Peer(Silent(), "decode", address, id=PeerId(n)) for n, address in enumerate(("a:1", "b:1"))))
     sent = list[wire.PeerNews]()
     for epoch in (0, 1):
-        some.each[1].epoch, some.each[1].missing = epoch, "" if epoch else "no connection yet"
+        some.each[1].session, some.each[1].missing = SimpleNamespace(epoch=epoch), "" if epoch else "no connection yet"
         tell(some, SimpleNamespace(send=sent.append), "")
     assert [news.connected for news in sent] == [False, True]
     assert [news.missing for news in sent] == ["a:1: no connection yet; b:1: no connection yet",

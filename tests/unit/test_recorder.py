@@ -5,6 +5,7 @@ import json
 from dataclasses import fields, replace
 
 import pytest
+from recorded import recorded
 
 from penstock.core.core import Core
 from penstock.core.pair.messages import End
@@ -39,11 +40,11 @@ def arrived(rid, prompt, max_new=4, **kwargs):
 
 def run(recorder, events, answer=lambda rid, at: SECRET + at):
     """Until nothing is planned; every token is a secret."""
-    plan = recorder.advance(events).plan
+    plan = recorded(recorder, events).plan
     while plan is not None:
         tokens = tuple((answer(rid, start),) for rid, start, samples
                        in zip(plan.rids, plan.start, plan.samples, strict=True) if samples)
-        plan = recorder.advance([Retired(plan.step, tokens)]).plan
+        plan = recorded(recorder, [Retired(plan.step, tokens)]).plan
 
 
 def dump(recorder):
@@ -57,8 +58,8 @@ def read(recorder):
 def test_the_ring_keeps_the_last_turns_and_counts_the_others():
     recorder = Recorder(Core(CFG), turns=10)
     for _ in range(25):
-        recorder.advance([Flushed()])
-    recorder.advance([Aborted(RequestId(3))])
+        recorded(recorder, [Flushed()])
+    recorded(recorder, [Aborted(RequestId(3))])
     assert (len(recorder.turns), recorder.lost, recorder.complete) == (10, 16, False)
     assert recorder.turns[-1].events == (Aborted(RequestId(3)),)
     assert (read(recorder).lost, len(read(recorder).turns)) == (16, 10)
@@ -68,7 +69,7 @@ def test_who_looks_seldom_sees_every_phase_of_a_request_that_came_and_went():
     recorder = Recorder(Core(CFG))
     run(recorder, [arrived(1, range(5))])
     for _ in range(40):
-        recorder.advance([Flushed()])
+        recorded(recorder, [Flushed()])
     turns = shown(1, recorder).turns
     assert [(rid, to) for turn in turns for rid, _, to in turn.edges] == [
         (1, phase) for phase in ("loading", "prefill", "resident", "done")]
@@ -78,9 +79,9 @@ def test_who_looks_seldom_sees_every_phase_of_a_request_that_came_and_went():
 
 def test_calls_in_which_nothing_happens_take_no_room():
     recorder = Recorder(Core(CFG), turns=10)
-    recorder.advance([Flushed()])
+    recorded(recorder, [Flushed()])
     for _ in range(25):
-        recorder.advance(())
+        recorded(recorder, ())
     assert len(recorder.turns) == 1 and recorder.turns[0].idle == 25
 
 
@@ -96,7 +97,7 @@ def test_no_token_stop_id_namespace_or_identity_of_a_user_is_in_a_dump():
     kwargs = {"namespace": SECRET, "attention": SECRET, "session": SECRET}
     run(recorder, [arrived(1, [SECRET + i for i in range(30)], 9,
                            stop=frozenset((SECRET + 32, SECRET + 999)), **kwargs)])
-    recorder.advance([arrived(2, [SECRET] * 20, **kwargs), SessionEnded(SECRET)])
+    recorded(recorder, [arrived(2, [SECRET] * 20, **kwargs), SessionEnded(SECRET)])
     text = dump(recorder)
     assert str(SECRET)[:-3] not in text and '["SessionEnded",1]' in text
     assert "Finished" in text and '"stop"' in text, "the stop id was hit: this tests nothing"
@@ -106,11 +107,11 @@ def test_nothing_of_a_user_is_in_a_dump_without_its_beginning_or_of_a_turn_that_
     core = Core(CFG)
     recorder = Recorder(core, turns=3)
     run(recorder, [arrived(1, [SECRET] * 9)])
-    plan = recorder.advance([arrived(2, [SECRET + 1] * 9, 50), arrived(3, [SECRET] * 9)]).plan
+    plan = recorded(recorder, [arrived(2, [SECRET + 1] * 9, 50), arrived(3, [SECRET] * 9)]).plan
     for _ in range(5):
-        plan = recorder.advance([Retired(plan.step, ((SECRET,),) * sum(plan.samples))]).plan
+        plan = recorded(recorder, [Retired(plan.step, ((SECRET,),) * sum(plan.samples))]).plan
     with pytest.raises(AssertionError):
-        recorder.advance([Retired(plan.step, ((SECRET,),) * sum(plan.samples)), Retired(99, ())])
+        recorded(recorder, [Retired(plan.step, ((SECRET,),) * sum(plan.samples)), Retired(99, ())])
     text = dump(recorder)
     assert str(SECRET)[:-3] not in text
     log = flight.read(text.splitlines())
@@ -122,7 +123,7 @@ def test_nothing_of_a_user_is_in_a_dump_without_its_beginning_or_of_a_turn_that_
 def test_a_message_that_standins_know_nothing_of_loses_every_list():
     end = End(7, 2, 30, (SECRET, SECRET))
     recorder = Recorder(Core(CFG))
-    recorder.advance([Received(end), Aborted(RequestId(9), damaged=True)])
+    recorded(recorder, [Received(end), Aborted(RequestId(9), damaged=True)])
     first, second = redact(recorder).legs[0].events
     assert first == Received(replace(end, first=(-1, -1))) and second == Aborted(RequestId(9), True)
     assert str(SECRET) not in dump(recorder)
@@ -137,7 +138,7 @@ def run_pair(requests, turns=512):
         for role, other in (("prefill", "decode"), ("decode", "prefill")):
             events, mail[role] = mail[role], []
             while True:
-                answer = engines[role].advance(events)
+                answer = recorded(engines[role], events)
                 mail[other] += [Received(o.what) for o in answer.outputs if isinstance(o, Say)]
                 if (plan := answer.plan) is None:
                     break
@@ -178,7 +179,7 @@ def test_a_new_field_of_a_message_with_content_must_be_looked_at():
 
 def test_the_reason_of_a_refusal_is_not_quoted():
     recorder = Recorder(Core(CFG))
-    recorder.advance([arrived(1, [SECRET] * 5000)])            # refused, with a reason
+    recorded(recorder, [arrived(1, [SECRET] * 5000)])            # refused, with a reason
     assert "device pool" not in dump(recorder) and "refused" in dump(recorder)
 
 
@@ -186,7 +187,7 @@ def test_standins_are_equal_as_far_as_prompts_are_and_no_further():
     a = [5] * 100 + [6] * 50
     prompts = {1: a, 2: a[:100] + [7] * 50, 3: a, 4: [9, *a], 5: a[:40]}
     recorder = Recorder(Core(CFG))
-    recorder.advance([arrived(rid, p) for rid, p in prompts.items()] + [arrived(6, a, namespace=1)])
+    recorded(recorder, [arrived(rid, p) for rid, p in prompts.items()] + [arrived(6, a, namespace=1)])
     got = {e.rid: e.prompt for e in read(recorder).turns[0].events}
     assert got[1] == got[3] and got[5] == got[1][:40]
     assert got[1][:100] == got[2][:100] and not {*got[1][100:]} & {*got[2][100:]}
@@ -199,7 +200,7 @@ def test_a_prompt_that_goes_on_from_an_answer_still_does():
     recorder = Recorder(Core(CFG))
     run(recorder, [arrived(1, range(10), 4)], lambda rid, at: 1000 + at)
     answer = [1000, 1010, 1011, 1012]
-    recorder.advance([arrived(2, [*range(10), *answer, 77])])
+    recorded(recorder, [arrived(2, [*range(10), *answer, 77])])
     log = read(recorder)
     first, second = (e for turn in log.turns for e in turn.events if isinstance(e, Arrived))
     outputs = [t for turn in log.turns for e in turn.events if isinstance(e, Retired)
@@ -209,17 +210,17 @@ def test_a_prompt_that_goes_on_from_an_answer_still_does():
 
 def test_numbers_are_given_anew_for_each_dump():
     recorder = Recorder(Core(CFG), turns=2)
-    recorder.advance([arrived(1, [8] * 20, 90)])
+    recorded(recorder, [arrived(1, [8] * 20, 90)])
     first = dump(recorder)
-    recorder.advance([arrived(2, [9] * 20), Aborted(RequestId(1))])
-    recorder.advance([Flushed()])
-    recorder.advance([Flushed()])
+    recorded(recorder, [arrived(2, [9] * 20), Aborted(RequestId(1))])
+    recorded(recorder, [Flushed()])
+    recorded(recorder, [Flushed()])
     assert "[[0,20]]" in first and [h.arrived.prompt for h in read(recorder).held] == [tuple(range(20))]
 
 
 def test_an_answer_that_began_at_the_other_engine_is_told_apart_like_any_other():
     recorder = run_pair([arrived(1, range(9), 3, transfer=1)])["decode"]
-    recorder.advance([arrived(2, [*range(9), SECRET, SECRET + 9, 77])])
+    recorded(recorder, [arrived(2, [*range(9), SECRET, SECRET + 9, 77])])
     first, second = (e for turn in read(recorder).turns for e in turn.events if isinstance(e, Arrived))
     (end,) = (e.message for turn in read(recorder).turns for e in turn.events
               if isinstance(e, Received) and isinstance(e.message, End))

@@ -20,14 +20,14 @@ def test_a_group_that_is_granted_twice_lands_in_both(sizes: tuple[int, int], lim
     assert prefill.up() == decode.up() == 1
     whole = 61 // sizes[1] * sizes[1] - 16
     below = pages_for(decode, Tier.DRAM, BOUNDS, 16, whole)
-    granted = decode.link.grant
+    granted = decode.grant
 
     def twice(epoch: int, move) -> None:
         granted(epoch, move)
         if move.group == BOUNDS:
             granted(epoch, decode.move(Tier.DRAM, BOUNDS, below, 16, whole, to_peer=False))
 
-    monkeypatch.setattr(decode.link, "grant", twice)
+    monkeypatch.setattr(decode, "grant", twice)
     given, heard = transfer_all(prefill, decode, 1, 61, start=16, chunk=16)
     assert heard.message == Over(1, 1, 61, (7,))
     host, device = decode.pools.of(Tier.DRAM, BOUNDS)[0], decode.pools.of(Tier.HBM, BOUNDS)[0]
@@ -42,6 +42,6 @@ def test_a_group_that_is_granted_twice_in_one_tier_is_our_bug(ends) -> None:
     decode = ends("decode", prefill.link.address)
     assert prefill.up() == decode.up() == 1
     move = decode.move(Tier.HBM, BOUNDS, pages_for(decode, Tier.HBM, BOUNDS, 0, 16), 0, 16, to_peer=False)
-    decode.link.grant(1, move)
+    decode.grant(1, move)
     with pytest.raises(AssertionError, match="granted twice"):
-        decode.link.grant(1, move)
+        decode.grant(1, move)

@@ -48,14 +48,14 @@ def test_pages_land_over_every_stream(kind: str, ends, tmp_path) -> None:
     prefill = ends("prefill", address, **TLS[kind], **cert)
     decode = ends("decode", prefill.link.address, **TLS[kind])
     up = decode.wait(Up)
-    assert up.theirs.info == {"engine": "prefill"} and prefill.up() == up.epoch == 1
+    assert up.session.info == {"engine": "prefill"} and prefill.up() == up.session.epoch == 1
     given, heard = transfer_all(prefill, decode, 1, 61, start=16)
     assert heard.message == Over(1, 1, 61, (7,))
     check(decode, given, 61, start=16)
     sent = 45 * 5 * 2 * 2 * 4 * 2 + 11 * 4 * 2 * 2 * 4 * 4      # whole units only, each position once
     assert heard.bytes == prefill.link.stats()["pair_sent_bytes_total"] == sent
     assert decode.link.stats()["pair_received_bytes_total"] == sent
-    assert prefill.link.unsent(1) == 0
+    assert prefill.unsent(1) == 0
 
 
 @pytest.mark.parametrize("tier", [Tier.HBM, Tier.DRAM])
@@ -74,7 +74,7 @@ def test_page_sizes_and_stages_may_differ_and_pushes_come_early(sizes, stages, c
         given, heard = transfer_all(prefill, decode, 1, tokens, start=start, tier=tier, chunk=chunk,
                                     generation=tokens)
         assert isinstance(heard.message, Over)
-        decode.link.revoke(1, tokens)
+        decode.revoke(1, tokens)
         check(decode, given, tokens, start=start, tier=tier)
 
 
@@ -86,13 +86,13 @@ def test_each_connection_is_an_epoch_and_nothing_of_an_older_one_counts(ends) ->
     assert decode.up() == prefill.up() == 2
     move = push(prefill, 1, KV, 0, 40)
     assert prefill.wait(Pushed) == Pushed(move.id, False, 0, 0.0)
-    prefill.link.say(1, Refused(1, 1, 1))
-    prefill.link.say(2, Refused(9, 9, 1))
+    prefill.say(1, Refused(1, 1, 1))
+    prefill.say(2, Refused(9, 9, 1))
     assert decode.wait(PeerMessage).message.transfer == 9             # not the one of epoch 1
     grant(decode, 1, 40)                                        # came too late to count
     push(prefill, 2, KV, 0, 40)                                 # so nobody waits for these
     assert prefill.wait(Pushed).ok
-    prefill.link.say(2, Refused(8, 9, 1))
+    prefill.say(2, Refused(8, 9, 1))
     decode.wait(PeerMessage)
     assert decode.link.stats()["pair_stray_frames_total"] > 0
     check(decode, {KV: [], BOUNDS: []}, 40)
@@ -121,7 +121,7 @@ def lose(prefill: LinkEnd, decode: LinkEnd) -> None:
     """Say so much that a proxy which holds what comes after 8 KiB holds everything."""
     for end in (prefill, decode):
         for _ in range(200):
-            end.link.say(1, Refused(9, 9, 1))
+            end.say(1, Refused(9, 9, 1))
 
 
 HELD = (Fault("out", at=8192, hold=True), Fault("in", at=8192, hold=True))
@@ -247,16 +247,16 @@ def test_what_is_revoked_is_written_no_more(ends) -> None:
     given = grant(decode, 1, 48)
     push(prefill, 1, KV, 0, 16)
     prefill.wait(Pushed)
-    prefill.link.say(1, Refused(9, 9, 1))
+    prefill.say(1, Refused(9, 9, 1))
     decode.wait(PeerMessage)                                          # so the first pages have landed
-    decode.link.revoke(1, 1)
+    decode.revoke(1, 1)
     for pool in decode.pools.every():
         pool.pages.view(torch.uint8).fill_(0xEE)                # they belong to somebody else now
     push(prefill, 1, KV, 16, 32)
     push(prefill, 1, BOUNDS, 0, 48)
     prefill.wait(Pushed)
     prefill.wait(Pushed)
-    prefill.link.say(1, Over(1, 1, 48, (7,)))
+    prefill.say(1, Over(1, 1, 48, (7,)))
     assert isinstance(decode.wait(PeerMessage).message, Over)         # the core ignores it: it knows no such grant
     check(decode, {KV: [], BOUNDS: []}, 48)
     assert len(given[KV]) == 6
@@ -272,12 +272,12 @@ def test_an_end_without_all_its_bytes_is_heard_as_a_failure(fault: str, ends, mo
     push(prefill, 1, BOUNDS, 0, 40)
     prefill.wait(Pushed)
     prefill.wait(Pushed)
-    prefill.link.say(1, Over(1, 1, 40, (7,)))
+    prefill.say(1, Over(1, 1, 40, (7,)))
     assert decode.wait(PeerMessage).message == Drained(1, 1, Reason.BROKEN)
     if fault == "damaged":
         check(decode, {KV: [], BOUNDS: []}, 40)                 # not a byte of it was written
     monkeypatch.undo()
-    decode.link.revoke(1, 1)
+    decode.revoke(1, 1)
     decode.pools.__init__(8, ((5,), (4,)))
     decode.link._pages.__init__(decode.pools.stages)
     given, heard = transfer_all(prefill, decode, 1, 40, generation=2)
@@ -290,7 +290,7 @@ def test_an_end_without_all_its_bytes_is_heard_as_a_failure(fault: str, ends, mo
 def test_positions_that_were_not_granted_end_the_connection(wrong: str, ends) -> None:
     prefill, decode = pair(ends)
     if wrong == "group":
-        decode.link.grant(1, decode.move(Tier.DRAM, KV, pages_for(decode, Tier.DRAM, KV, 0, 16), 0, 16,
+        decode.grant(1, decode.move(Tier.DRAM, KV, pages_for(decode, Tier.DRAM, KV, 0, 16), 0, 16,
                                          to_peer=False))
     else:
         grant(decode, 1, 16)
@@ -318,33 +318,33 @@ class Gate:
 def test_messages_pass_between_the_frames_of_a_push_which_can_be_stopped(ends, monkeypatch) -> None:
     monkeypatch.setattr(session, "PAYLOAD_MAX", 2 * 8 * 5 * 2 * 2 * 4 * 2)      # two pages
     prefill, decode = pair(ends)
-    gate = prefill.link._session._pages = Gate(prefill.link._pages)
+    gate = prefill.newest._pages = Gate(prefill.link._pages)
     given = grant(decode, 1, 40)
     prefill.pools.fill(Tier.HBM, KV, pages_for(prefill, Tier.HBM, KV, 0, 40), 0)
     push(prefill, 1, KV, 0, 40)                                 # five pages
     last = push(prefill, 1, BOUNDS, 0, 40)
-    prefill.link.say(1, Refused(9, 9, 1))
+    prefill.say(1, Refused(9, 9, 1))
     gate.open.set()
     assert decode.wait(PeerMessage).message.transfer == 9
     assert prefill.wait(Pushed).ok and prefill.wait(Pushed).id == last.id
-    prefill.link.say(1, Over(1, 1, 40, (7,)))
+    prefill.say(1, Over(1, 1, 40, (7,)))
     assert isinstance(decode.wait(PeerMessage).message, Over)
     check(decode, given, 40)
     gate.reads, gate.open = 0, threading.Event()
     push(prefill, 1, KV, 0, 40, generation=2)
     push(prefill, 1, BOUNDS, 0, 40, generation=2)
-    assert prefill.link.unsent(1) > 0
-    prefill.link.stop(1, 2)
+    assert prefill.unsent(1) > 0
+    prefill.stop(1, 2)
     gate.open.set()
     first, second = prefill.wait(Pushed), prefill.wait(Pushed)
-    assert not first.ok and not second.ok and second.bytes == 0 and prefill.link.unsent(1) == 0
+    assert not first.ok and not second.ok and second.bytes == 0 and prefill.unsent(1) == 0
 
 
 def test_whoever_does_not_listen_is_not_told_more_than_fits(ends, monkeypatch) -> None:
     monkeypatch.setattr(events, "WAITING_MAX", 10)
     prefill, decode = pair(ends)
     for i in range(1000):
-        prefill.link.say(1, Refused(i + 1, 1, 1))
+        prefill.say(1, Refused(i + 1, 1, 1))
     most = 0
     for i in range(1000):
         most = max(most, len(decode.link._events._waiting))
@@ -357,8 +357,8 @@ def test_an_end_that_falls_silent_is_cut(way: str, ends) -> None:
     fault = Fault(way, at=2000, hold=True)
     prefill, decode, proxy = pair(ends, {"silence_s": 0.5}, {"silence_s": 0.5}, through=(fault,))
     for i in range(40):                                         # past byte 2,000, if nothing else is
-        prefill.link.say(1, Refused(i + 1, 1, 1))
-        decode.link.say(1, Cancel(i + 1, 1))
+        prefill.say(1, Refused(i + 1, 1, 1))
+        decode.say(1, Cancel(i + 1, 1))
     first = decode if way == "in" else prefill
     assert "nothing for 0.5 s" in first.wait(Down).cause
     assert decode.up() == prefill.up() >= 2
@@ -370,7 +370,7 @@ def test_an_end_that_takes_nothing_is_cut(ends) -> None:
     long = Ask(transfer=1, prompt=b"\1\0\0\0" * (1 << 20), params=SamplingParams(), stop_ids=[], max_new=1,
                namespace=bytes(16))
     for _ in range(8):                                          # more than the sockets between them hold
-        prefill.link.say(1, long)
+        prefill.say(1, long)
     assert prefill.wait(Down).cause == "took nothing for 0.5 s"
     assert decode.up() == prefill.up() >= 2
     proxy.close()
@@ -384,7 +384,7 @@ def test_after_the_end_of_an_epoch_nobody_writes(how: str, ends) -> None:
         push(prefill, 1, KV, 0, 72, generation=generation)
         push(prefill, 1, BOUNDS, 0, 72, generation=generation)
     if how == "cut":
-        decode.link.cut(1)
+        decode.cut(1)
         assert decode.wait(Down).cause == "cut here"
     else:
         decode.link.close()
@@ -399,7 +399,7 @@ def test_after_the_end_of_an_epoch_nobody_writes(how: str, ends) -> None:
 def test_a_bug_in_a_thread_reaches_the_loop(ends) -> None:
     prefill, decode = pair(ends)
     grant(decode, 1, 8)
-    decode.link._landings._pages = None                         # type: ignore[assignment]
+    decode.newest._landings._pages = None                         # type: ignore[assignment]
     push(prefill, 1, KV, 0, 8)
     with pytest.raises(RuntimeError, match="thread of the pair's link died"):
         decode.wait(Down)
@@ -477,5 +477,5 @@ def test_who_is_called_during_a_handshake_with_another_is_who_it_is_paired_with(
     assert met.wait(WAIT_S)
     decode.link.call(second.link.address)
     goes_on.set()
-    assert decode.wait(Up).theirs.info["engine"] == "second"
-    assert not any(isinstance(event, Up) and event.theirs.info["engine"] == "first" for event in decode.seen)
+    assert decode.wait(Up).session.info["engine"] == "second"
+    assert not any(isinstance(event, Up) and event.session.info["engine"] == "first" for event in decode.seen)

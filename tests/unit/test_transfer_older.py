@@ -24,12 +24,12 @@ def test_a_page_of_an_older_generation_is_a_stray(ends) -> None:
     for group in (KV, BOUNDS):
         move = push(prefill, epoch, group, 0, 16, generation=1)
         prefill.wait(lambda event, move=move: getattr(event, "id", None) == move.id)
-    landings = decode.link._landings
+    counts, landings = decode.link._counts, decode.newest._landings
     deadline = time.monotonic() + WAIT_S
-    while landings.strays < 2:
+    while counts.strays < 2:
         assert time.monotonic() < deadline, "it was written, or never came"
         time.sleep(0.01)
-    assert landings.landed(epoch, 1, 1) is None and not landings.landed(epoch, 1, 2).ok
+    assert landings.landed(1, 1) is None and not landings.landed(1, 2).ok
     check(decode, {KV: [], BOUNDS: []}, 0)
 
 

@@ -99,7 +99,7 @@ def test_more_pieces_than_slots_wait_for_those_that_are_taken(ends) -> None:
     for generation in range(1, 2 * SLOTS):
         given, heard = transfer_all(prefill, decode, 1, 40, generation=generation, chunk=8)
         assert isinstance(heard.message, Over)
-        decode.link.revoke(1, generation)
+        decode.revoke(1, generation)
     check(decode, given, 40)
     assert copies.reads > 4 * SLOTS and copies.closed == 0
     for end in (prefill, decode):
@@ -122,7 +122,7 @@ def test_a_read_that_fails_or_brings_other_bytes_is_the_end_of_its_transfer_only
     prefill, decode = pair(ends, Copies(before).open)
     _, heard = transfer_all(prefill, decode, 1, TOKENS, chunk=8)
     assert heard.message == Drained(1, 1, Reason.BROKEN)
-    decode.link.revoke(1, 1)
+    decode.revoke(1, 1)
     decode.pools.__init__(8, ((5,), (4,)))
     decode.link._pages.__init__(decode.pools.stages)
     given, heard = transfer_all(prefill, decode, 1, TOKENS, generation=2)
@@ -134,16 +134,16 @@ def test_a_read_that_comes_back_after_its_grant_was_revoked_changes_no_page(ends
     """The fence: `revoke` returns at once, though a READ is in flight, for that goes to no page."""
     def revokes(n: int, data: memoryview) -> None:
         if n == 1:
-            decode.link.revoke(1, 1)
+            decode.revoke(1, 1)
 
     prefill, decode = pair(ends, Copies(revokes).open)
     grant(decode, 1, 40)
-    decode.link.say(1, Grant(1, 1, 40))
+    decode.say(1, Grant(1, 1, 40))
     prefill.wait(lambda e: isinstance(e, PeerMessage))
     for group in (KV, BOUNDS):
         push(prefill, 1, group, 0, 40)
         assert prefill.wait(Pushed).ok
-    prefill.link.say(1, Over(1, 1, 40, (7,)))
+    prefill.say(1, Over(1, 1, 40, (7,)))
     decode.wait(PeerMessage)
     check(decode, {KV: [], BOUNDS: []}, 40)
     assert decode.link.stats()["pair_stray_frames_total"] > 0
@@ -161,7 +161,7 @@ def test_one_that_changes_a_page_is_seen(ends, monkeypatch) -> None:
 @pytest.mark.parametrize("reads", [True, False])
 def test_what_no_end_says_ends_the_connection(message, reads, ends) -> None:
     prefill, decode = pair(ends, Copies().open if reads else None)
-    prefill.link.say(1, message)
+    prefill.say(1, message)
     assert decode.wait(Down).epoch == 1
 
 
@@ -185,9 +185,9 @@ def checked(monkeypatch) -> list[bool | None]:
     found: list[bool | None] = []
     land = GrantTable.land
 
-    def noted(self, epoch, frame, *, sound=None):
+    def noted(self, frame, *, sound=None):
         found.append(sound)
-        land(self, epoch, frame, sound=sound)
+        land(self, frame, sound=sound)
 
     monkeypatch.setattr(GrantTable, "land", noted)
     return found
@@ -196,12 +196,12 @@ def checked(monkeypatch) -> list[bool | None]:
 def test_two_processes_of_one_machine_have_a_memory_in_common(ends, checked) -> None:
     prefill, decode = one_machine(ends)
     until = time.monotonic() + WAIT_S
-    while prefill.link._session._offers is None and time.monotonic() < until:
+    while prefill.newest._offers is None and time.monotonic() < until:
         time.sleep(0.01)
     for generation in range(1, 2 * SLOTS):
         given, heard = transfer_all(prefill, decode, 1, 40, generation=generation, chunk=8)
         assert isinstance(heard.message, Over)
-        decode.link.revoke(1, generation)
+        decode.revoke(1, generation)
     check(decode, given, 40)
     assert set(checked) == {True}
 
@@ -218,7 +218,7 @@ def test_a_slot_or_a_frame_takes_as_many_pages_as_fit(slot: int, pieces: int, he
     monkeypatch.setattr(session, "PAYLOAD_MAX", slot)
     prefill, decode = one_machine(ends) if here else pair(ends, None)
     until = time.monotonic() + WAIT_S
-    while here and prefill.link._session._offers is None and time.monotonic() < until:
+    while here and prefill.newest._offers is None and time.monotonic() < until:
         time.sleep(0.01)
     given, heard = transfer_all(prefill, decode, 1, 40)
     assert isinstance(heard.message, Over)

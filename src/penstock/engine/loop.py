@@ -337,7 +337,9 @@ class EngineLoop:
         outputs: list[Output] = []
         events = self._take_events()
         while True:
-            advance = self.recorder.advance(events)
+            self.recorder.begin(events)
+            advance = self._core.advance(events)
+            self.recorder.end(advance)
             outputs += advance.outputs
             if self._publisher is not None and advance.cached is not None:
                 self._publisher.put(advance.cached)     # before the plan that overwrites pages
@@ -395,7 +397,7 @@ class EngineLoop:
             assert m.params.grammar is not None
             if self._executor.compiled(m.params.grammar):
                 self._begin(self._held.pop(m.rid))
-        for news in () if self._paired is None else self._paired.hear():
+        for news in () if self._paired is None else self._paired.collect():
             if isinstance(news, RemotePrefill):
                 self._asked(news)
             elif isinstance(news, Submit):
@@ -406,6 +408,8 @@ class EngineLoop:
                 if isinstance(news, PeerLeft) and self._rooms is not None:
                     self._rooms.left(news.peer)
                 self._events.append(news)
+                if self._paired is not None and not self._works_for_peer:
+                    self._events += self._paired.follows(news)
         if self._publisher is not None:
             self._events += self._publisher.news()
         if self._rooms is not None:

@@ -43,8 +43,6 @@ class RecordedCore(Protocol):
     live: dict[RequestId, Request]
     watchers: list[Watcher]
 
-    def advance(self, events: Sequence[Event]) -> Advance: ...
-
 
 @dataclass(frozen=True, slots=True)
 class OneTokenRetired:
@@ -81,7 +79,7 @@ def without_columns(plan: StepPlan, columns: StepPlan) -> StepPlan:
 
 
 class Recorder(Watcher):
-    """Goes between the loop and its core: `recorder.advance(events)` in place of `core.advance`.
+    """Told of each turn of the core: `begin(events)` before `core.advance(events)`, and `end` with its answer.
 
     Make it together with the core: it is `complete` as long as no turn has left the ring.
     """
@@ -97,23 +95,25 @@ class Recorder(Watcher):
         self._drafts = core.cfg.draft_tokens > 0
         self._tokens = 0
         self._last: StepPlan | None = None     # the last plan, as it was kept
-        self._advance = core.advance
         core.watchers.append(self)
 
     @property
     def complete(self) -> bool:
         return self.lost == 0
 
-    def advance(self, events: Sequence[Event]) -> Advance:
-        """The core's answer. While it works, and for ever if it raises, `now` is this turn."""
-        turn = self.now = RecordedTurn(tuple(events))
-        answer = self._advance(events)
-        if events or answer.plan is not None or answer.outputs or turn.edges or not self.turns:
+    def begin(self, events: Sequence[Event]) -> None:
+        """The core is about to advance. While it works, and for ever if it raises, `now` is this turn."""
+        self.now = RecordedTurn(tuple(events))
+
+    def end(self, answer: Advance) -> None:
+        """The core's answer to the events of the turn that has begun."""
+        turn = self.now
+        assert turn is not None
+        if turn.kept or answer.plan is not None or answer.outputs or turn.edges or not self.turns:
             self._keep(turn, answer)
         else:
             self.turns[-1].idle += 1           # half of all calls: the loop asks until there is no plan
         self.now = None
-        return answer
 
     def _keep(self, turn: RecordedTurn, answer: Advance) -> None:
         quiet, results, new = not turn.edges, 0, len(answer.outputs)

@@ -5,21 +5,54 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
-from penstock.core.plan import MoveId
-from penstock.transfer.facts import Facts
+from penstock.core.plan import Move, MoveId
+from penstock.transfer.facts import Info
 from penstock.transfer.messages import Said
 
 WAITING_MAX = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Up:
-    """A connection, authenticated, to an end with which we pair: its epoch."""
+class Opened(Protocol):
+    """What an engine has of one connection, whatever carries it. Any thread calls.
+
+    epoch   rises with each connection
+    info    what the other engine says of itself
+    """
 
     epoch: int
-    theirs: Facts
+    info: Info
+
+    def say(self, message: Said) -> None:
+        """Messages are sent in order. Dropped if it is over. Asserts nothing of their content."""
+
+    def grant(self, move: Move) -> None:
+        """The other end may write these positions from now on. No effect if it is over."""
+
+    def revoke(self, transfer: int, generation: int) -> None:
+        """When it returns, nothing of this generation is written any more. Waits for a piece at most."""
+
+    def push(self, move: Move) -> None:
+        """Send positions of a granted transfer out of our pages, which are read from now until the one
+        Pushed. Of one group in rising order, without a gap, from where the grant begins."""
+
+    def stop(self, transfer: int, generation: int) -> None:
+        """Pushes of it that are not done end soon, between two frames, not ok."""
+
+    def unsent(self, transfer: int) -> int:
+        """Bytes of its pushes that are not in the stream yet."""
+        ...
+
+    def cut(self) -> None:
+        """End it: its Down follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Up:
+    """A connection, authenticated, to an end with which we pair."""
+
+    session: Opened
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +67,6 @@ class Down:
 class PeerMessage:
     """`bytes`, with an End: what its generation brought."""
 
-    epoch: int
     message: Said
     bytes: int = 0
 

@@ -1,7 +1,7 @@
 """Grants: which pages the other end's bytes may be written into, under which (transfer, generation).
 
 Owns that table and its lock. Only our own thread writes, and only through here: a grant that is
-revoked, or whose epoch is over, is written no more once `revoke` or `end` has returned.
+revoked, or whose connection is over, is written no more once `revoke` or `end` has returned.
 """
 from __future__ import annotations
 
@@ -24,6 +24,21 @@ def place(group: GroupFacts, there: GroupFacts, move_first: int, pages: Sequence
     of_page, first = group.page_units, move_first // group.page_size
     return [Span(pages[units.start // of_page - first], units.start % of_page, len(units))
             for units in page_parts(piece.unit, piece.units, (of_page, there.page_units))]
+
+
+class Counts:
+    """Counters of a link, over all its connections. Each is written by one thread at a time."""
+
+    def __init__(self) -> None:
+        self.frames_sent = self.frames_received = 0
+        self.strays = self.damaged = 0                     # frames that no grant waits for; whose bytes are not right
+        self.bytes_sent = self.bytes_received = 0          # of pages
+        self.send_seconds = 0.0
+        self.connections = 0
+        self.failures: dict[str, int] = {}                 # by cause
+
+    def failed(self, cause: str) -> None:
+        self.failures[cause] = self.failures.get(cause, 0) + 1
 
 
 @dataclass(slots=True)
@@ -52,36 +67,30 @@ class TransferResult:
 
 
 class GrantTable:
-    """Any thread may call; one epoch at a time is open, and there is none at first."""
+    """The grants of one connection. Any thread may call."""
 
-    def __init__(self, facts: Facts, pages: PageBytes) -> None:
-        self._facts, self._pages = facts, pages
+    def __init__(self, facts: Facts, theirs: Facts, pages: PageBytes, counts: Counts) -> None:
+        """theirs: what the end that writes says of itself."""
+        self._facts, self._theirs, self._pages, self._counts = facts, theirs, pages, counts
         self._stages = [common_layer_spans(stages, stages) for stages in facts.stages]
         self._lock = threading.Lock()
         self._open: dict[tuple[int, int], _Generation] = {}
-        self._epoch, self._theirs = 0, facts
-        self.strays = self.damaged = 0
-
-    def begin(self, epoch: int, theirs: Facts) -> None:
-        """theirs: what the end that writes says of itself."""
-        with self._lock:
-            assert not self._open, "grants of an older epoch"
-            self._epoch, self._theirs = epoch, theirs
+        self._over = False
 
     def end(self) -> None:
-        """The epoch is over: nothing of it is written any more."""
+        """The connection is over: nothing is written any more."""
         with self._lock:
-            self._epoch = 0
+            self._over = True
             self._open.clear()
 
-    def grant(self, epoch: int, move: Move) -> None:
-        """Its positions may land in its pages. No effect in another epoch than the open one. A second one of
+    def grant(self, move: Move) -> None:
+        """Its positions may land in its pages. No effect once the connection is over. A second one of
         a group is of whole pages from the first position on: what comes is written into both."""
         assert move.src is Tier.PEER and move.first % self._facts.groups[move.group].page_size == 0
         group = self._facts.groups[move.group]
         units = whole_units(move.first, move.tokens, group.unit, states=group.is_state)
         with self._lock:
-            if not epoch or epoch != self._epoch:
+            if self._over:
                 return
             landing = self._open.setdefault((move.transfer, move.generation), _Generation())
             granted = landing.groups.setdefault(
@@ -96,16 +105,16 @@ class GrantTable:
         with self._lock:
             self._open.pop((transfer, generation), None)
 
-    def land(self, epoch: int, frame: PageFrame, *, sound: bool | None = None) -> None:
+    def land(self, frame: PageFrame, *, sound: bool | None = None) -> None:
         """Write a piece, unless no request waits for it or its bytes are damaged. sound: whether they are what
         was sent; None: their checksum says so. Raises ProtocolError if it is not what comes next."""
         head, payload = frame
         if sound is None:
             sound = checksum(payload) == head.checksum
         with self._lock:
-            landing = self._open.get((head.transfer, head.generation)) if epoch == self._epoch else None
+            landing = self._open.get((head.transfer, head.generation))
             if landing is None:
-                self.strays += 1
+                self._counts.strays += 1
                 return
             granted = landing.groups.get(head.group)
             if granted is None:
@@ -116,7 +125,7 @@ class GrantTable:
             granted.progress.take(piece)
             landing.bytes += len(payload)
             if not sound:
-                self.damaged += 1
+                self._counts.damaged += 1
                 landing.broken = True
                 return
             for move, end in granted.into:
@@ -126,10 +135,10 @@ class GrantTable:
                     self._pages.write(move.dst, move.group, part.of_layers, spans,
                                       payload[:group.bytes_of(part)], part.of_heads)
 
-    def landed(self, epoch: int, transfer: int, generation: int) -> TransferResult | None:
+    def landed(self, transfer: int, generation: int) -> TransferResult | None:
         """What has become of a generation whose end was said; None: no request waits for it."""
         with self._lock:
-            landing = self._open.get((transfer, generation)) if epoch == self._epoch else None
+            landing = self._open.get((transfer, generation))
             if landing is None:
                 return None
             ok = not landing.broken and all(g.progress.done for g in landing.groups.values())

@@ -1,9 +1,7 @@
 """One end of a pair for the life of an engine: connects, pairs, and does so again when a connection ends.
 
-Each connection is an epoch of its own. The loop's thread calls; what happens in the link's threads
-reaches it by `wake` and `collect`. To an engine it is three things, whatever carries them: `grant`
-registers memory that the other end may write, `push` writes into what it was granted there, and the end
-of an epoch, or of `revoke`, is the fence after which nothing is written.
+Each connection is an epoch and a `Session` of its own, with which the engine talks. What happens in the threads of
+both reaches the engine's by `wake` and `events`.
 """
 from __future__ import annotations
 
@@ -18,15 +16,14 @@ from dataclasses import replace
 from functools import partial
 
 from penstock.config.base.errors import ConfigError
-from penstock.core.plan import Move, Tier
-from penstock.transfer.events import Events, LinkEvent, Pushed, Unpaired
+from penstock.transfer.events import Events, Unpaired
 from penstock.transfer.facts import Facts
 from penstock.transfer.handshake import Unpairable, handshake
-from penstock.transfer.landing import GrantTable
-from penstock.transfer.messages import Greeting, Said
+from penstock.transfer.landing import Counts
+from penstock.transfer.messages import Greeting
 from penstock.transfer.pages import PageBytes
 from penstock.transfer.remote.carrier import Open
-from penstock.transfer.session import Counts, Session
+from penstock.transfer.session import Session
 from penstock.transfer.streams import CONNECT_S, Connection, LinkSettings, dial, listen, secure, shut
 
 HANDSHAKES_MAX = 8                      # at once: strangers cannot keep more threads, nor these long
@@ -44,9 +41,8 @@ class PairLink:
         self._all = [self, *beside]
         self._theirs: list[bytes] = []              # engines at the other end of its connections
         self._settings, self._facts, self._pages = settings, facts, pages
-        self._events, self._counts = Events(wake), Counts()
+        self.events, self._counts = Events(wake), Counts()
         self._open_carrier = open_carrier
-        self._landings = GrantTable(facts, pages)
         self._server: socket.socket | None = None
         self._lock = threading.Lock()
         self._running = threading.Lock()            # held by the thread of the session that runs
@@ -82,47 +78,6 @@ class PairLink:
             self.start()
 
     # ------------------------------------------------------------ the loop's thread
-    def collect(self) -> list[LinkEvent]:
-        """What has happened, in order. Never waits. Raises RuntimeError when a thread of ours has died."""
-        return self._events.collect()
-
-    def say(self, epoch: int, message: Said) -> None:
-        """Messages are sent in order. Dropped if `epoch` is over. Asserts nothing of their content."""
-        if (session := self._of(epoch)) is not None:
-            session.say(message)
-
-    def push(self, epoch: int, move: Move) -> None:
-        """Send positions of a granted transfer out of our pages, which are read from now until the one
-        Pushed. Of one group in rising order, without a gap, from where the grant begins."""
-        assert move.dst is Tier.PEER
-        if (session := self._of(epoch)) is not None:
-            session.push(move)
-        else:
-            self._events.put(Pushed(move.id, False, 0, 0.0))
-
-    def stop(self, transfer: int, generation: int) -> None:
-        """Pushes of it that are not done end soon, not ok."""
-        if (session := self._session) is not None:
-            session.stop(transfer, generation)
-
-    def grant(self, epoch: int, move: Move) -> None:
-        """The other end may write these positions from now on. No effect if `epoch` is over."""
-        self._landings.grant(epoch, move)
-
-    def revoke(self, transfer: int, generation: int) -> None:
-        """When it returns, nothing of this generation is written any more. Waits for a piece at most."""
-        self._landings.revoke(transfer, generation)
-
-    def cut(self, epoch: int) -> None:
-        """End this epoch: its Down follows."""
-        if (session := self._of(epoch)) is not None:
-            session.cut("cut", "cut here")
-
-    def unsent(self, transfer: int) -> int:
-        """Bytes of its pushes that are not in the stream yet."""
-        session = self._session
-        return 0 if session is None else session.unsent(transfer)
-
     def stats(self) -> dict[str, float]:
         """By metric name."""
         c = self._counts
@@ -131,8 +86,8 @@ class PairLink:
                 "pair_sent_bytes_total": c.bytes_sent, "pair_received_bytes_total": c.bytes_received,
                 "pair_send_seconds_total": c.send_seconds,
                 "pair_sent_frames_total": c.frames_sent, "pair_received_frames_total": c.frames_received,
-                "pair_stray_frames_total": self._landings.strays,
-                "pair_damaged_frames_total": self._landings.damaged,
+                "pair_stray_frames_total": c.strays,
+                "pair_damaged_frames_total": c.damaged,
                 **{f'pair_failures_total{{cause="{cause}"}}': n for cause, n in c.failures.copy().items()}}
 
     def close(self) -> None:
@@ -155,10 +110,6 @@ class PairLink:
             self._server.close()
 
     # ------------------------------------------------------------ its threads
-    def _of(self, epoch: int) -> Session | None:
-        session = self._session
-        return session if session is not None and session.epoch == epoch else None
-
     def _spawn(self, run: Callable[[], object]) -> None:
         thread = threading.Thread(target=self._guard, args=(run,), daemon=True, name="penstock-pair")
         with self._lock:
@@ -169,7 +120,7 @@ class PairLink:
         try:
             run()
         except BaseException as e:      # our bug: handed over, not handled
-            self._events.fail(e)
+            self.events.fail(e)
 
     def _accept(self) -> None:
         assert self._server is not None
@@ -279,7 +230,7 @@ class PairLink:
                 link._leave(engine)
             raise
         link = chosen[0][0] if chosen else self
-        return link, Session(stream, paired, link._facts, link._pages, link._landings, link._events,
+        return link, Session(stream, paired, link._facts, link._pages, link.events,
                              link._counts, self._settings.silence_s,
                              None if link._open_carrier is None else partial(link._open_carrier, stream.here))
 
@@ -296,7 +247,7 @@ class PairLink:
         with self._lock:
             is_logged, self._words = self._words == words, words
         if not is_logged:
-            self._events.put(Unpaired(words))
+            self.events.put(Unpaired(words))
 
     def _take_over(self, session: Session, settings: LinkSettings) -> bool:
         """Run it in place of any older one: an end that dials again knows that its old connection is over.

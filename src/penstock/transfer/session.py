@@ -1,8 +1,10 @@
 """One connection of a pair, which is one epoch: a thread that receives, and one that sends beside it.
 
-Owns what is to be sent and in which order: messages before page frames that wait, never inside one.
-Holds one frame at either side; pages are read when it is their turn. Two processes of one machine put pages
-into a memory of both, if they can, rather than into the stream.
+The engine calls it: `grant` registers memory that the other end may write, `push` writes into what it was granted
+there, and the end of the connection, or of `revoke`, is the fence after which nothing is written. Owns what is to
+be sent and in which order: messages before page frames that wait, never inside one. Holds one frame at either
+side; pages are read when it is their turn. Two processes of one machine put pages into a memory of both, if they
+can, rather than into the stream.
 """
 from __future__ import annotations
 
@@ -13,33 +15,19 @@ from collections.abc import Callable, Iterator
 
 from penstock.config.base.decoding import ProtocolError
 from penstock.core.pair.messages import Drained, End, Reason
-from penstock.core.plan import Move
+from penstock.core.plan import Move, Tier
 from penstock.memory.pinned import NotPinned
 from penstock.transfer.codec import PAYLOAD_MAX, PageFrame, PageHead, checksum
 from penstock.transfer.events import Down, Events, PeerMessage, Pushed, Up
 from penstock.transfer.facts import Facts
 from penstock.transfer.handshake import PeerSession
-from penstock.transfer.landing import GrantTable, place
+from penstock.transfer.landing import Counts, GrantTable, place
 from penstock.transfer.layout import PageSlice, common_layer_spans, pieces, whole_units
 from penstock.transfer.messages import Beat, Greeting, Memory, Offer, Said, Taken
 from penstock.transfer.pages import PageBytes
 from penstock.transfer.remote.carrier import SLOT_BYTES, SLOTS, Carrier, CarrierFault
 from penstock.transfer.remote.shared import SharedBuffer
 from penstock.transfer.streams import Connection
-
-
-class Counts:
-    """Counters of a link, over all its connections. Each is written by one thread at a time."""
-
-    def __init__(self) -> None:
-        self.frames_sent = self.frames_received = 0
-        self.bytes_sent = self.bytes_received = 0          # of pages
-        self.send_seconds = 0.0
-        self.connections = 0
-        self.failures: dict[str, int] = {}                 # by cause
-
-    def failed(self, cause: str) -> None:
-        self.failures[cause] = self.failures.get(cause, 0) + 1
 
 
 class _Push:
@@ -52,11 +40,11 @@ class _Push:
 
 
 class Session:
-    """`run` in a thread of its own; everything else from any thread."""
+    """An `Opened`. `run` in a thread of its own; everything else from any thread."""
 
-    def __init__(self, stream: Connection, paired: PeerSession, facts: Facts, pages: PageBytes, landings: GrantTable,
-                 events: Events, counts: Counts, silence_s: float,
-                 open_carrier: Callable[[], Carrier] | None = None) -> None:
+    def __init__(self, stream: Connection, paired: PeerSession, facts: Facts, pages: PageBytes, events: Events,
+                 counts: Counts, silence_s: float, open_carrier: Callable[[], Carrier] | None = None,
+                 ) -> None:
         """open_carrier: where the decode instance READs pages; None: they come in the stream, or by memory of both
         ends where that can be handed over."""
         self._open_carrier = open_carrier
@@ -66,7 +54,9 @@ class Session:
         self._free = deque(range(SLOTS))                    # of the buffer, where this end offers pieces
         self.epoch, self.engine = paired.epoch, paired.engine
         self._stream, self._paired, self._facts, self._pages = stream, paired, facts, pages
-        self._landings, self._events, self._counts, self._silence_s = landings, events, counts, silence_s
+        self._events, self._counts, self._silence_s = events, counts, silence_s
+        self._landings = GrantTable(facts, paired.theirs, pages, counts)
+        self.info = paired.theirs.info                      # of the other engine
         self._layers = [common_layer_spans(a, b) for a, b in zip(facts.stages, paired.theirs.stages, strict=True)]
         self._staging = memoryview(bytearray(SLOT_BYTES))
         self._news = threading.Condition()
@@ -81,7 +71,14 @@ class Session:
             self._messages.append(message)
             self._news.notify()
 
+    def grant(self, move: Move) -> None:
+        self._landings.grant(move)
+
+    def revoke(self, transfer: int, generation: int) -> None:
+        self._landings.revoke(transfer, generation)
+
     def push(self, move: Move) -> None:
+        assert move.dst is Tier.PEER
         group = self._facts.groups[move.group]
         units = whole_units(move.first, move.tokens, group.unit, states=group.is_state)
         there = self._paired.theirs.groups[move.group]
@@ -98,7 +95,6 @@ class Session:
             self._events.put(push.ended(False))
 
     def stop(self, transfer: int, generation: int) -> None:
-        """Pushes of it end between two frames."""
         with self._news:
             for push in self._pushes:
                 if (push.move.transfer, push.move.generation) == (transfer, generation):
@@ -109,8 +105,8 @@ class Session:
         with self._news:
             return sum(push.unsent for push in self._pushes if push.move.transfer == transfer)
 
-    def cut(self, cause: str, words: str) -> None:
-        """End it; `run` returns soon. The first cause counts."""
+    def cut(self, cause: str = "cut", words: str = "cut here") -> None:
+        """End it; `run` returns soon, and its Down follows. The first cause counts."""
         with self._news:
             self._cause = self._cause or (cause, words)
             self._news.notify()
@@ -121,10 +117,9 @@ class Session:
     def run(self) -> None:
         """From Up to Down."""
         self._counts.connections += 1
-        self._landings.begin(self.epoch, self._paired.theirs)
         self._stream.limit(self._silence_s)
         self._guard(self._meet, ends=False)
-        self._events.put(Up(self.epoch, self._paired.theirs))
+        self._events.put(Up(self))
         sender = threading.Thread(target=self._guard, args=(self._send,), daemon=True,
                                   name="penstock-pair-send")
         sender.start()
@@ -220,7 +215,7 @@ class Session:
             self._counts.frames_received += 1
             match frame:
                 case PageFrame():
-                    self._landings.land(self.epoch, frame)
+                    self._landings.land(frame)
                     self._counts.bytes_received += len(frame.payload)
                 case Beat():
                     pass
@@ -253,20 +248,20 @@ class Session:
             sound = False
         head = PageHead(offer.transfer, offer.generation, offer.group, PageSlice(*offer.piece),
                         int.from_bytes(offer.digest))
-        self._landings.land(self.epoch, PageFrame(head, payload), sound=sound)
+        self._landings.land(PageFrame(head, payload), sound=sound)
         self._counts.bytes_received += offer.length
         self.say(Taken(offer.slot))
 
     def _hear(self, message: Said) -> None:
-        heard = PeerMessage(self.epoch, message)
+        heard = PeerMessage(message)
         if isinstance(message, End):
-            landed = self._landings.landed(self.epoch, message.transfer, message.generation)
+            landed = self._landings.landed(message.transfer, message.generation)
             if landed is not None and landed.ok:
-                heard = PeerMessage(self.epoch, message, landed.bytes)
+                heard = PeerMessage(message, landed.bytes)
             elif landed is not None:
                 # Nothing will be written any more, which is what Drained says; it has not worked.
                 self._counts.failed("damaged")
-                heard = PeerMessage(self.epoch, Drained(message.transfer, message.generation, Reason.BROKEN))
+                heard = PeerMessage(Drained(message.transfer, message.generation, Reason.BROKEN))
         self._events.put_when_there_is_room(heard, lambda: self._cause is not None)
 
     def _send(self) -> None:

@@ -1,7 +1,7 @@
 """One engine's end of a pair, for its loop: what the link tells becomes core events, Moves become calls.
 
-Owns the present connection's number, the pushes whose steps have not retired, and what came for the first
-tokens of requests. Knows no socket and no thread (`transfer`), and plans nothing.
+Owns the present connection, the pushes whose steps have not retired, what came for the first tokens of requests,
+and what the other engine's answers mean for them. Knows no socket and no thread (`transfer`), and plans nothing.
 """
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from penstock.core.plan import (
 )
 from penstock.engine.wire import BootstrapRoom, OfSession, Origin, RemotePrefill, Submit
 from penstock.exec.sampling.sampler import Logprobs
-from penstock.transfer.events import Down, PeerMessage, Pushed, Unpaired, Up
+from penstock.transfer.events import Down, Opened, PeerMessage, Pushed, Unpaired, Up
 from penstock.transfer.facts import Info
 from penstock.transfer.link import PairLink
-from penstock.transfer.messages import Ask, First, Prompted, SessionNews
+from penstock.transfer.messages import Ask, First, Prompted, Said, SessionNews
 
 PROMPT_MAX = 1 << 21                # tokens of an Ask
 PROMPTED_BYTES = 1 << 19            # of scores in a Prompted
@@ -60,13 +60,13 @@ class Peer:
         """address: where the link listens, or whom it calls. refuses: a prompt that the other engine does
         not compute is not computed here either. id: the core's number of the other engine."""
         self.role, self.address, self.refuses, self.id = role, address, refuses, id
-        self.epoch = 0                                  # of the connection that the core knows; 0: none
+        self.session: Opened | None = None             # the connection that the core knows
         self.info: Info = {}                            # of the other engine
         self.missing = "no connection yet"              # why there is none; "" if there is one
         self.changed = True                             # one of these two, since somebody looked
         self._link, self._clock = link, clock
         self._retired = StepId(0)
-        self._due: deque[tuple[int, Move]] = deque()    # pushes whose steps have not retired; epochs
+        self._due: deque[tuple[Opened, Move]] = deque()        # pushes whose steps have not retired
         self._waits: dict[int, RemoteWait] = {}              # by transfer
         self._rids: dict[int, int] = {}                 # prefill instance: transfer -> ours
         self._lengths: dict[int, int] = {}              # prefill instance: transfer -> tokens of the prompt
@@ -77,24 +77,29 @@ class Peer:
             "requests", "delivered", "refused", "lost", "wait_seconds", "delivered_bytes", "tail_bytes",
             "tail_seconds", "pushed_bytes", "push_seconds")), 0.0)
 
+    @property
+    def epoch(self) -> int:
+        """The number of the connection; 0: there is none."""
+        return 0 if self.session is None else self.session.epoch
+
     # ------------------------------------------------------------ from the link
     def collect(self) -> list[News]:
         """What has happened at the other end, in order."""
         news: list[News] = []
-        for event in self._link.collect():
+        for event in self._link.events.collect():
             match event:
-                case Up(epoch, facts):
-                    self.epoch, self.info, self.missing, self.changed = epoch, dict(facts.info), "", True
+                case Up(session):
+                    self.session, self.info, self.missing, self.changed = session, session.info, "", True
                     self._newest = 0
                     news.append(PeerJoined(self.id))
                 case Down(_, cause):
                     self._count["pair_lost_total"] += sum(not wait.tokens for wait in self._waits.values())
-                    self.epoch, self.missing, self.changed = 0, cause, True
+                    self.session, self.missing, self.changed = None, cause, True
                     self._rids.clear()
                     self._lengths.clear()
                     self._ended.clear()
                     news.append(PeerLeft(self.id))
-                case Unpaired(words) if self.epoch:
+                case Unpaired(words) if self.session is not None:
                     pass                            # somebody else's, beside the pair that there is
                 case Unpaired(words):
                     self.missing, self.changed = words, True
@@ -107,7 +112,8 @@ class Peer:
         return news
 
     def _heard(self, event: PeerMessage) -> list[News]:
-        message = event.message
+        message, connection = event.message, self.session
+        assert connection is not None, "messages come between Up and Down"
         self._heard_at = self._clock()
         match message:
             case Ask():
@@ -122,21 +128,21 @@ class Peer:
             case Prompted(transfer, generation, scores):
                 wait = self._waits.get(transfer)
                 if wait is not None and wait.prompt is not None and not wait.prompt.add(scores):
-                    self._link.cut(self.epoch)              # it breaks its rule
+                    self._cut()                 # it breaks its rule
                 return []
             case End(transfer, generation, _, tokens) if tokens and not self._is_whole(transfer):
-                self._link.cut(self.epoch)
+                self._cut()
                 return []
             case End(transfer, generation, _, tokens):
-                self._link.revoke(transfer, generation)
+                connection.revoke(transfer, generation)
                 if (wait := self._waits.get(transfer)) is not None and generation == wait.generation:
                     wait.tokens = tokens
                     self._count["pair_wait_seconds_total"] += self._clock() - wait.since
                     self._count["pair_delivered_bytes_total"] += event.bytes
             case Drained(transfer, generation):
-                self._link.revoke(transfer, generation)
+                connection.revoke(transfer, generation)
             case Cancel(transfer, generation):
-                self._link.stop(transfer, generation)
+                connection.stop(transfer, generation)
             case Refused():
                 self._count["pair_refused_total"] += 1
         assert isinstance(message, Message)
@@ -144,7 +150,7 @@ class Peer:
 
     def _asked(self, ask: Ask) -> list[News]:
         if self.role != "prefill" or ask.transfer <= self._newest:
-            self._link.cut(self.epoch)                 # it breaks its rule: ids only grow
+            self._cut()                         # it breaks its rule: ids only grow
             return []
         self._newest = ask.transfer
         prompt = _little(array("i", ask.prompt[:len(ask.prompt) // 4 * 4]))
@@ -171,13 +177,13 @@ class Peer:
     def ask(self, m: Submit) -> int:
         """Send a request on. Returns the transfer that names it there; 0: there is no connection, or no
         message holds it."""
-        if not self.epoch or len(m.prompt) > PROMPT_MAX:
+        if self.session is None or len(m.prompt) > PROMPT_MAX:
             return 0
         prompt = _little(array("i", m.prompt))
         self._waits[m.rid] = RemoteWait(self._clock(), len(m.prompt), prompt=(
             None if m.params.prompt_logprobs is None else PromptScores(m.params, len(m.prompt))))
         self._count["pair_requests_total"] += 1
-        self._link.say(self.epoch, Ask(
+        self.session.say(Ask(
             m.rid, prompt.tobytes(), m.params, m.stop_ids, m.max_new,
             (m.namespace << 1).to_bytes(16, "little"), m.choice,
             m.leader or 0, m.selects, m.attention,
@@ -186,12 +192,12 @@ class Peer:
 
     def of_session(self, m: OfSession) -> None:
         """Pass on what was said of a session, if there is a connection."""
-        if self.epoch:
-            self._link.say(self.epoch, SessionNews(m.session, m.ends))
+        if self.session is not None:
+            self.session.say(SessionNews(m.session, m.ends))
 
     def call(self, address: str) -> None:
         """From now on this is whom the link calls; it is not connected. Raises ConfigError."""
-        assert not self.epoch
+        assert self.session is None
         self._link.call(address)
         self.address, self.missing, self.changed = address, "no connection yet", True
 
@@ -202,8 +208,12 @@ class Peer:
         if wait is None:
             return
         self._count["pair_lost_total"] += 1
-        if self.epoch and self._heard_at < wait.since:
-            self._link.cut(self.epoch)
+        if self._heard_at < wait.since:
+            self._cut()
+
+    def _cut(self) -> None:
+        if self.session is not None:
+            self.session.cut()
 
     def _is_whole(self, transfer: int) -> bool:
         """Whether what was asked of its prompt has come."""
@@ -225,31 +235,32 @@ class Peer:
     # ------------------------------------------------------------ from the core
     def take(self, moves: Sequence[Move]) -> None:
         """Moves from and to the other engine, of a plan that was just made."""
+        assert self.session is not None, "the core plans none without a connection"
         for move in moves:
             if move.src is Tier.PEER:
-                self._link.grant(self.epoch, move)
+                self.session.grant(move)
                 if (wait := self._waits.get(move.transfer)) is not None:
                     wait.generation = move.generation
             else:
-                self._due.append((self.epoch, move))
+                self._due.append((self.session, move))
         self.retired(self._retired)
 
     def retired(self, step: StepId) -> None:
         """What was to wait for this step, and those before it, is sent."""
         self._retired = step
-        later: list[tuple[int, Move]] = []
-        ends: dict[int, None] = {}
+        later: list[tuple[Opened, Move]] = []
+        ends: dict[int, Opened] = {}
         while self._due:
-            epoch, move = self._due.popleft()
+            session, move = self._due.popleft()
             if move.after > step:
-                later.append((epoch, move))
+                later.append((session, move))
                 continue
-            self._link.push(epoch, move)
+            session.push(move)
             if move.first + move.tokens == self._lengths.get(move.transfer):
-                ends[move.transfer] = None
+                ends[move.transfer] = session
         self._due.extend(later)
-        for transfer in ends:                           # its last chunk has ended, and is among them
-            self._count["pair_tail_bytes_total"] += self._link.unsent(transfer)
+        for transfer, session in ends.items():          # its last chunk has ended, and is among them
+            self._count["pair_tail_bytes_total"] += session.unsent(transfer)
             self._ended[transfer] = self._clock()
 
     @property
@@ -263,18 +274,20 @@ class Peer:
         why = self.missing or f"it is longer than {PROMPT_MAX} tokens"
         return f"the prefill engine does not compute this prompt ({why}): try again"
 
-    def say(self, message: Message) -> None:
+    def say(self, message: Said) -> None:
+        """To the other engine, if there is a connection."""
         if isinstance(message, End) and (ended := self._ended.pop(message.transfer, None)) is not None:
             self._count["pair_tail_seconds_total"] += self._clock() - ended
-        self._link.say(self.epoch, message)
+        if self.session is not None:
+            self.session.say(message)
 
     def say_first(self, end: End, logprobs: list[Logprobs], cached: tuple[int, int, int],
                   prompt: PromptScores | None) -> None:
         """What belongs to the tokens of `end`, and logprobs of its prompt, in front of it; `cached` as in
         `take_first`."""
         for part in () if prompt is None else prompt.parts(PROMPTED_BYTES):
-            self._link.say(self.epoch, Prompted(end.transfer, end.generation, part))
-        self._link.say(self.epoch, First(end.transfer, end.generation, logprobs or None, *cached))
+            self.say(Prompted(end.transfer, end.generation, part))
+        self.say(First(end.transfer, end.generation, logprobs or None, *cached))
 
     def stats(self) -> dict[str, float]:
         """By metric name."""

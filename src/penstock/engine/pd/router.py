@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from penstock.config.base.errors import ConfigError
 from penstock.core.lifecycle import Phase
@@ -25,7 +26,7 @@ from penstock.core.plan import (
     Started,
     StepId,
 )
-from penstock.engine.pd.remote import Peer
+from penstock.engine.pd.remote import News, Peer
 from penstock.engine.pd.rendezvous import WORDS
 from penstock.engine.request import Live, Runner
 from penstock.engine.wire import OfSession, RemotePrefill, Submit
@@ -199,24 +200,27 @@ class PdRouter:
         """By metric name."""
         return self._peers.stats()
 
-    def hear(self) -> Iterator[Event | RemotePrefill | Submit | OfSession]:
-        """What has happened at the other end, and what follows from that here, in order. A Submit was
-        parked, and is no longer."""
-        for peer in self._peers.each:
-            for news in peer.collect():
-                yield news
-                if peer.refuses and isinstance(news, PeerLeft):
-                    for live in self._live.values():
-                        if live.peer is peer:
-                            if not live.given_up:
-                                live.excuse = peer.excuse
-                            yield from self._give_up(live)
-                elif isinstance(news, Received) and peer.role == "decode":
-                    yield from self._answered(peer, news.message)
+    def collect(self) -> Iterator[News | Submit]:
+        """What has happened at the other ends, in order; and requests that were parked and are no longer."""
+        return chain(chain.from_iterable(map(Peer.collect, self._peers.each)), self._unparked())
+
+    def _unparked(self) -> Iterator[Submit]:
         for rid, parked in list(self._parked.items()):
             if parked.peer.epoch or parked.until <= self._clock():
                 del self._parked[rid]
                 yield parked.submit
+
+    def follows(self, news: Event) -> Iterator[Event]:
+        """Decode instance: what follows from that for requests of clients."""
+        if isinstance(news, PeerLeft) and self.refuses:
+            peer = self._peers.each[news.peer]
+            for live in self._live.values():
+                if live.peer is peer:
+                    if not live.given_up:
+                        live.excuse = peer.excuse
+                    yield from self._give_up(live)
+        elif isinstance(news, Received):
+            yield from self._answered(self._peers.each[news.peer], news.message)
 
     def _answered(self, peer: Peer, message: Message) -> Iterator[Event]:
         """What the other engine says of one request, which has the number of its transfer."""
