@@ -191,7 +191,7 @@ def test_sampling_does_not_depend_on_the_schedule():
 def logprobs_of(tokens: tuple[int, ...], given: int) -> list[float]:
     """Of each token from `given` on after those before it, in one pass over all."""
     with torch.inference_mode():
-        hidden = model().forward(*where.sequence(tokens), Dense(model().attention))
+        hidden = model().forward(*where.sequence(tokens), Dense(model().reads))
         all_TV = model().logits(hidden).log_softmax(-1)
     return [float(all_TV[i - 1, tokens[i]]) for i in range(given, len(tokens))]
 

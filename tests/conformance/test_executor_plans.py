@@ -357,7 +357,7 @@ class Damaged:
     def __init__(self, bad, stage=None):
         self.bad, self.inner = bad, model(stage)
         self.vocab_size, self.groups = self.inner.vocab_size, self.inner.groups
-        self.attention, self.layers = self.inner.attention, self.inner.layers
+        self.reads, self.layers = self.inner.reads, self.inner.layers
         self.logits, self.head = self.inner.logits, self.inner.head
         self.stage, self.drafting = self.inner.stage, None
 
@@ -399,7 +399,7 @@ def test_the_scale_of_attention_is_the_models_own():
     class Scaled(Damaged):
         def __init__(self, stage):
             super().__init__(-5, stage)
-            self.attention = replace(model().attention, scale=0.25)
+            self.reads = {layer: replace(reads, scale=0.25) for layer, reads in self.inner.reads.items()}
 
     seen = []
 

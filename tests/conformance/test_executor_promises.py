@@ -27,7 +27,7 @@ from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
 from penstock.memory.lateness import Promptly
 from penstock.memory.pool import PageLayout
-from penstock.model.base import AttentionShape, CacheShape, Stage
+from penstock.model.base import CacheShape, LocalLayer, Reads, Source, Stage
 from penstock.sim.ranks.clock import Clock
 from penstock.sim.ranks.executor import SimExecutor
 
@@ -41,7 +41,7 @@ class Toy:
     """One layer of attention over one-hot-like embeddings; enough to depend on its history."""
 
     groups = (CacheShape(name="full", layers=(0,), num_kv_heads=1, head_dim=4),)
-    attention, drafting = AttentionShape(num_heads=1, scale=0.5), None
+    reads, drafting = {LocalLayer(0): Reads(source=Source(LocalLayer(0)), num_heads=1, scale=0.5)}, None
     vocab_size, max_position, stage = 31, 128, Stage(0, 1, True, True)
 
     def __init__(self) -> None:

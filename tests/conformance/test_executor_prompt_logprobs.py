@@ -21,7 +21,7 @@ def exact(prompt: tuple[int, ...], family: str) -> torch.Tensor:
     """logprob_TV."""
     with torch.inference_mode():
         m = model(family)
-        hidden_TD = m.forward(*where.sequence(list(prompt)), Dense(m.attention, m.groups))
+        hidden_TD = m.forward(*where.sequence(list(prompt)), Dense(m.reads, m.groups))
         return m.logits(hidden_TD).log_softmax(-1)
 
 

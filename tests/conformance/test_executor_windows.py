@@ -76,7 +76,7 @@ def on_the_host(put: Put, patch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------- faults
 def windows_of(e: Any, change: Callable[[int], int]) -> None:
     attending = e.rank._attending
-    attending.specs = [replace(spec, window=change(spec.window)) for spec in attending.specs]
+    attending.specs = {g: replace(spec, window=change(spec.window)) for g, spec in attending.specs.items()}
 
 
 def window_one_short(e: Any, patch: pytest.MonkeyPatch) -> None:

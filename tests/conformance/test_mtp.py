@@ -28,6 +28,7 @@ from penstock.exec.drafts.mtp import LayerDrafts
 from penstock.exec.sampling.tokens import Answers
 from penstock.exec.step.dense import Dense as DenseAttention
 from penstock.exec.step.latent import Latent
+from penstock.model.base import LocalLayer
 
 FAMILIES = ["mtp", "mtp_chosen", "mtp_state", "eagle"]
 pytestmark = pytest.mark.usefixtures("stages")
@@ -47,8 +48,8 @@ def drafts(tokens: tuple[int, ...], n: int, family: str) -> list[int]:
     m, said = model(family), list[int]()
     with torch.inference_mode():
         ids_T, position_T = where.sequence(list(tokens))
-        hidden_TD = m.made(m.forward(ids_T, position_T, Dense(m.attention, m.groups)))[:-1]
-        attend = From(m.drafting)
+        hidden_TD = m.made(m.forward(ids_T, position_T, Dense(m.reads, m.groups)))[:-1]
+        attend = From({LocalLayer(0): m.drafting})
         for _ in range(n):
             last_TD = m.draft(ids_T[1:], hidden_TD, position_T[1:], attend)[-1:]
             said.append(int(m.guess(last_TD)[1]))

@@ -5,7 +5,7 @@
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -13,15 +13,15 @@ import where
 from torch import Tensor
 
 from penstock.kernels.types.states import States
-from penstock.model.base import AttentionShape, CacheShape
+from penstock.model.base import CacheShape, LocalLayer, Reads
 
 
 class Dense:
     """Causal by position, of some layers in a window. `chosen` keeps, per layer, what `select` returned for
     each step, `scores` all scores that it chose from."""
 
-    def __init__(self, shape: AttentionShape, groups: Sequence[CacheShape] = ()) -> None:
-        self.shape, groups = shape, [group for group in groups if not group.drafts]
+    def __init__(self, reads: Mapping[LocalLayer, Reads], groups: Sequence[CacheShape] = ()) -> None:
+        self.reads, groups = reads, [group for group in groups if not group.drafts]
         self.windows = {int(layer): group.window for group in groups for layer in group.layers}
         self.stored: dict[int, Tensor] = {}
         self.keys: dict[int, Tensor] = {}
@@ -32,26 +32,30 @@ class Dense:
                        for group in groups if group.snapshot for layer in group.layers}
         self.begun: set[int] = set()            # layers with a state
 
-    def __call__(self, layer: int, q_TNH: Tensor, kv_TCKH: Tensor, chosen_TS: Tensor | None = None,
+    def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor | None, chosen_TS: Tensor | None = None,
                  sinks_N: Tensor | None = None) -> Tensor:
-        held = [self.stored[layer]] if layer in self.stored else []
-        kv_PCKH = self.stored[layer] = torch.cat([*held, kv_TCKH])
+        by = self.reads[layer]
+        source = by.source.layer
+        assert (kv_TCKH is None) == (source != layer), f"layer {layer} reads what layer {source} has written"
+        if kv_TCKH is not None:
+            held = [self.stored[layer]] if layer in self.stored else []
+            self.stored[layer] = torch.cat([*held, kv_TCKH])
+        kv_PCKH = self.stored[source]
         seen_TP = causal(len(q_TNH), len(kv_PCKH)).to(q_TNH.device)
         if chosen_TS is not None:
             padded = torch.zeros(len(q_TNH), len(kv_PCKH) + 1, dtype=torch.bool, device=q_TNH.device)
             padded.scatter_(1, chosen_TS.long().where(chosen_TS >= 0, len(kv_PCKH)), True)
             assert not (padded[:, :-1] & ~seen_TP).any(), "a token chose one after it"
             seen_TP = padded[:, :-1]
-        if window := self.windows.get(layer, 0):
+        if window := self.windows.get(source, 0):
             seen_TP = seen_TP.triu(len(kv_PCKH) - len(q_TNH) - window + 1)
         k_KPH = kv_PCKH[:, 0].transpose(0, 1)
-        latent = self.shape.latent_dim
-        v_KPH = k_KPH[..., :latent] if latent else kv_PCKH[:, 1].transpose(0, 1)
-        assert self.shape.sinks == (sinks_N is not None)
-        if self.shape.softcap or sinks_N is not None:
+        v_KPH = k_KPH[..., :by.value_dim] if by.value_dim else kv_PCKH[:, 1].transpose(0, 1)
+        assert by.sinks == (sinks_N is not None)
+        if by.softcap or sinks_N is not None:
             k_NPH, v_NPH = (x.repeat_interleave(q_TNH.shape[1] // len(x), 0) for x in (k_KPH, v_KPH))
-            score_NTP = q_TNH.transpose(0, 1) @ k_NPH.mT * self.shape.scale
-            if cap := self.shape.softcap:
+            score_NTP = q_TNH.transpose(0, 1) @ k_NPH.mT * by.scale
+            if cap := by.softcap:
                 score_NTP = cap * torch.tanh(score_NTP / cap)
             score_NTP = score_NTP.masked_fill(~seen_TP, float("-inf"))
             if sinks_N is not None:
@@ -60,15 +64,15 @@ class Dense:
             return (score_NTP.softmax(-1)[..., :len(kv_PCKH)] @ v_NPH).transpose(0, 1)
         return F.scaled_dot_product_attention(
             q_TNH.transpose(0, 1)[None], k_KPH[None], v_KPH[None], attn_mask=seen_TP,
-            enable_gqa=True, scale=self.shape.scale)[0].transpose(0, 1)
+            enable_gqa=True, scale=by.scale)[0].transpose(0, 1)
 
-    def select(self, layer: int, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
+    def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
         held = [self.keys[layer]] if layer in self.keys else []
         key_PJ = self.keys[layer] = torch.cat([*held, key_TJ])
         score_TIP = (q_TIJ.float() @ key_PJ.float().T).relu()
         score_TP = (score_TIP * weight_TI[..., None]).sum(1)
         score_TP = score_TP.masked_fill(~causal(len(q_TIJ), len(key_PJ)).to(score_TP.device), float("-inf"))
-        chosen_TS = score_TP.sort(descending=True, stable=True).indices[:, :self.shape.topk]
+        chosen_TS = score_TP.sort(descending=True, stable=True).indices[:, :self.reads[layer].source.topk]
         past = score_TP.gather(1, chosen_TS) == float("-inf")
         chosen_TS = chosen_TS.where(~past, len(key_PJ)).sort().values
         chosen_TS = chosen_TS.where(chosen_TS < len(key_PJ), -1).int()

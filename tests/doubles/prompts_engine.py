@@ -15,7 +15,7 @@ from penstock.config.request.selection import indexer_selection
 from penstock.core.plan import Outcome
 from penstock.exec.drafts.drafter import OnLast
 from penstock.memory.lateness import Promptly
-from penstock.model.base import CacheShape, Stage
+from penstock.model.base import CacheShape, LocalLayer, Stage
 from penstock.model.eagle3 import Eagle3, read_eagle
 
 CONFIG = {
@@ -103,7 +103,7 @@ def _teach(made) -> None:
     with torch.inference_mode():
         for _ in range(40):
             ids_T, at_T = where.sequence(torch.randint(61, (24,), generator=random).tolist())
-            hidden_TD = made.forward(ids_T, at_T, Dense(made.attention, made.groups))
+            hidden_TD = made.forward(ids_T, at_T, Dense(made.reads, made.groups))
             both = [torch.nn.functional.rms_norm(x, x.shape[-1:], norm.value, 1e-6) for x, norm in (
                 (made.embed(ids_T[1:]).h_TD, draft.norm_token), (hidden_TD[:-1], draft.norm_hidden))]
             seen.append(torch.cat(both, 1))
@@ -129,8 +129,8 @@ def _eagle(of) -> Eagle3:
     with torch.inference_mode():
         for _ in range(60):
             ids_T, at_T = where.sequence(torch.randint(61, (24,), generator=random).tolist())
-            hidden_TD = of.made(last_TD := of.forward(ids_T, at_T, Dense(of.attention, of.groups)))
-            out_TD = of.draft(ids_T[1:], hidden_TD[:-1], at_T[1:], Dense(made.attention))
+            hidden_TD = of.made(last_TD := of.forward(ids_T, at_T, Dense(of.reads, of.groups)))
+            out_TD = of.draft(ids_T[1:], hidden_TD[:-1], at_T[1:], Dense({LocalLayer(0): of.drafting}))
             seen.append(torch.nn.functional.rms_norm(out_TD, out_TD.shape[-1:], made.norm_last.value, 1e-6))
             want.append(of.logits(last_TD[1:])[:, word_V])
         fit = torch.linalg.lstsq(torch.cat(seen), torch.cat(want)).solution
@@ -157,7 +157,7 @@ def dense(prompt: tuple[int, ...], n: int, family="grouped") -> tuple[int, ...]:
     with torch.inference_mode():
         for _ in range(n):
             m = model(family)
-            hidden = m.forward(*where.sequence(tokens), Dense(m.attention, m.groups))
+            hidden = m.forward(*where.sequence(tokens), Dense(m.reads, m.groups))
             best = m.logits(hidden[-1:])[0].topk(2)
             assert best.values[0] - best.values[1] > 3e-5, "choose another seed for the weights"
             tokens.append(int(best.indices[0]))

@@ -23,6 +23,7 @@ from penstock.config.settings.tree import Config, DeviceConfig, KVConfig, ModelC
 from penstock.exec.start.build import build_engine
 from penstock.kernels.fused import layer
 from penstock.model import registry
+from penstock.model.base import LocalLayer
 from penstock.model.eagle3 import Eagle3, read_eagle
 
 D, N, K, H, WORDS, VOCAB, LAYERS, TOKENS = 32, 4, 2, 8, 23, 61, 6, 40
@@ -96,10 +97,10 @@ def test_eagle3_equals_its_formula() -> None:
     ids_T = torch.randint(VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(7))
     states = reference(ids_T[None], output_hidden_states=True).hidden_states
     made_TD = torch.cat([states[i][0] for i in (2, LAYERS // 2, LAYERS - 3)], 1) @ w["fc.weight"].T
-    last_TD = model.forward(ids_T, torch.arange(TOKENS), Dense(model.attention))
+    last_TD = model.forward(ids_T, torch.arange(TOKENS), Dense(model.reads))
     torch.testing.assert_close(model.made(last_TD), made_TD, rtol=2e-5, atol=1e-4)
     tokens_TD, hidden_TD = reference.model.embed_tokens(ids_T[1:]), made_TD[:-1]
-    attend, ids = Dense(eagle.attention), ids_T[1:]
+    attend, ids = Dense({LocalLayer(0): eagle.reads}), ids_T[1:]
     for first in (1, TOKENS):
         position_T = torch.arange(1, 1 + len(tokens_TD))
         want_TD = formula(w, tokens_TD, hidden_TD, position_T)
@@ -136,7 +137,7 @@ def test_what_bench_trains_is_what_an_engine_computes(monkeypatch: pytest.Monkey
     position_E = torch.arange(1, 1 + TOKENS)
     rope = LlamaRotaryEmbedding(config)(token_ED, position_E[None])
     every = [x[0] for x in trained(token_ED[None], tapped_ED[None], rope)]
-    first, last, attend = 0, TOKENS // 2, Dense(eagle.attention)
+    first, last, attend = 0, TOKENS // 2, Dense({LocalLayer(0): eagle.reads})
     hidden = eagle.made(tapped_ED, tapped_ED.split(D, 1))[:last]
     for want_ED in every:
         angles = eagle.rope.angles(position_E[first:last], torch.float32)

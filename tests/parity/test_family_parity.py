@@ -33,7 +33,7 @@ from transformers import BambaConfig, PreTrainedConfig, PreTrainedModel
 
 from penstock.config.base.errors import ConfigError
 from penstock.model import registry
-from penstock.model.base import GlobalLayer, Model, Stage
+from penstock.model.base import GlobalLayer, LocalLayer, Model, Stage
 
 
 def plain_linear(weight_OI: torch.Tensor, bias_O: torch.Tensor | None):
@@ -101,7 +101,7 @@ def test_prefill_logits_equal_whole_chunked_and_token_by_token(reference: PreTra
     expected_TV = reference(ids_T[None]).logits[0]
     assert expected_TV.std() > 0.1
     for name, chunks in CHUNKS.items():
-        got_TV = run(model, ids_T, chunks, Dense(model.attention, model.groups))
+        got_TV = run(model, ids_T, chunks, Dense(model.reads, model.groups))
         assert got_TV.dtype == torch.float32
         torch.testing.assert_close(got_TV, expected_TV, rtol=0, atol=1e-4, msg=name)
 
@@ -109,7 +109,7 @@ def test_prefill_logits_equal_whole_chunked_and_token_by_token(reference: PreTra
 @torch.inference_mode()
 def test_greedy_tokens_equal(reference: PreTrainedModel) -> None:
     model, ids_T = ours(reference), prompt_ids()
-    attend = Dense(model.attention, model.groups)
+    attend = Dense(model.reads, model.groups)
     cache_out = reference(ids_T[None], use_cache=True)
     # Of transformers 5.23's Bamba: with a cache it bounds no steps, and begins at position 0 unless told.
     bounded = getattr(reference.config, "time_step_limit", (0.0, math.inf)) != (0.0, math.inf) or getattr(
@@ -169,7 +169,7 @@ def test_a_hybrid_s_layer_that_drafts_equals_a_block_of_transformers(case: str,
     model.norm.weight.copy_(more["mtp.norm.weight"])
     want_TD = model(inputs_embeds=(torch.cat(both, 1) @ more["mtp.fc.weight"].T)[None], use_cache=False,
                     position_ids=torch.arange(1, PROMPT)[None]).last_hidden_state[0]
-    got_TD = mine.draft(ids_T[1:], hidden_TD[:-1], torch.arange(1, PROMPT), Dense(mine.attention))
+    got_TD = mine.draft(ids_T[1:], hidden_TD[:-1], torch.arange(1, PROMPT), Dense({LocalLayer(0): mine.drafting}))
     assert want_TD.std() > 0.1
     torch.testing.assert_close(got_TD, want_TD, rtol=0, atol=1e-4)
     torch.testing.assert_close(mine.logits(got_TD), reference.lm_head(want_TD), rtol=0, atol=2e-4)
@@ -184,7 +184,7 @@ def test_bf16_follows_transformers(case: str) -> None:
     exact_TV = reference(ids_T[None]).logits[0]
     model = ours(reference, torch.bfloat16)
     theirs_TV = reference.to(torch.bfloat16)(ids_T[None]).logits[0].float()
-    got_TV = run(model, ids_T, [PROMPT], Dense(model.attention, model.groups))
+    got_TV = run(model, ids_T, [PROMPT], Dense(model.reads, model.groups))
     their_error, our_error = ((out - exact_TV).norm() for out in (theirs_TV, got_TV))
     assert our_error < 1.5 * their_error
     assert (got_TV - theirs_TV).norm() < 0.1 * exact_TV.norm()
@@ -195,8 +195,8 @@ def test_rows_in_one_step_do_not_mix() -> None:
     """forward takes the tokens of several rows at once: only `attend` knows whose they are."""
     model = ours(make_reference("moe-norm"))
     ids = [prompt_ids()[:9], prompt_ids()[9:]]
-    alone = [run(model, row, [len(row)], Dense(model.attention, model.groups)) for row in ids]
-    rows = [Dense(model.attention, model.groups), Dense(model.attention, model.groups)]
+    alone = [run(model, row, [len(row)], Dense(model.reads, model.groups)) for row in ids]
+    rows = [Dense(model.reads, model.groups), Dense(model.reads, model.groups)]
 
     def attend(layer, q_TNH, kv_TCKH, sinks_N):
         parts = zip(rows, *(t.split([9, PROMPT - 9]) for t in (q_TNH, kv_TCKH)), strict=True)
@@ -223,8 +223,8 @@ def test_files_with_one_tensor_per_expert_load_the_same() -> None:
         else:
             model.load(name, tensor)
     model.finish()
-    got_TV = run(model, prompt_ids(), [PROMPT], Dense(model.attention, model.groups))
-    expected_TV = run(ours(reference), prompt_ids(), [PROMPT], Dense(model.attention, model.groups))
+    got_TV = run(model, prompt_ids(), [PROMPT], Dense(model.reads, model.groups))
+    expected_TV = run(ours(reference), prompt_ids(), [PROMPT], Dense(model.reads, model.groups))
     assert torch.equal(got_TV, expected_TV)
 
 
@@ -250,7 +250,7 @@ def test_config_files_of_transformers_4_mean_the_same(
     for name, tensor in reference.state_dict().items():
         model.load(name, tensor)
     model.finish()
-    got_TV = run(model, prompt_ids(), [PROMPT], Dense(model.attention, model.groups))
+    got_TV = run(model, prompt_ids(), [PROMPT], Dense(model.reads, model.groups))
     expected_TV = reference(prompt_ids()[None]).logits[0]
     torch.testing.assert_close(got_TV, expected_TV, rtol=0, atol=1e-4)
 
@@ -286,7 +286,7 @@ def test_as_files_have_it(case: str, known: str, older: dict[str, Any], tmp_path
             model.load(name, tensor)
     model.finish()
     ids_T = prompt_ids()
-    got_TV = run(model, ids_T, [PROMPT], Dense(model.attention, model.groups))
+    got_TV = run(model, ids_T, [PROMPT], Dense(model.reads, model.groups))
     torch.testing.assert_close(got_TV, reference(ids_T[None]).logits[0], rtol=0, atol=1e-4)
 
 
@@ -299,7 +299,7 @@ def test_granite_of_attention_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     reference, ids_T = make_reference("~"), prompt_ids()
     model = ours(reference)
     assert not any(group.snapshot for group in model.groups)
-    got_TV = run(model, ids_T, [PROMPT], Dense(model.attention, model.groups))
+    got_TV = run(model, ids_T, [PROMPT], Dense(model.reads, model.groups))
     torch.testing.assert_close(got_TV, reference(ids_T[None]).logits[0], rtol=0, atol=1e-4)
 
 

@@ -172,7 +172,7 @@ def test_yarn_by_flag_equals_transformers_with_the_same_config(family: str, tmp_
         for name, tensor in theirs.state_dict().items():
             model.load(name, tensor)
         model.finish()
-        attend = Dense(model.attention, model.groups)
+        attend = Dense(model.reads, model.groups)
         return torch.cat([model.logits(model.forward(ids_T[part], torch.arange(64)[part], attend))
                           for part in (slice(40), slice(40, 64))])
 

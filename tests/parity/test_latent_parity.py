@@ -4,6 +4,7 @@
 """
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from transformers import (
 
 from penstock.config.base.errors import ConfigError
 from penstock.model import registry
-from penstock.model.base import AttentionShape, Model, Stage
+from penstock.model.base import LocalLayer, Model, Reads, Stage
 
 TOPK, PROMPT, FORCED, VOCAB, LAYERS = 8, 72, 12, 61, 4
 CLASSES = {"deepseek_v32": (DeepseekV32Config, DeepseekV32ForCausalLM),
@@ -130,11 +131,11 @@ class Following(Dense):
     """Where scores tie at the cut, either choice is right: this takes theirs, so that what follows can be
     compared. What it would have chosen itself is recorded all the same."""
 
-    def __init__(self, shape: AttentionShape, theirs: dict[int, list[set[int]]]) -> None:
-        super().__init__(shape)
+    def __init__(self, reads: Mapping[LocalLayer, Reads], theirs: dict[int, list[set[int]]]) -> None:
+        super().__init__(reads)
         self.theirs = theirs
 
-    def select(self, layer: int, *query: torch.Tensor) -> torch.Tensor:
+    def select(self, layer: LocalLayer, *query: torch.Tensor) -> torch.Tensor:
         first = sum(map(len, self.chosen.get(layer, [])))
         chosen_TS = super().select(layer, *query).clone()
         for row_S, their in zip(chosen_TS, self.theirs[layer][first:], strict=False):
@@ -154,12 +155,12 @@ def test_logits_and_choices_equal_transformers(case: str) -> None:
     assert expected_TV.std() > 0.1
     model = ours(reference, case)
     for name, chunks in CHUNKS.items():
-        attend = Following(model.attention, theirs)
+        attend = Following(model.reads, theirs)
         got_TV = run(model, ids_T, chunks, attend)
         check_chosen(attend, theirs)
         torch.testing.assert_close(got_TV, expected_TV, rtol=0, atol=1e-4, msg=name)
     all_of_it = ours(make_reference(case, index_topk=256), case)
-    everything = run(all_of_it, ids_T, [len(ids_T)], Dense(all_of_it.attention))
+    everything = run(all_of_it, ids_T, [len(ids_T)], Dense(all_of_it.reads))
     assert (everything - got_TV)[TOPK:].abs().max() > 1e-2, "choosing changes nothing here"
 
 
@@ -172,7 +173,7 @@ def test_bf16_follows_transformers(case: str) -> None:
     exact_TV = reference(ids_T[None]).logits[0]
     model = ours(reference, case, torch.bfloat16)
     theirs_TV = reference.to(torch.bfloat16)(ids_T[None]).logits[0].float()
-    got_TV = run(model, ids_T, [len(ids_T)], Dense(model.attention))
+    got_TV = run(model, ids_T, [len(ids_T)], Dense(model.reads))
     their_error, our_error = ((out - exact_TV).norm() for out in (theirs_TV, got_TV))
     assert our_error < 1.5 * their_error
 
@@ -201,7 +202,7 @@ def test_a_layer_that_drafts_equals_transformers_layer_on_the_papers_input(case:
     model.layers = torch.nn.ModuleList(layers[:LAYERS])
     hidden_TD = model(ids_T[None]).last_hidden_state[0]
     torch.testing.assert_close(
-        mine.forward(ids_T, torch.arange(len(ids_T)), Dense(mine.attention)), hidden_TD, rtol=0, atol=1e-4)
+        mine.forward(ids_T, torch.arange(len(ids_T)), Dense(mine.reads)), hidden_TD, rtol=0, atol=1e-4)
     model.layers = torch.nn.ModuleList(layers[LAYERS:])
     layers[LAYERS].self_attn.layer_idx = 0
     model.norm.weight.copy_(more[f"{at}.shared_head.norm.weight"])
@@ -211,7 +212,7 @@ def test_a_layer_that_drafts_equals_transformers_layer_on_the_papers_input(case:
             ("enorm", model.embed_tokens(ids)), ("hnorm", before_TD))]
         return torch.cat(both, 1) @ more[f"{at}.eh_proj.weight"].T
 
-    attend, ids, before_TD, inputs_TD = Dense(mine.attention), ids_T[1:], hidden_TD[:-1], None
+    attend, ids, before_TD, inputs_TD = Dense({LocalLayer(0): mine.drafting}), ids_T[1:], hidden_TD[:-1], None
     for first in (1, len(ids_T)):
         inputs_TD = joint(ids, before_TD) if inputs_TD is None else torch.cat(
             (inputs_TD, joint(ids, before_TD)))

@@ -131,7 +131,7 @@ def logits(path: Path, dtype: str, told: list[str]) -> torch.Tensor:
     asked = from_options(str(path), {"dtype": dtype, "device": "cpu", "threads": 1})
     with torch.inference_mode():
         model = weights.load(asked, None, told.append).model
-        return model.logits(model.forward(IDS_T, torch.arange(21), Dense(model.attention, model.groups)))
+        return model.logits(model.forward(IDS_T, torch.arange(21), Dense(model.reads, model.groups)))
 
 
 def test_safetensors_become_floats_and_the_log_says_so(tmp_path, made):

@@ -116,7 +116,7 @@ def test_the_text_of_a_saved_wrapper_equals_transformers(case: str, saves: Saves
     expected_TV = theirs(input_ids=ids_T[None]).logits[0]
     assert expected_TV.std() > 0.01
     for chunks in ((len(ids_T),), CHUNKS):
-        attend, first = Dense(model.attention, model.groups), 0
+        attend, first = Dense(model.reads, model.groups), 0
         for size in chunks:
             part = slice(first, first + size)
             got_TV = model.logits(model.forward(ids_T[part], torch.arange(first, first + size), attend))
@@ -140,7 +140,7 @@ def test_a_wrapper_in_shards_without_a_head_of_its_own_is_tied(saves: Saves) -> 
     files = locate(str(folder))
     assert files.index is not None and files.config["tie_word_embeddings"] is True
     ids_T, model = torch.arange(9) + 3, opened(files)
-    got_TV = model.logits(model.forward(ids_T, torch.arange(9), Dense(model.attention, model.groups)))
+    got_TV = model.logits(model.forward(ids_T, torch.arange(9), Dense(model.reads, model.groups)))
     torch.testing.assert_close(got_TV, theirs(input_ids=ids_T[None]).logits[0], rtol=0, atol=1e-4)
 
 
@@ -173,7 +173,7 @@ def test_experts_of_qwen3_vl_are_read_as_makers_publish_them_too(saves: Saves) -
         turned.load(name, tensor.mT.contiguous() if stacked else tensor)
     turned.finish()
     ids_T, at_T = torch.arange(9) + 3, torch.arange(9)
-    got_TV, want_TV = (made.logits(made.forward(ids_T, at_T, Dense(made.attention, made.groups)))
+    got_TV, want_TV = (made.logits(made.forward(ids_T, at_T, Dense(made.reads, made.groups)))
                        for made in (turned, model))
     assert got_TV.equal(want_TV)
 
@@ -199,7 +199,7 @@ def test_a_saved_folder_has_the_names_that_are_read(case: str, tmp_path: Path) -
     assert open_checkpoint(files).unread(model.ignores) == []
     with safe_open(tmp_path / "model.safetensors", "pt") as stored:
         assert any("block_sparse_moe" in name for name in stored.keys()) == (case == "minimax_m2")
-    got_TV = model.logits(model.forward(ids_T, torch.arange(9), Dense(model.attention, model.groups)))
+    got_TV = model.logits(model.forward(ids_T, torch.arange(9), Dense(model.reads, model.groups)))
     torch.testing.assert_close(got_TV, theirs(ids_T[None]).logits[0], rtol=0, atol=1e-4)
 
 

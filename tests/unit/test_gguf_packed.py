@@ -73,7 +73,7 @@ def config(path: Path, dtype: str) -> Config:
 
 def logits_of(model: Model) -> torch.Tensor:
     ids_T = torch.arange(20) * 7 % VOCAB
-    return model.logits(model.forward(ids_T, torch.arange(20), Dense(model.attention)))
+    return model.logits(model.forward(ids_T, torch.arange(20), Dense(model.reads)))
 
 
 @pytest.fixture

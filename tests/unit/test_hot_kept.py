@@ -22,7 +22,7 @@ def test_kept_pages_are_older_than_the_step_that_reads_them(backend: str, steps:
     for _ in range(steps):
         hot.tick(1)
     hot.bind(1, [5, 6], [2, 3])                         # units 4 to 7 of row 1 are in slots 0 to 3
-    now_1 = hot.tick(1)[0]
+    now_1 = hot.tick(1)[0][0]
     assert layer.unit_RKS[1, 0].tolist() == [4, 5, 6, 7] and (layer.stamp_RKS[1, 0] < now_1).all()
     chosen_BKC = torch.tensor([[[4, 0, 1]]], dtype=torch.int32)
     slot_BKC, miss_E3, num_1 = implementation.run(

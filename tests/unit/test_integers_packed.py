@@ -35,7 +35,7 @@ def loaded(path: str, dtype: str) -> tuple[weights.LoadedModel, torch.Tensor, li
     found = weights.load(from_options(path, {"dtype": dtype, "device": "cpu", "threads": 1}), None, lines.append)
     ids_T = torch.arange(20) * 7 % DENSE["vocab_size"]
     with torch.inference_mode():
-        hidden_TD = found.model.forward(ids_T, torch.arange(20), Dense(found.model.attention))
+        hidden_TD = found.model.forward(ids_T, torch.arange(20), Dense(found.model.reads))
         return found, found.model.logits(hidden_TD), lines
 
 

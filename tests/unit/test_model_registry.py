@@ -162,7 +162,7 @@ def test_model_says_its_kv_shape_before_loading() -> None:
     model = build({"head_dim": 6})
     [group] = model.groups
     assert (group.layers, group.num_kv_heads, group.head_dim, group.planes) == ((0, 1), 2, 6, 2)
-    assert (model.attention.num_heads, model.attention.scale) == (4, 6**-0.5)
+    assert (model.reads[0].num_heads, model.reads[0].scale) == (4, 6**-0.5)
     assert model.max_position == 64
     absent = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
     assert build(base=absent).groups[0].num_kv_heads == 4

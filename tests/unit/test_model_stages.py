@@ -62,7 +62,7 @@ def build(config: dict[str, Any], stage: Stage | None = None) -> Any:
 def test_stages_compute_what_the_whole_model_does(config, ends):
     whole, stages = build(config), [build(config, stage) for stage in cut(*ends)]
     assert sum(len(stage.groups[0].layers) for stage in stages) == LAYERS
-    attends, one = [Dense(whole.attention) for _ in stages], Dense(whole.attention)
+    attends, one = [Dense(whole.reads) for _ in stages], Dense(whole.reads)
     ids = torch.arange(12) * 3 % VOCAB
     for first, end in ((0, 7), (7, 11), (11, 12)):              # chunks, then a decode
         positions = torch.arange(first, end)

@@ -29,7 +29,7 @@ from penstock.kernels.types.packed import Packed, quantised
 from penstock.memory.dram import DramPool
 from penstock.model import registry
 from penstock.model import scan as scans
-from penstock.model.base import Stage
+from penstock.model.base import Stage, topk_of
 from penstock.model.parts import Cut, TpRank
 from penstock.model.scan import StateSpec
 from penstock.model.weights.formats.blocks import quantises
@@ -118,7 +118,7 @@ def check_pages(config: dict[str, Any], pp: int, tp: int) -> None:
     """Each element of a host page is written by one rank, and seen by those that have its layer and head."""
     model = registry.build(config, dtype=torch.float32, linear=lambda w, b: F.silu)
     bounds = KVConfig(sparse_top_k=512, sparse_dense_layers=("1",))
-    selection = None if model.attention.topk else selection_of(bounds)
+    selection = None if topk_of(model) else selection_of(bounds)
     groups = groups_of(model, selection)
     caches = caches_of(groups, 16, torch.float32)
     pages = 2 * caches.slabs.slab_pages[0]
@@ -143,7 +143,7 @@ def check_nodes(config: dict[str, Any], pp: int, tp: int, num: int) -> None:
     """On each machine each element of what it has of a host page is written by one rank; together the
     machines have all, and their pages are read and written as whole ones."""
     model = registry.build(config, dtype=torch.float32, linear=lambda w, b: F.silu)
-    groups = groups_of(model, None if model.attention.topk else selection_of(
+    groups = groups_of(model, None if topk_of(model) else selection_of(
         KVConfig(sparse_top_k=512, sparse_dense_layers=("1",))))
     caches = caches_of(groups, 16, torch.float32)
     core = CoreConfig(page_size=16, rows=1, hbm_pages=caches.slabs.slab_pages[0], max_len=16,
@@ -265,7 +265,7 @@ def logits(config: dict[str, Any], tp: int, ranges: int = 1, together: ExpertOps
             model.load(name, replace(tensor, scale_RJ=tensor.scale_RJ * 8) if isinstance(tensor, Packed) else
                        tensor * (torch.linspace(0.5, 1.5, len(tensor)) if "norm" in name else 8))
         model.finish()
-        attend, ids = Dense(model.attention, model.groups), torch.arange(12) * 3 % 61
+        attend, ids = Dense(model.reads, model.groups), torch.arange(12) * 3 % 61
         found[index] = torch.cat([
             model.logits(model.forward(ids[at], torch.arange(at.start, at.stop), attend))
             for at in (slice(0, 11), slice(11, 12))])

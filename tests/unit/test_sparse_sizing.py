@@ -18,7 +18,7 @@ from penstock.exec.load.layout import caches_of
 from penstock.exec.load.sizing import WORKSPACE_BYTES, DeviceMemory, Sizes, groups_of, size_pools, table_bytes
 from penstock.exec.step.links import split
 from penstock.memory.hot import HotBuffers
-from penstock.model.base import AttentionShape, CacheShape, GlobalLayer, LocalLayer, Stage
+from penstock.model.base import CacheShape, GlobalLayer, LocalLayer, Reads, Source, Stage
 
 MIB, GIB = 1 << 20, 1 << 30
 DEMO = KVConfig(sparse_top_k=512, kv_cache_memory_bytes=256 * MIB, kv_offloading_size=f"{4 * GIB}B")
@@ -32,7 +32,12 @@ class Shape:
     groups: tuple[CacheShape, ...] = (CacheShape(
         name="full", layers=tuple(map(LocalLayer, range(30))), num_kv_heads=3, head_dim=64),)
     stage: Stage = Stage(GlobalLayer(0), GlobalLayer(30), embeds=True, heads=True)
-    attention: AttentionShape = AttentionShape(num_heads=9, scale=0.125)
+    softcap: float = 0.0
+
+    @property
+    def reads(self) -> dict[LocalLayer, Reads]:
+        return {layer: Reads(source=Source(layer), num_heads=9, scale=0.125, softcap=self.softcap)
+                for group in self.groups for layer in group.layers}
 
 
 def caches_for(kv: KVConfig, model=None, dtype=torch.float32):
@@ -81,7 +86,7 @@ def test_selection_is_for_layers_that_see_all():
         ("full", (2,), 0), ("bounds", (2,), 0), ("dense", (0,), 0), ("window", (1, 3), 20)]
     for wrong, said in ((Shape(groups=(window,)), "sees its last 20 tokens"),
                         (Shape(groups=(replace(full, layers=all_layers[:1]), window)), "none is left"),
-                        (Shape(attention=AttentionShape(num_heads=9, scale=1.0, softcap=50.0)), "caps its")):
+                        (Shape(softcap=50.0), "caps its")):
         with pytest.raises(ConfigError, match=said):
             groups_of(wrong, selection_of(kv))
 

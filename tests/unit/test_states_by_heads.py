@@ -69,7 +69,7 @@ def run(config: dict[str, Any], tp: int, kept: Kept, begin: int) -> torch.Tensor
         for name, tensor in registry.dummy_tensors(config, 7, model.wants):
             model.load(name, tensor * (torch.linspace(0.5, 1.5, len(tensor)) if "norm" in name else 8))
         model.finish()
-        attend, logits = Dense(model.attention, model.groups), []
+        attend, logits = Dense(model.reads, model.groups), []
         if begin:
             kept.read(stage, begin - 1, attend)
         for page in range(begin, PAGES + 1):

@@ -36,7 +36,7 @@ from penstock.exec.sampling.sampler import Logprobs
 from penstock.exec.sampling.tokens import Answers, Drawn, tokens_of
 from penstock.exec.sparse.bounds import Selecting, Selector
 from penstock.exec.sparse.indexer import Indexed
-from penstock.exec.step.attend import ANY, Attending, LatentOps, Reads
+from penstock.exec.step.attend import ANY, Attending, LatentOps, ReadCounts
 from penstock.exec.step.dense import Dense
 from penstock.exec.step.eager import Eager, Steps
 from penstock.exec.step.latent import Latent
@@ -50,7 +50,7 @@ from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
 from penstock.memory.lateness import Lateness
 from penstock.memory.mover import Arrivals, Mover
-from penstock.model.base import Boundary, CacheShape, Model
+from penstock.model.base import Boundary, CacheShape, Model, topk_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class _Flight:
     plan: StepPlan
     answers: Answers
     done: torch.cuda.Event | None
-    reads: Reads
+    reads: ReadCounts
     prompts: list[Read]
     tables: tuple[tuple[int, str], ...]
 
@@ -152,6 +152,8 @@ class Rank:
         device = hbm[0].pages.device
         self._tables = RowTables(rows, max_len, hbm, dram, base=row_base, device=device)
         own = [group for group in self._groups if not group.drafts]
+        # What several TP ranks have is counted by one.
+        self._counts = all(group.owned for group in [g for g in own if g.hosted] or own)
         self._attending = _attending(parts, own, self._tables, hbm[:len(own)], dram[:len(own)])
         self._mtp = (MTP(model, parts.attention, self._groups, self._tables, hbm)
                      if model.drafting is not None else None)
@@ -194,7 +196,7 @@ class Rank:
     def open(self, rid: RequestId, prompt: tuple[int, ...], params: SamplingParams, *,
              choice: int, stop_ids: tuple[int, ...]) -> None:
         """Sampling state of `rid`. Raises RequestError for a token id outside the vocabulary."""
-        assert self._attending.selects or params.sparse_top_k in (None, 0, self._model.attention.topk), (
+        assert self._attending.selects or params.sparse_top_k in (None, 0, topk_of(self._model)), (
             f"request {rid} selects, and nothing here can")
         self._tokens.open(rid, prompt, params, choice, stop_ids)
         if self._prompts is not None:
@@ -335,8 +337,7 @@ class Rank:
         with torch.inference_mode():
             answers, prompts = self._execute(plan)
         self._launches["ahead" if self._flights else "alone"] += 1
-        # What several TP ranks have is counted by one.
-        rows = map(self._tables.index, plan.rows if self._groups[0].owned else ())
+        rows = map(self._tables.index, plan.rows if self._counts else ())
         reads = self._attending.reads(list(rows), answers.counted)
         several = self._links != Links() or self._model.stage.tp_rank.size > 1
         compared = several and plan.step % DIGEST_STEPS == 0
@@ -449,7 +450,7 @@ class Rank:
             self._links.tell.put(plan.step, Sampled(tuple(answers.tokens), drafts))
         self._executed = plan.step
         self._mover.add([m for m in plan.moves if m.id not in plan.waits])
-        if self._drafting is not None and self._groups[0].owned:
+        if self._drafting is not None and self._counts:
             self._drafting.count(answers.drafts)
         return Stepped(plan.step, tuple(answers.tokens), tuple(answers.logprobs), tuple(answers.faults),
                        flight.tables, flight.reads(answers.counts),
@@ -462,10 +463,10 @@ class Rank:
                "executor_sampled_outside_total": float(self._tokens.outside)}
         if self._ahead:         # of the answers of a step in flight, or with none
             out |= {f'executor_steps_total{{launch="{way}"}}': float(n) for way, n in self._launches.items()}
-        if self._tables.last_R.is_cuda and self._groups[0].owned:
+        if self._tables.last_R.is_cuda and self._counts:
             out |= compiles.stats()
         owned = [self._attending.stats, *([self._drafting.stats] if self._drafting else [])]
-        for stats in (*(way.stats for way in self._steps), *(owned if self._groups[0].owned else [])):
+        for stats in (*(way.stats for way in self._steps), *(owned if self._counts else [])):
             out |= stats()
         for (src, dst, group), traffic in self._mover.traffic.items():
             name = self._groups[group].name
@@ -492,8 +493,8 @@ def _attending(parts: RankParts, groups: Sequence[CacheShape], tables: RowTables
     model, attention, selector = parts.model, parts.attention, parts.selector
     if selector is None:
         if isinstance(attention, LatentOps):
-            return Latent(model.attention, groups, attention, hbm, tables.groups[:len(groups)])
-        return Dense(model.attention, groups, attention, hbm, tables.groups)
+            return Latent(model.reads, groups, attention, hbm, tables.groups[:len(groups)])
+        return Dense(model.reads, groups, attention, hbm, tables.groups)
     for pool in dram:           # its address goes to kernels before any page: they must know it
         pool.index(pool.base)
     given = selector, model, groups, tables, hbm, dram

@@ -25,11 +25,13 @@ class HotBuffers:
     pages        entries that a row's page table may have
     hot_pages    pages that a row's hot buffer may have; 0: no row is ever offloaded, and nothing is remembered
     page_units   units of a page
+    readers      layers that read one layer's entries, at most: in a step each has a stamp of its own, so that a
+                 later one may evict what an earlier one has read
     """
 
     def __init__(self, *, layers: int, rows: int, kv_heads: int, pages: int, hot_pages: int,
-                 page_units: int, device: torch.device | str = "cpu") -> None:
-        self._page_units = page_units
+                 page_units: int, device: torch.device | str = "cpu", readers: int = 1) -> None:
+        self._page_units, self._readers = page_units, readers
         self.hot_pages = hot_pages
         pages = pages if hot_pages else 0
 
@@ -78,7 +80,7 @@ class HotBuffers:
         self._slot_LRKM[:, row, :, unit_J] = slot_J.int()
         self._unit_LRKS[:, row, :, slot_J] = unit_J.int()
         # Before any step that is still to come: a unit that this step used could not be given up.
-        self._stamp_LRKS[:, row, :, slot_J] = self.now_1 + (unit_J - unit_J.max() - 1).int()
+        self._stamp_LRKS[:, row, :, slot_J] = self.now_1 * self._readers + (unit_J - unit_J.max() - 1).int()
 
     def resize(self, row: int, pages: Sequence[int]) -> None:
         """The hot buffer of `row` is longer or shorter by its end. What is hot in a page that stays, stays;
@@ -106,19 +108,22 @@ class HotBuffers:
         self._slot_LRKM[:, row] = -1
         self._unit_LRKS[:, row] = -1
 
-    def tick(self, rounds: int) -> Tensor:
-        """int32 [rounds, 1]: the stamps of as many rounds of a step, each larger than all before; valid until
-        the next."""
-        self.now_1 += rounds
-        if rounds == 1:                 # each operation is a launch of every step
-            return self.now_1[None]
-        return (self.now_1 + torch.arange(1 - rounds, 1, dtype=torch.int32,
-                                           device=self.now_1.device))[:, None]
+    def tick(self, rounds: int) -> tuple[Tensor, ...]:
+        """By reader, int32 [rounds, 1]: the stamps of as many rounds of a step, each larger than all before, and
+        than an earlier reader's; valid until the next."""
+        self.now_1 += rounds * self._readers
+        if rounds * self._readers == 1:         # each operation is a launch of every step
+            return (self.now_1[None],)
+        after = torch.arange(1 - rounds * self._readers, 1, dtype=torch.int32, device=self.now_1.device)
+        return torch.split(((self.now_1 + after) * self._readers)[:, None], rounds)
 
     @property
-    def now_11(self) -> Tensor:
-        """int32 [1, 1]: the stamp of a step of one round; the begin of the step has added one to `now_1`."""
-        return self.now_1[None]
+    def now_R11(self) -> tuple[Tensor, ...]:
+        """By reader, int32 [1, 1]: the stamp of a step of one round; the begin of the step has added one to
+        `now_1`."""
+        if self._readers == 1:
+            return (self.now_1[None],)
+        return tuple((self.now_1 * self._readers + reader)[None] for reader in range(self._readers))
 
     def all_counts(self) -> Tensor:
         """int64 [L, R, K, 4], a copy on the host that is complete once the device has come here: chosen units

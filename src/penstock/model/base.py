@@ -5,7 +5,7 @@
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NewType, Protocol, TypeAlias, runtime_checkable
 
@@ -81,13 +81,14 @@ class Attend(Protocol):
     """What a layer asks of the engine: write what a token leaves behind, and read what others left."""
 
     def __call__(
-        self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor, chosen_TS: Tensor | None = None,
+        self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor | None, chosen_TS: Tensor | None = None,
         sinks_N: Tensor | None = None,
     ) -> Tensor:
         """Writes kv (RoPE applied) into the pages of the layer's KV group, then attends causally, with
-        `Model.attention.scale`, over everything that the row has written, or over chosen_TS of it.
+        `Reads.scale`, over everything that the row has written, or over chosen_TS of it.
 
-        kv_TCKH     as the group's `CacheShape` says: C planes, k before v
+        kv_TCKH     as the group's `CacheShape` says: C planes, k before v; None: the layer reads the entries
+                    of an earlier one, which has written this step's
         chosen_TS   as `select` returns it
         sinks_N     f32, of a model with `sinks`: counts in the sum of weights as a key's score, without a
                     value
@@ -98,8 +99,8 @@ class Attend(Protocol):
         self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor
     ) -> Tensor:
         """Writes the keys into the layer's selector group, then chooses for each token the
-        `Model.attention.topk` positions up to its own with the highest scores, the sum over index
-        heads of weight * relu(q . key). Only of a model whose topk is not 0.
+        `Source.topk` positions up to its own with the highest scores, the sum over index heads of
+        weight * relu(q . key). Only of a layer whose topk is not 0.
 
         weight_TI   float32
         Returns     chosen_TS int32, ascending, -1 pads at the end; of equal scores the lower position
@@ -155,25 +156,40 @@ class CacheShape:
     page_tokens: int = 0
     drafts: bool = False
 
+    @property
+    def hosted(self) -> bool:
+        """Whether pages of a request that selects may be on the host, see `core.settings.CacheGroup`."""
+        return not (self.selector or self.resident or self.window or self.snapshot or self.drafts)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionShape:
-    """Queries of one token, of this TP rank: `num_heads` x `CacheShape.head_dim`. Scores are q.k times `scale`.
 
-    softcap      0, or: what scores are capped with, as in `paged_attention.AttentionSpec`
-    sinks        every layer gives a logit of each query head, as there
-    shared       other TP ranks have queries to the same KV head, see `Model.queries`
-    latent_dim   0, or: the written vector is latent, and its first `latent_dim` dims are its value
-    topk         0, or: tokens that the model itself chooses for each query
+class Source(NamedTuple):
+    """What a layer attends to: the entries of `layer`, its own or an earlier one of the same stage.
+
+    topk     0, or: tokens that the model's own indexer selects for each query
     """
 
+    layer: LocalLayer
+    topk: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reads:
+    """How one layer attends. Queries of one token, of this TP rank: `num_heads` x `CacheShape.head_dim` of the
+    group that has the entries of `source`. Scores are q.k times `scale`.
+
+    softcap      0, or: what scores are capped with, as in `paged_attention.AttentionSpec`
+    sinks        the layer gives a logit of each query head, as there
+    shared       other TP ranks have queries to the same KV head, see `Model.queries`
+    value_dim    0: an entry is k and v of KV heads; else it is one vector, whose first dims are its value
+    """
+
+    source: Source
     num_heads: int
     scale: float
     softcap: float = 0.0
     sinks: bool = False
     shared: bool = False
-    latent_dim: int = 0
-    topk: int = 0
+    value_dim: int = 0
 
 
 class Model(Protocol):
@@ -182,8 +198,8 @@ class Model(Protocol):
     stage: Stage
     # Each layer is in one that is not a selector's; states are last, behind them what drafts.
     groups: tuple[CacheShape, ...]
-    attention: AttentionShape
-    drafting: AttentionShape | None     # of the layer that drafts; None: there is none
+    reads: Mapping[LocalLayer, Reads]   # of each layer of this stage that attends
+    drafting: Reads | None         # of the layer that drafts; None: there is none
     drafter: str                   # what that is
     vocab_size: int
     hidden: int
@@ -222,8 +238,8 @@ class Model(Protocol):
         into stages computes what one stage does, bit for bit."""
 
     def queries(self, q_BNH: Tensor) -> Tensor:
-        """All queries to this TP rank's one KV head, of which it has some: of a model whose attention is
-        `shared`, called by all TP ranks with as many rows."""
+        """All queries to this TP rank's one KV head, of which it has some: of layers that select, and are
+        `shared`; called by all TP ranks with as many rows."""
 
     def norm(self, x: Boundary) -> Tensor:
         """hidden_TD after the final norm. Only of a stage that has the head."""
@@ -250,6 +266,16 @@ class Model(Protocol):
 
     def guess(self, hidden_BD: Tensor) -> tuple[Tensor, Tensor]:
         """Return, for the result of `draft`, the logit of the likeliest token, and its id. [B] each."""
+
+
+def topk_of(model: Model) -> int:
+    """Return how many tokens the model's own indexer selects for each query; 0: it has none."""
+    return max((reads.source.topk for reads in model.reads.values()), default=0)
+
+
+def value_dim_of(model: Model) -> int:
+    """Return how many leading dims of an MLA KV entry are its value; 0: the model has KV heads."""
+    return max((reads.value_dim for reads in model.reads.values()), default=0)
 
 
 class Checkpoint(Protocol):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.fused.layer import LatentNorms, Weighs
-from penstock.model.base import Attend, AttentionShape, CacheShape, GlobalLayer, LocalLayer, Stage
+from penstock.model.base import Attend, CacheShape, GlobalLayer, LocalLayer, Reads, Source, Stage
 from penstock.model.parts import Cut, TpRank
 from penstock.model.weights.slots import Slots
 
@@ -68,11 +68,10 @@ class LatentSpec:
     def ops(self) -> tuple[str, ...]:
         return ("latent_attention",) if self.index is None else ("index_select", "latent_attention")
 
-    def shape(self, tp_rank: TpRank) -> AttentionShape:
-        return AttentionShape(
-            num_heads=tp_rank.evenly(self.num_heads).size, scale=self.scale, latent_dim=self.kv_rank,
-            topk=0 if self.index is None else self.index.topk
-        )
+    def reads(self, tp_rank: TpRank, source: LocalLayer) -> Reads:
+        """Of a layer that reads the entries of `source`."""
+        return Reads(source=Source(source, 0 if self.index is None else self.index.topk), scale=self.scale,
+                     num_heads=tp_rank.evenly(self.num_heads).size, value_dim=self.kv_rank)
 
     def groups(self, stage: Stage, windows: Sequence[int]) -> tuple[CacheShape, ...]:
         """Rows of every layer, indexer keys of those that have an indexer; the same on all TP ranks."""

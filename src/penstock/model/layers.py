@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.fused.layer import LayerWeights
-from penstock.model.base import Attend, AttentionShape, CacheShape, GlobalLayer, LocalLayer, Stage
+from penstock.model.base import Attend, CacheShape, GlobalLayer, LocalLayer, Reads, Source, Stage
 from penstock.model.parts import Cut, TpRank
 from penstock.model.weights.slots import Slots
 
@@ -52,10 +52,11 @@ class GqaSpec:
     def rope_dim(self) -> int:
         return self.head_dim
 
-    def shape(self, tp_rank: TpRank) -> AttentionShape:
-        return AttentionShape(num_heads=tp_rank.queries(self.num_heads, self.num_kv_heads).size,
-                              scale=self.scale, softcap=self.softcap, sinks=self.sinks,
-                              shared=tp_rank.size > self.num_kv_heads)
+    def reads(self, tp_rank: TpRank, source: LocalLayer) -> Reads:
+        """Of a layer that reads the entries of `source`."""
+        return Reads(source=Source(source), num_heads=tp_rank.queries(self.num_heads, self.num_kv_heads).size,
+                     scale=self.scale, softcap=self.softcap, sinks=self.sinks,
+                     shared=tp_rank.size > self.num_kv_heads)
 
     def groups(self, stage: Stage, windows: Sequence[int]) -> tuple[CacheShape, ...]:
         """One for the layers of each window, first those that see all; of a part of the model perhaps without
@@ -101,7 +102,7 @@ class Grown:
         self._attend, self._growth_T11 = attend, growth_T11
 
     def __call__(
-        self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor, chosen_TS: Tensor | None = None,
+        self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor | None, chosen_TS: Tensor | None = None,
         sinks_N: Tensor | None = None,
     ) -> Tensor:
         return self._attend(layer, q_TNH * self._growth_T11, kv_TCKH, chosen_TS, sinks_N)

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.model.base import Attend, AttentionShape, Boundary, CacheShape, LocalLayer
+from penstock.model.base import Attend, Boundary, CacheShape, LocalLayer, Reads
 from penstock.model.rope import Rope
 from penstock.model.weights.slots import Slots
 
@@ -51,14 +51,14 @@ def groups_of(kv: CacheShape, hidden: int) -> tuple[CacheShape, ...]:
 class Drafts(Protocol):
     """What drafts for a model. Embedding, and RoPE and head where it has none, are the model's.
 
-    groups      its own, of a whole model       attention   of its layer
+    groups      its own, of a whole model       reads       of its layer
     taps        layers of the model before which it reads the residual stream
     rope        None: as the model's
     """
 
     name: str
     groups: tuple[CacheShape, ...]
-    attention: AttentionShape
+    reads: Reads
     taps: tuple[int, ...]
     rope: Rope | None
 
@@ -85,11 +85,11 @@ class DraftLayer:
 
     def __init__(self, slots: Slots, names: MTPNames, hidden: int, eps: float, plus: float,
                  layer: Callable[[Boundary, Tensor, Tensor, Attend], Boundary], kv: CacheShape,
-                 attention: AttentionShape) -> None:
+                 reads: Reads) -> None:
         """hidden, eps, plus: as `transformer.Spec`; layer: one as the model's, under its own name, with this
         KV and attention."""
         self._ops, self._eps, self.layer = slots.ops, eps, layer
-        self.groups, self.attention = groups_of(kv, hidden), attention
+        self.groups, self.reads = groups_of(kv, hidden), reads
         self.taps: tuple[int, ...] = ()
         self.rope: Rope | None = None
         self.norm_token, self.norm_hidden, self.norm_last = (

@@ -8,7 +8,7 @@ A family says what differs in a `Spec`. Knows tensors and names, neither rows no
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,11 +22,11 @@ from penstock.kernels.types.packed import Packed
 from penstock.model.base import (
     Attend,
     AttendsPaged,
-    AttentionShape,
     Boundary,
     CacheShape,
     GlobalLayer,
     LocalLayer,
+    Reads,
     Stage,
     TpGroup,
 )
@@ -117,11 +117,16 @@ class Spec:
 
     def groups(self, stage: Stage) -> tuple[CacheShape, ...]:
         """Cache groups of a part of the model, perhaps without layers; those of states last."""
-        groups = self.attention.groups(stage, self.windows)
-        states = self.states
-        others = {*(self.feeds or ()), *(states.layers if states is not None else ())}
-        return (*(replace(group, layers=tuple(i for i in group.layers if i + stage.first not in others))
-                  for group in groups), *(states.groups(stage) if states is not None else ()))
+        states, attends = self.states, self.reads(stage)
+        return (*(replace(group, layers=tuple(i for i in group.layers if i in attends))
+                  for group in self.attention.groups(stage, self.windows)),
+                *(states.groups(stage) if states is not None else ()))
+
+    def reads(self, stage: Stage) -> dict[LocalLayer, Reads]:
+        """Of each layer of a part of the model that attends."""
+        others = {*(self.feeds or ()), *(self.states.layers if self.states is not None else ())}
+        layers = [LocalLayer(i - stage.first) for i in range(stage.first, stage.end) if i not in others]
+        return {layer: self.attention.reads(stage.tp_rank, layer) for layer in layers}
 
 
 class Layer:
@@ -234,7 +239,7 @@ def _draft_layer(slots: Slots, spec: Spec, stage: Stage, tp_group: TpGroup | Non
     [kv] = own.attention.groups(replace(stage, first=GlobalLayer(0), end=GlobalLayer(1)), ())
     return DraftLayer(slots, spec.mtp, spec.hidden, spec.norm_eps, spec.norm_plus,
                       Layer(slots, index, LocalLayer(0), own, tp_group, spec.mtp.layer), kv,
-                      own.attention.shape(stage.tp_rank))
+                      own.attention.reads(stage.tp_rank, LocalLayer(0)))
 
 
 class Transformer:
@@ -252,8 +257,8 @@ class Transformer:
         assert 0 <= stage.first < stage.end <= spec.num_layers, f"{stage} of {spec.num_layers} layers"
         self.dtype = dtype
         self.groups = spec.groups(stage)
-        self.attention = spec.attention.shape(stage.tp_rank)
-        self.drafting: AttentionShape | None = None
+        self.reads: Mapping[LocalLayer, Reads] = spec.reads(stage)
+        self.drafting: Reads | None = None
         self.drafter = ""
         self.vocab_size, self.hidden = spec.vocab_size, spec.hidden
         self.max_position = spec.rope.max_position
@@ -403,7 +408,7 @@ class Transformer:
 
     def take_drafts(self, drafts: Drafts) -> None:
         assert self._draft is None and self.stage.heads
-        self._draft, self.drafting, self.drafter = drafts, drafts.attention, drafts.name
+        self._draft, self.drafting, self.drafter = drafts, drafts.reads, drafts.name
         self.tap(drafts.taps)
         self.groups = (*self.groups, *drafts.groups)
 
@@ -422,7 +427,7 @@ class Transformer:
 
     def queries(self, q_BNH: Tensor) -> Tensor:
         spec, tp_rank = self.spec.attention, self.stage.tp_rank
-        assert isinstance(spec, GqaSpec) and self._tp_group is not None and self.attention.shared
+        assert isinstance(spec, GqaSpec) and self._tp_group is not None
         own, head = tp_rank.queries(spec.num_heads, spec.num_kv_heads), tp_rank.kv_heads(spec.num_kv_heads)
         all_BNH = q_BNH.new_zeros(len(q_BNH), spec.num_heads, q_BNH.shape[2])
         all_BNH[:, own.range] = q_BNH

@@ -20,7 +20,7 @@ from penstock.exec.load.layout import caches_of
 from penstock.exec.load.sizing import DeviceMemory, groups_of, size_pools
 from penstock.exec.load.weights import dtype_of, facts_of, weight_bytes
 from penstock.model import registry as families
-from penstock.model.base import Model
+from penstock.model.base import Model, topk_of
 from penstock.model.latent import LatentSpec
 from penstock.model.transformer import Spec
 from penstock.model.weights.checkpoint import open_checkpoint
@@ -145,7 +145,7 @@ def _attention(spec: Spec, model: Model) -> tuple[tuple[float, int], ...]:
     attention = spec.attention
     each = (2 * attention.num_heads * (attention.nope_dim + attention.rope_dim + attention.value_dim)
             if isinstance(attention, LatentSpec) else 4 * attention.num_heads * attention.head_dim)
-    topk = model.attention.topk
+    topk = topk_of(model)
     return tuple((float(each * len(group.layers)), group.window or topk) for group in model.groups
                  if not (group.selector or group.snapshot or group.drafts))
 

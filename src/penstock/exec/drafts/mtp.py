@@ -25,7 +25,7 @@ from penstock.kernels.attention.paged_attention import Prepare
 from penstock.kernels.fused.step import begin
 from penstock.kernels.types.ragged import on_device
 from penstock.memory.hbm import HbmPool
-from penstock.model.base import AttentionShape, CacheShape, LocalLayer, Model
+from penstock.model.base import CacheShape, LocalLayer, Model, Reads
 
 LAYER = LocalLayer(0)
 
@@ -36,20 +36,21 @@ class MTP(Drafter):
 
     def __init__(self, model: Model, ops: Prepare | LatentOps, groups: Sequence[CacheShape],
                  tables: RowTables, hbm: Sequence[HbmPool]) -> None:
-        """groups and pools of all cache groups: the last two are the layer's KV and the hidden states."""
+        """groups and pools of all cache groups: two that draft are the layer's KV and the hidden states."""
         assert model.drafting is not None, "nothing drafts"
         self.name = model.drafter
         self.model, self._tables = model, tables
-        kv, self._hidden = (replace(group, drafts=False) for group in groups[-2:])
-        self.attending = _attending(model.drafting, kv, ops, hbm[-2], tables.groups[-2])
-        self._states = StatePools((self._hidden,), hbm[-1:])
-        self.pool_PD = hbm[-1].pages[:, 0, 0, 0, 0]
+        self._kv, self._hidden = (g for g, group in enumerate(groups) if group.drafts)
+        kv, hidden = (replace(groups[g], drafts=False) for g in (self._kv, self._hidden))
+        self.attending = _attending(model.drafting, kv, ops, hbm[self._kv], tables.groups[self._kv])
+        self._states, self.table = StatePools((hidden,), (hbm[self._hidden],)), tables.groups[self._hidden]
+        self.pool_PD = hbm[self._hidden].pages[:, 0, 0, 0, 0]
 
     def step(self, lowered: Lowered, hidden_TD: Tensor) -> None:
         """What a step leaves behind for drafts: its tokens' KV, and the hidden state of the last one of each
         row and page. hidden_TD: behind the model's last norm."""
         hidden_TD = self.model.made(hidden_TD)
-        states = self._states.step(replace(lowered, ragged=lowered.ragged[-1:]))(
+        states = self._states.step(replace(lowered, ragged=(lowered.ragged[self._hidden],)))(
             LAYER, len(hidden_TD))
         before_TD = hidden_TD.roll(1, 0)
         kept_BD = self.pool_PD[states.from_B]
@@ -62,7 +63,7 @@ class MTP(Drafter):
 
     def _layer(self, lowered: Lowered, before_TD: Tensor) -> Tensor:
         """hidden_TD of the layer."""
-        attend = self.attending.step(replace(lowered, ragged=lowered.ragged[-2:-1]))
+        attend = self.attending.step(replace(lowered, ragged=(lowered.ragged[self._kv],)))
         return self.model.draft(lowered.ids_T, before_TD, lowered.positions_T, attend)
 
     def settle(self, step: StepId, right: Mapping[int, int]) -> bool:
@@ -88,7 +89,7 @@ class MTP(Drafter):
         """hidden_BD of the token before each row's last."""
         rows, before = [self._tables.index(ask.row) for ask in asks], [_position(ask) - 1 for ask in asks]
         at = on_device([*rows, *before], self.pool_PD.device, torch.int64).view(2, -1)
-        return self.pool_PD[self._tables.groups[-1].place.pages(*at)]
+        return self.pool_PD[self.table.place.pages(*at)]
 
     def forget(self, rid: RequestId) -> None:
         return
@@ -106,7 +107,7 @@ class LayerDrafts(OnDevice):
 
     def __init__(self, mtp: MTP, tables: RowTables) -> None:
         self._mtp, self._last_R = mtp, tables.last_R
-        self._hidden = tables.groups[-1]
+        self._hidden = mtp.table
 
     def propose(self, index_N: Tensor, at_N: Tensor, last_N: Tensor, most_N: Tensor, most: int) -> Tensor:
         row_N = index_N.clamp(max=len(self._hidden.device_RM) - 1).int()
@@ -150,15 +151,15 @@ def _position(ask: DraftQuery) -> int:
     return len(ask.prompt) + len(ask.outputs) - 1
 
 
-def _attending(shape: AttentionShape, kv: CacheShape, ops: Prepare | LatentOps,
+def _attending(reads: Reads, kv: CacheShape, ops: Prepare | LatentOps,
                pool: HbmPool, table: GroupTable) -> Dense | Latent:
     """The first entry is of no hidden state: others do not see it."""
     if isinstance(ops, LatentOps):
-        if shape.latent_dim:
-            return Latent(shape, (kv,), ops, (pool,), (table,), first=1)
+        if reads.value_dim:
+            return Latent({LAYER: reads}, (kv,), ops, (pool,), (table,), first=1)
         assert ops.heads is not None, "no op for KV heads was chosen"
         ops = ops.heads
-    return Dense(shape, (kv,), ops, (pool,), (table,), first=1)
+    return Dense({LAYER: reads}, (kv,), ops, (pool,), (table,), first=1)
 
 
 def put_rows(pool_PGH: Tensor, slot_B: Tensor, row_BH: Tensor) -> None:

@@ -27,7 +27,7 @@ from penstock.kernels.op import Unusable
 from penstock.kernels.platform import KernelError, Platform, limit, probe
 from penstock.kernels.types.packed import Packed
 from penstock.model import registry as families
-from penstock.model.base import CacheShape, Model
+from penstock.model.base import CacheShape, Model, topk_of
 from penstock.model.weights.formats.blocks import quantises
 from penstock.model.weights.formats.gguf import PACKED
 from penstock.model.weights.formats.reader import Format
@@ -141,7 +141,7 @@ def _attention_of(backends: Mapping[str, registry.Choice]) -> paged_attention.Pr
 def selection_for(config: Config, model: Model) -> Selection | None:
     """What requests select; None: they read all. A model that chooses its tokens itself takes no other
     choice."""
-    topk = model.attention.topk
+    topk = topk_of(model)
     return indexer_selection(topk) if topk else selection_of(config.kv)
 
 

@@ -20,7 +20,7 @@ from penstock.exec.load.layout import Caches
 from penstock.kernels.types import fp8
 from penstock.memory.copying import SPLIT_BYTES
 from penstock.memory.slabs import Slabs
-from penstock.model.base import CacheShape, LocalLayer, Model
+from penstock.model.base import CacheShape, LocalLayer, Model, value_dim_of
 
 # Left for activations, logits and the allocator when pools are sized: a step of 512 tokens of a
 # model of 1.5 B parameters needs about half of it.
@@ -83,18 +83,18 @@ def groups_of(model: Model, selection: Selection | None,
 def _selected(model: Model, selection: Selection | None, kv: KVConfig,
               own: tuple[CacheShape, ...]) -> tuple[CacheShape, ...]:
     """As `groups_of`, of what does not draft."""
-    if selection is None and not model.attention.latent_dim:
+    if selection is None and not value_dim_of(model):
         return own
     if selection is None or selection.native:
         index = kv.kv_cache_dtype if kv.sparse_metadata_dtype == "auto" else kv.sparse_metadata_dtype
         return tuple(_kept(group, index, group.head_dim, "--sparse-metadata-dtype") if group.selector else
-                     _kept(group, kv.kv_cache_dtype, model.attention.latent_dim, "--kv-cache-dtype")
+                     _kept(group, kv.kv_cache_dtype, value_dim_of(model), "--kv-cache-dtype")
                      for group in own)
     full, *windows = own
     if full.window:
         raise ConfigError(f"--sparse-top-k: every layer of this model sees its last {full.window} tokens "
                           "only, and keeps no more: leave the flag out")
-    if model.attention.softcap:
+    if any(reads.softcap for reads in model.reads.values()):
         raise ConfigError("--sparse-top-k: this model caps its scores (attn_logit_softcapping), and what "
                           "selects does not: leave the flag out")
     first = model.stage.first

@@ -9,6 +9,7 @@ where its bytes are changes no token. Knows rows and positions; refuses to know 
 """
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,8 +29,8 @@ from penstock.exec.sparse.layers import (
     unit_attention,
 )
 from penstock.exec.sparse.prompts import GPU_WINDOW, HostedPrompts, PromptChunk, Window
-from penstock.exec.sparse.rows import HotRows, Selects
-from penstock.exec.step.attend import KeepsStates
+from penstock.exec.sparse.rows import HotRows, Selects, hosted_of
+from penstock.exec.step.attend import KeepsStates, places_of
 from penstock.exec.step.dense import Dense, DenseStep
 from penstock.exec.step.step_batch import StepBatch
 from penstock.exec.step.tables import Lowered, RowTables
@@ -42,8 +43,10 @@ from penstock.memory.pool import BlockPool
 from penstock.model.base import Attend, CacheShape, LocalLayer, Model
 
 MIXED = "mixed"         # captured steps in which not every row selects
-# read(layer of the group, q_TNH, k_TKH, v_TKH, sinks_N) -> out_TNH of a part of the tokens
-_Read: TypeAlias = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+# Of a layer that selects: the layer of the group's pages that it reads, and how many have read that before it.
+_Place: TypeAlias = tuple[int, int]
+# read(place, q_TNH, k_TKH, v_TKH, sinks_N) -> out_TNH of a part of the tokens
+_Read: TypeAlias = Callable[[_Place, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +69,7 @@ class Selector:
 class Selecting(Selects):
     """`Selects` of a model of KV heads, by bounds of their keys.
 
-    groups     group 0 has the KV of the layers that select, group 1 the bounds of its units; layers of
+    groups     one has the KV of the layers that select, one the bounds of its units; layers of
                others, if there are any, read all of theirs, from device pages, or keep a state there
     prepare    attention of what reads all
     """
@@ -76,27 +79,34 @@ class Selecting(Selects):
         rule = selector.rule
         assert rule is not None, "ordinary models select by bounds"
         self._tables, self._prepare = tables, prepare
-        self._kv, self._bounds = tables.groups[0], tables.groups[1]
-        self.local = {layer: i for i, layer in enumerate(groups[0].layers)}
-        self._dense = Dense(model.attention, groups, prepare, device, tables.groups, others=self.local)
-        self._spec, self.states = self._dense.specs[0], self._dense.states
-        layout = device[0].layout
+        [g], [b] = hosted_of(groups)
+        self._kv, self._bounds = tables.groups[g], tables.groups[b]
+        self.local: dict[LocalLayer, _Place] = {}
+        self.readers = Counter[int]()           # of each layer of pages
+        for layer, (group, i) in places_of(model.reads, groups).items():
+            if group == g:
+                self.local[layer] = i, self.readers[i]
+                self.readers[i] += 1
+        self._dense = Dense(model.reads, groups, prepare, device, tables.groups, others=self.local)
+        self.states, layout = self._dense.states, device[g].layout
+        self._spec = self._dense.specs.get(g)       # None: a stage without layers that select
+        scale = 1.0 if self._spec is None else self._spec.scale
         self._unit = rule.unit
         self._device, self._host, bounds = (
             [] if pool is None else [pool.pages[:, i] for i in range(layout.num_layers)]
-            for pool in (device[0], host[0] if host else None, device[1]))
-        self.rows = HotRows(tables, device[0], unit=rule.unit, hot_pages=selector.hot_pages,
-                            layers=groups[0].layers, stage=model.stage)
+            for pool in (device[g], host[g] if host else None, device[b]))
+        self.rows = HotRows(tables, g, device[g], unit=rule.unit, hot_pages=selector.hot_pages,
+                            layers=groups[g].layers, stage=model.stage, readers=max(self.readers.values(), default=1))
         backends = selector.backends
         self._layers = SparseLayers(
-            unit_attention(backends["sparse_attention"], unit=rule.unit, scale=model.attention.scale),
+            unit_attention(backends["sparse_attention"], unit=rule.unit, scale=scale),
             unit=rule.unit, device=self._device, host=self._host, bounds=bounds, device_RP=self._kv.device_RM,
             host_RP=self.rows.host_RM, hot=self.rows.hot, backends=backends)
+        shared = any(model.reads[layer].shared for layer in self.local)
         self._selector = BoundsSelector(rule, bounds, self._bounds.device_RM, backends["select"],
-                                        model.queries if model.attention.shared else None)
+                                        model.queries if shared else None)
         self._prompts = HostedPrompts(self._kv, self.rows, self._device, self._host,
-                                      num_kv_heads=self._spec.num_kv_heads,
-                                      scale=model.attention.scale, backends=backends,
+                                      num_kv_heads=layout.num_kv_heads, scale=scale, backends=backends,
                                       window=GPU_WINDOW if self._kv.device_RM.is_cuda else 0)
         self._most = selector.budget // rule.unit
         self._budget_R = torch.zeros_like(self._kv.device_RM[:, 0])     # for captured steps
@@ -119,11 +129,11 @@ class Selecting(Selects):
         dense, windows, queries = self._split(lowered.batch)
         ragged, parts = lowered.ragged[self.rows.group], list[tuple[slice | Tensor, _Read]]()
         device = ragged.page_T.device
-        if dense:
+        if dense and self._spec is not None:
             at: slice | Tensor = _where(dense, device) if windows or queries else slice(None)
             run = self._prepare(_part(ragged, dense, at) if windows or queries else ragged, self._spec)
-            parts.append((at, lambda layer, q_TNH, _k, _v, sinks_N: run(
-                q_TNH[at], *self._pools(layer), sinks_N)))
+            parts.append((at, lambda place, q_TNH, _k, _v, sinks_N: run(
+                q_TNH[at], *self._pools(place), sinks_N)))
         for chunk in windows:
             parts.append((chunk.tokens, partial(self._through, chunk, self._prompts.windows(chunk))))
         if queries:
@@ -143,36 +153,37 @@ class Selecting(Selects):
         assert budget_B is not None and select_B is not None, "begun without `looks`"
         device_B, host_B, bounds_B = queries.slot_LB
         at = WriteAt(device_B, host_B, bounds_B, queries.own_B, position_B, self._unit)
-        step = SparseStep(row_B, select_B, (slice(None),), self.rows.hot.now_11,
+        step = SparseStep(row_B, select_B, (slice(None),), self.rows.hot.now_R11,
                           None if turn_NW is None else turn_NW.flatten(), kind != DEVICE)
         read: _Read = partial(self._selected, slice(None), step, budget_B, self._most)
-        if kind == MIXED:
+        if kind == MIXED and self.local:
             selects_B, selected = budget_B > 0, read
             others_B = position_B.where(~selects_B, -1)
             whole = self._dense.decodes(self.rows.group, row_B, others_B, others_B + 1)
 
-            def read(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None) -> Tensor:
-                return torch.where(selects_B[:, None, None], selected(layer, q_TNH, k_TKH, v_TKH, sinks_N),
-                                   whole(q_TNH, *self._pools(layer), sinks_N))
+            def read(place: _Place, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None) -> Tensor:
+                return torch.where(selects_B[:, None, None], selected(place, q_TNH, k_TKH, v_TKH, sinks_N),
+                                   whole(q_TNH, *self._pools(place), sinks_N))
         return _SelectingStep(self, at, [(slice(None), read)], self._dense.decode(kind, queries, turn_NW))
 
     def write_kv(self, layer: int, k_TKH: Tensor, v_TKH: Tensor, at: WriteAt) -> None:
         self._layers.write_kv(layer, (k_TKH, v_TKH), at)
 
-    def _pools(self, layer: int) -> tuple[Tensor, Tensor]:
-        pool_PK2GH = self._device[layer]
+    def _pools(self, place: _Place) -> tuple[Tensor, Tensor]:
+        pool_PK2GH = self._device[place[0]]
         return pool_PK2GH[:, :, 0], pool_PK2GH[:, :, 1]
 
-    def _through(self, chunk: PromptChunk, windows: Sequence[Window], layer: int, q_TNH: Tensor, k_TKH: Tensor,
+    def _through(self, chunk: PromptChunk, windows: Sequence[Window], place: _Place, q_TNH: Tensor, k_TKH: Tensor,
                  v_TKH: Tensor, sinks_N: Tensor | None) -> Tensor:
         of = chunk.tokens
-        return self._prompts.attend(layer, chunk, windows, q_TNH[of], k_TKH[of], v_TKH[of], sinks_N)
+        return self._prompts.attend(place[0], chunk, windows, q_TNH[of], k_TKH[of], v_TKH[of], sinks_N)
 
-    def _selected(self, at: slice | Tensor, step: SparseStep, budget_B: Tensor, most: int, layer: int, q_TNH: Tensor,
-                  _k_TKH: Tensor, _v_TKH: Tensor, sinks_N: Tensor | None) -> Tensor:
+    def _selected(self, at: slice | Tensor, step: SparseStep, budget_B: Tensor, most: int, place: _Place,
+                  q_TNH: Tensor, _k_TKH: Tensor, _v_TKH: Tensor, sinks_N: Tensor | None) -> Tensor:
         q_BNH = q_TNH[at]
+        layer, reader = place
         chosen_BKC = self._selector.choose(layer, q_BNH, step, budget_B, most)
-        return self._layers.attend(layer, q_BNH, chosen_BKC, step, sinks_N)
+        return self._layers.attend(layer, q_BNH, chosen_BKC, step, sinks_N, reader)
 
     def _split(self, batch: StepBatch) -> tuple[list[PromptChunk], list[PromptChunk], list[tuple[int, int, int]]]:
         """Chunks that read all from device pages, those whose pages are not all there, and queries that
@@ -198,15 +209,23 @@ class _SelectingStep(KeepsStates):
     def __init__(self, of: Selecting, at: WriteAt, parts: Sequence[tuple[slice | Tensor, _Read]],
                  dense: DenseStep) -> None:
         self._of, self._at, self._parts, self._dense, self.state = of, at, parts, dense, dense.state
+        self._written: dict[int, Tensor] = {}       # kv_TCKH of this step, for later readers
 
-    def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
+    def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor | None,
                  chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:
-        if (i := self._of.local.get(layer)) is None:
+        if (place := self._of.local.get(layer)) is None:
             return self._dense(layer, q_TNH, kv_TCKH, chosen_TS, sinks_N)
         assert chosen_TS is None, "what is read of KV heads is chosen here"
-        k_TKH, v_TKH = kv_TCKH[:, 0], kv_TCKH[:, 1]
-        self._of.write_kv(i, k_TKH, v_TKH, self._at)
-        given = i, q_TNH, k_TKH, v_TKH, sinks_N
+        i, reader = place
+        if kv_TCKH is None:
+            kv_TCKH = self._written[i]
+        else:
+            self._of.write_kv(i, kv_TCKH[:, 0], kv_TCKH[:, 1], self._at)
+            if self._of.readers[i] > 1:
+                self._written[i] = kv_TCKH
+        if reader == self._of.readers[i] - 1:
+            self._written.pop(i, None)
+        given = place, q_TNH, kv_TCKH[:, 0], kv_TCKH[:, 1], sinks_N
         if len(self._parts) == 1:
             [(_, read)] = self._parts
             return read(*given)

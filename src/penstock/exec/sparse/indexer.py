@@ -22,8 +22,8 @@ from penstock.core.plan import Bind
 from penstock.exec.graphs.halves import LEAST, LINK_SHARE, Copies
 from penstock.exec.sparse.bounds import Selector
 from penstock.exec.sparse.layers import DEVICE, HOST, SparseLayers, SparseStep, row_attention
-from penstock.exec.sparse.rows import HotRows, Selects
-from penstock.exec.step.attend import LatentOps, check_pools
+from penstock.exec.sparse.rows import HotRows, Selects, hosted_of
+from penstock.exec.step.attend import LatentOps, check_pools, places_of
 from penstock.exec.step.tables import Lowered, RowTables
 from penstock.kernels.choose import index_pair
 from penstock.kernels.fused.step import Queries
@@ -32,7 +32,7 @@ from penstock.kernels.kv.write_kv import WriteAt
 from penstock.kernels.types import fp8
 from penstock.kernels.types.ragged import on_device
 from penstock.memory.pool import BlockPool
-from penstock.model.base import Attend, CacheShape, LocalLayer, Model
+from penstock.model.base import Attend, CacheShape, LocalLayer, Model, topk_of, value_dim_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,41 +59,44 @@ class _Chunk:
 class Indexed(Selects):
     """`Selects` of a model that chooses its tokens itself.
 
-    groups    group 0 has the MLA KV entries of all layers, group 1 the keys of those that have an indexer
+    groups    one has the MLA KV entries of all layers, one the keys of those that have an indexer
     """
 
     def __init__(self, selector: Selector, model: Model, groups: Sequence[CacheShape], tables: RowTables,
                  device: Sequence[BlockPool], host: Sequence[BlockPool], ops: LatentOps) -> None:
-        self._tables, self._ops, self._shape = tables, ops, model.attention
+        self._tables, self._ops = tables, ops
+        self._topk, self._value_dim = topk_of(model), value_dim_of(model)
         self.weight_bytes, self._tp_size = model.num_bytes, model.stage.tp_rank.size
-        assert self._shape.latent_dim and self._shape.topk, "ops for MLA KV entries and another model"
+        assert self._value_dim and self._topk, "ops for MLA KV entries and another model"
         assert ops.select is not None, "a model with an indexer, and no op for it"
         self._select = ops.select
         self._pair = index_pair.OP.use(selector.backends["index_pair"])
         check_pools(groups, device)
-        self._local = {layer: i for i, layer in enumerate(groups[0].layers)}
-        self._keys = {layer: device[1].pages[:, i] for group in groups[1:]
-                      for i, layer in enumerate(group.layers)}
-        self.rows = HotRows(tables, device[0], unit=1, hot_pages=selector.hot_pages,
-                            layers=groups[0].layers, stage=model.stage)
-        layers = range(len(groups[0].layers))
-        self._device = [device[0].pages[:, i] for i in layers]
-        self._host = [host[0].pages[:, i] for i in layers] if host else []
+        [g], [self._key_group] = hosted_of(groups)
+        self._local = {layer: i for layer, (_, i) in places_of(model.reads, groups).items()}
+        self._keys = {layer: device[self._key_group].pages[:, i]
+                      for i, layer in enumerate(groups[self._key_group].layers)}
+        self.rows = HotRows(tables, g, device[g], unit=1, hot_pages=selector.hot_pages,
+                            layers=groups[g].layers, stage=model.stage)
+        layers = range(len(groups[g].layers))
+        self._device = [device[g].pages[:, i] for i in layers]
+        self._host = [host[g].pages[:, i] for i in layers] if host else []
+        [self._scale] = {reads.scale for reads in model.reads.values()}
+        rows, keys = tables.groups[g], tables.groups[self._key_group]
         self._layers = SparseLayers(
-            row_attention(ops.attend, value_dim=self._shape.latent_dim, scale=self._shape.scale), unit=1,
-            device=self._device, host=self._host, device_RP=tables.groups[0].device_RM,
+            row_attention(ops.attend, value_dim=self._value_dim, scale=self._scale), unit=1,
+            device=self._device, host=self._host, device_RP=rows.device_RM,
             host_RP=self.rows.host_RM, hot=self.rows.hot, backends=selector.backends)
         self._gather = gather.OP.use(selector.backends["gather"])
-        pages = tables.groups[0].device_RM.shape[1] if host else 0
-        self._whole_P11GH = device[0].pages.new_empty(pages, *device[0].pages.shape[2:])
+        pages = rows.device_RM.shape[1] if host else 0
+        self._whole_P11GH = device[g].pages.new_empty(pages, *device[g].pages.shape[2:])
         # Of captured steps.
-        rows, keys = tables.groups[:2]
         self.kinds = (DEVICE,) if rows.host_RM is None else (DEVICE, HOST)
         self.looks = self.rows.looks(keys.place, rows.place, rows.host_place)
         self._keys_RM, self._nowhere = keys.device_RM, dict[int, Tensor]()
 
     def bind(self, bind: Bind, *, budget: int, num_prompt: int) -> None:
-        self.rows.bind(bind, budget=self._shape.topk, first=0)
+        self.rows.bind(bind, budget=self._topk, first=0)
 
     def kind(self, rows: Sequence[int]) -> str:
         """Whether a row lacks a device page."""
@@ -114,7 +117,7 @@ class Indexed(Selects):
         key_B, device_B, host_B = queries.slot_LB
         at = WriteAt(device_B, host_B, nowhere_B, queries.own_B, position_B, 1)
         keys_at = WriteAt(key_B, nowhere_B, nowhere_B, queries.own_B, position_B, 1)
-        step = SparseStep(row_B, position_B, (slice(None),), self.rows.hot.now_11,
+        step = SparseStep(row_B, position_B, (slice(None),), self.rows.hot.now_R11,
                           None if turn_NW is None else turn_NW.flatten(), kind == HOST, copies)
         return _IndexedStep(self, step, slice(None), (), at, keys_at, row_B, position_B, self._keys_RM)
 
@@ -138,7 +141,7 @@ class Indexed(Selects):
         step = self._layers.step(rows, positions, at_once) if rows else None
         token_B = on_device(tokens, lowered.row_T.device, torch.int64) if chunks else slice(None)
         write_at, row_T = self.rows.write_at(lowered), lowered.row_T.int()
-        position_T, ragged = lowered.positions_T.int(), lowered.ragged[-1]
+        position_T, ragged = lowered.positions_T.int(), lowered.ragged[self._key_group]
         nowhere_T = torch.full_like(ragged.page_T, -1)
         keys_at = WriteAt(ragged.page_T * ragged.page_size + ragged.offset_T, nowhere_T, nowhere_T,
                           nowhere_T.int(), position_T, 1)
@@ -153,7 +156,7 @@ class Indexed(Selects):
         if not self._tables.groups[self.rows.group].is_resident(r):
             return True
         pages = self._whole_P11GH
-        return pages.is_cuda and pages.dtype == torch.uint8 and count * self._shape.topk > end
+        return pages.is_cuda and pages.dtype == torch.uint8 and count * self._topk > end
 
     def _chunk(self, r: int, at: slice, start: int, end: int) -> _Chunk:
         table = self._tables.groups[self.rows.group]
@@ -171,12 +174,12 @@ class Indexed(Selects):
     def attend(self, layer: LocalLayer, q_TNH: Tensor, row_T1H: Tensor, chosen_TS: Tensor,
                by: _IndexedStep) -> Tensor:
         i, at = self._local[layer], by.token_B
-        row_T1H = fp8.kept(row_T1H, self._whole_P11GH.dtype, self._shape.latent_dim)
+        row_T1H = fp8.kept(row_T1H, self._whole_P11GH.dtype, self._value_dim)
         self._layers.write_kv(i, (row_T1H,), by.at)
         if not by.chunks:
             assert by.step is not None, "a step without tokens"
             return self._layers.attend(i, q_TNH, chosen_TS[:, None], by.step)
-        out_TNR = q_TNH.new_empty(*q_TNH.shape[:2], self._shape.latent_dim)
+        out_TNR = q_TNH.new_empty(*q_TNH.shape[:2], self._value_dim)
         if by.step is not None:
             out_TNR[at] = self._layers.attend(i, q_TNH[at], chosen_TS[at][:, None], by.step)
         for chunk in by.chunks:
@@ -198,8 +201,8 @@ class Indexed(Selects):
             self.rows.window(layer, chunk.row, chunk.brought)
             whole_P11GH[at_L] = held_L11GH
             whole_P11GH.view(-1, row_T1H.shape[2])[chunk.start:chunk.end] = row_T1H[:, 0]
-        return self._ops.attend(q_TNH, whole_P11GH[:, 0, 0], chosen_TS, value_dim=self._shape.latent_dim,
-                                scale=self._shape.scale)[0]
+        return self._ops.attend(q_TNH, whole_P11GH[:, 0, 0], chosen_TS, value_dim=self._value_dim,
+                                scale=self._scale)[0]
 
     def choose(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor,
                by: _IndexedStep) -> Tensor:
@@ -210,7 +213,7 @@ class Indexed(Selects):
             kept_TJ = fp8.kept(key_TJ, keys_P11GJ.dtype, key_TJ.shape[1])
         self._layers.put((kept_TJ[:, None],), by.keys_at, keys_P11GJ)
         return self._select(q_TIJ, weight_TI, keys_P11GJ[:, 0, 0], by.table_RM, by.row_T, by.position_T,
-                            topk=self._shape.topk)
+                            topk=self._topk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,9 +235,10 @@ class _IndexedStep:
     position_T: Tensor
     table_RM: Tensor
 
-    def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
+    def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor | None,
                  chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:
         assert chosen_TS is not None and sinks_N is None, "nothing has been chosen for this layer"
+        assert kv_TCKH is not None, "each layer of a model with an indexer writes its entries"
         return self.indexed.attend(layer, q_TNH, kv_TCKH[:, 0], chosen_TS, self)
 
     def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class SparseStep:
     row, position   int32 [B], device: as `select` takes them
     rounds          queries of each round, as an index of B: no round has more queries of a row than its hot
                     buffer holds what they choose of
-    now_R1          int32, device: stamp of each round
+    now_R1          by reader of a layer's entries, int32, device: stamp of each round
     turn_B          as `resolve` takes it, of each round by itself
     brings          whether a row may lack something
     copies          of a half of a step: other kernels run beside its copies
@@ -51,7 +51,7 @@ class SparseStep:
     row_B: Tensor
     position_B: Tensor
     rounds: tuple[slice | Tensor, ...]
-    now_R1: Tensor
+    now_R1: tuple[Tensor, ...]
     turn_B: Tensor | None = None
     brings: bool = True
     copies: Copies | None = None
@@ -107,12 +107,12 @@ class SparseLayers:
         self._write_kv(values, at, device)
 
     def attend(self, layer: int, q_BNH: Tensor, chosen_BKC: Tensor, step: SparseStep,
-               sinks_N: Tensor | None = None) -> Tensor:
+               sinks_N: Tensor | None = None, reader: int = 0) -> Tensor:
         """out_BNH: each query over what was chosen for it. Brings what it misses into the rows' hot
-        buffers."""
+        buffers. reader: how many layers have read these entries in this step."""
         device, hot = self._device[layer], self._hot.layers[layer]
         outs = []
-        for at, now_1 in zip(step.rounds, step.now_R1, strict=True):
+        for at, now_1 in zip(step.rounds, step.now_R1[reader], strict=True):
             chosen, row, position = chosen_BKC[at], step.row_B[at], step.position_B[at]
             slot, miss, num = self._resolve(
                 chosen, row, self._device_RP, self._host_RP, hot, now_1, page_units=self._page_units,

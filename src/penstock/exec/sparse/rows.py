@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from penstock.core.plan import Bind, HotResize, RequestId
-from penstock.exec.step.attend import ANY, Attending, Counts, Reads, none_read
+from penstock.exec.step.attend import ANY, Attending, Counts, ReadCounts, none_read
 from penstock.exec.step.tables import GroupTable, Lowered, RowTables
 from penstock.kernels.fused.step import BlockTableRef, Looks
 from penstock.kernels.kv.write_kv import WriteAt
 from penstock.memory.hot import HotBuffers
 from penstock.memory.pool import BlockPool
-from penstock.model.base import LocalLayer, Stage
+from penstock.model.base import CacheShape, LocalLayer, Stage
 
 COUNTS = ("device", "hot_hits", "hot_misses", "hot_evictions")      # columns of HotLayer.count_RKE
 _MISSES = COUNTS.index("hot_misses")
@@ -40,26 +40,26 @@ class HotRow:
 
 
 class HotRows:
-    """Rows by table index, of the layers of one hosted cache group, `group`.
+    """Rows by table index, of the layers of one hosted cache group.
 
+    group       number of it
     pool        its device pages, of which hot buffers are made
     unit        tokens that are chosen together
     hot_pages   of a row's hot buffer, at most; 0 if no row is ever hosted
     layers      of the group, numbered in `stage`; told by their numbers in the whole model
+    readers     layers that read the same entries, at most
     """
 
-    group = 0
-
-    def __init__(self, tables: RowTables, pool: BlockPool, *, unit: int, hot_pages: int,
-                 layers: Sequence[LocalLayer], stage: Stage) -> None:
-        layout = pool.layout
+    def __init__(self, tables: RowTables, group: int, pool: BlockPool, *, unit: int, hot_pages: int,
+                 layers: Sequence[LocalLayer], stage: Stage, readers: int = 1) -> None:
+        self.group, layout = group, pool.layout
         self._tables, self._pool, self._unit = tables, pool, unit
         self._names = [stage.first + layer for layer in layers]
         kv = tables.groups[self.group]
         rows, pages = kv.device_RM.shape
         self.hot = HotBuffers(layers=layout.num_layers, rows=rows, kv_heads=layout.num_kv_heads,
                               pages=pages, hot_pages=hot_pages, page_units=layout.page_size // unit,
-                              device=kv.device_RM.device)
+                              device=kv.device_RM.device, readers=readers)
         self.host_RM = torch.full_like(kv.device_RM, -1) if kv.host_RM is None else kv.host_RM
         self._rows = [HotRow() for _ in range(rows)]
         self._counted = [(0,) * len(COUNTS)] * rows         # of each row by all requests, as last reported
@@ -115,7 +115,7 @@ class HotRows:
         """What captured steps ask of rows, which they tell in their answers what they have read."""
         return Looks(places, budget_R, self.hot.now_1, self.hot.count_LRKE)
 
-    def reads(self, rows: Sequence[int], counted: bool = False) -> Reads:
+    def reads(self, rows: Sequence[int], counted: bool = False) -> ReadCounts:
         """(request, READS) of those of these rows that select, up to the steps that the device has been given
         by now. What it returns tells them, once the last of these has run, in order of the steps, each once;
         counted: by what the step's answer has of each of these rows."""
@@ -175,6 +175,12 @@ class HotRows:
         return BlockTableRef(bounds.device_RM, self._tables.groups[self.group].size // self._unit, self._unit)
 
 
+def hosted_of(groups: Sequence[CacheShape]) -> tuple[list[int], list[int]]:
+    """Return the numbers of the groups whose pages may be on the host, and of those that selection reads."""
+    return ([g for g, group in enumerate(groups) if group.hosted],
+            [g for g, group in enumerate(groups) if group.selector])
+
+
 class Selects(Attending):
     """`Attending` of a rank on which rows select, and may be hosted."""
 
@@ -193,7 +199,7 @@ class Selects(Attending):
     def at_once(self, row: int) -> int:
         return self.rows.at_once(row)
 
-    def reads(self, rows: Sequence[int], counted: bool = False) -> Reads:
+    def reads(self, rows: Sequence[int], counted: bool = False) -> ReadCounts:
         return self.rows.reads(rows, counted)
 
     def stats(self) -> dict[str, float]:

@@ -45,6 +45,7 @@ from penstock.kernels.triton import compiles
 from penstock.memory.lateness import Lateness
 from penstock.memory.pinned import NotPinned
 from penstock.memory.storage import HostPages
+from penstock.model.base import value_dim_of
 from penstock.model.weights.checkpoint import weights_digest
 from penstock.model.weights.locate import files_of, locate
 from penstock.transfer.pages import PageBytes, PoolPages
@@ -93,6 +94,7 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
              _several(config, log, wakes, vocabulary))
     core_config, caches, selection = parts.sizes.core, parts.caches, parts.selection
     model, layout, kv = parts.loaded.whole, parts.caches.layouts[0], config.kv
+    heads = next(group for group in model.groups if not (group.selector or group.snapshot))
     identity: dict[str, str] = {}
     if config.pair.disaggregation_mode or kv.kv_storage is not None:
         identity = kv_identity(config, parts.loaded, selection, caches)
@@ -108,7 +110,7 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
         "dtype": show_dtype(parts.loaded.dtype), "device": config.device.device, "threads": parts.threads,
         "vocab_size": model.vocab_size, "max_model_len": core_config.max_len,
         "model_max_position": model.max_position, "num_layers": model.stage.end,
-        "num_kv_heads": model.groups[0].num_kv_heads, "head_dim": model.groups[0].head_dim,
+        "num_kv_heads": heads.num_kv_heads, "head_dim": heads.head_dim,
         "page_size": core_config.page_size, "page_bytes": caches.page_bytes,
         "cache_groups": caches.words, "kv_bytes_per_token": caches.token_bytes, "kv_bytes_per_request": whole,
         "hbm_pages": core_config.hbm_pages, "hbm_bytes": caches.nbytes(core_config.hbm_pages),
@@ -296,7 +298,7 @@ def _with_step(config: Config, loaded: LoadedModel) -> Config:
     layers = loaded.model.stage.end - loaded.model.stage.first
     small = config.device.num_ranks == 1 and loaded.bytes < layers * SMALL_LAYER_BYTES
     # Of MLA KV in float32 a chunk of more tokens keeps others from decoding for ten seconds.
-    small |= config.device.device == "cuda" and bool(loaded.model.attention.latent_dim) and (
+    small |= config.device.device == "cuda" and bool(value_dim_of(loaded.model)) and (
         loaded.dtype == torch.float32)
     return replace(config, schedule=replace(config.schedule,
                                             max_num_batched_tokens=mixed.TOKENS[-1] if small else STEP_TOKENS))

@@ -27,7 +27,7 @@ from penstock.kernels.types.states import States
 from penstock.memory.copying import parts_of
 from penstock.memory.mover import Arrivals
 from penstock.memory.pool import BlockPool
-from penstock.model.base import Attend, AttendsStates, AttentionShape, CacheShape, LocalLayer
+from penstock.model.base import Attend, AttendsStates, CacheShape, LocalLayer, Reads
 
 ANY = 1 << 30       # queries of a row, where nothing bounds them
 
@@ -43,11 +43,11 @@ class LatentOps:
 
 
 Counts: TypeAlias = Sequence[Sequence[int]]             # of each row of an answer
-Reads: TypeAlias = Callable[[Counts], tuple[tuple[RequestId, tuple[int, ...]], ...]]
+ReadCounts: TypeAlias = Callable[[Counts], tuple[tuple[RequestId, tuple[int, ...]], ...]]
 
 
 def none_read(counts: Counts) -> tuple[()]:
-    """`Reads` of no row."""
+    """`ReadCounts` of no row."""
     return ()
 
 
@@ -105,7 +105,7 @@ class Attending(Protocol):
         """Of a row of the tables: how many of its queries may choose before any of them attends."""
         return ANY
 
-    def reads(self, rows: Sequence[int], counted: bool = False) -> Reads:
+    def reads(self, rows: Sequence[int], counted: bool = False) -> ReadCounts:
         """As `HotRows.reads`."""
         return none_read
 
@@ -141,7 +141,7 @@ class Arriving:
         for event in self._before.pop(layer, ()):
             torch.cuda.current_stream().wait_event(event)
 
-    def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
+    def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor | None,
                  chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:
         self._hold(layer)
         return self._attend(layer, q_TNH, kv_TCKH, chosen_TS, sinks_N)
@@ -156,12 +156,19 @@ class Arriving:
         return self._attend.state(layer, tokens)
 
 
-def spec_of(shape: AttentionShape, group: CacheShape, pool: BlockPool, first: int = 0) -> AttentionSpec:
-    """Attention of the layers of a cache group with KV heads. first: as there."""
+def places_of(reads: Mapping[LocalLayer, Reads], groups: Sequence[CacheShape]) -> dict[LocalLayer, tuple[int, int]]:
+    """Return for each layer that attends the cache group whose entries it reads, and which layer of its pages."""
+    homes = {layer: (g, i) for g, group in enumerate(groups) if not (group.selector or group.snapshot)
+             for i, layer in enumerate(group.layers)}
+    return {layer: homes[by.source.layer] for layer, by in reads.items()}
+
+
+def spec_of(reads: Reads, group: CacheShape, pool: BlockPool, first: int = 0) -> AttentionSpec:
+    """Attention of a layer that reads a cache group with KV heads. first: as there."""
     return AttentionSpec(
-        num_heads=shape.num_heads, num_kv_heads=group.num_kv_heads, head_dim=group.head_dim,
-        dtype=pool.layout.dtype, scale=shape.scale, window=group.window, softcap=shape.softcap,
-        sinks=shape.sinks, first=first)
+        num_heads=reads.num_heads, num_kv_heads=group.num_kv_heads, head_dim=group.head_dim,
+        dtype=pool.layout.dtype, scale=reads.scale, window=group.window, softcap=reads.softcap,
+        sinks=reads.sinks, first=first)
 
 
 class NoIndexer:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.exec.graphs.halves import Copies
-from penstock.exec.step.attend import Attending, KeepsStates, check_pools, spec_of
+from penstock.exec.step.attend import Attending, KeepsStates, check_pools, places_of, spec_of
 from penstock.exec.step.states import StatePools, StepStates
 from penstock.exec.step.tables import GroupTable, Lowered
 from penstock.kernels.attention.paged_attention import AttentionSpec, Prepare, Prepared, flash, write_kv
@@ -22,7 +22,7 @@ from penstock.kernels.attention.paged_attention.native import NativeDecodes, Pag
 from penstock.kernels.fused.step import Queries
 from penstock.kernels.types.ragged import Ragged
 from penstock.memory.pool import BlockPool
-from penstock.model.base import AttentionShape, CacheShape, LocalLayer
+from penstock.model.base import CacheShape, LocalLayer, Reads
 
 
 class Pages(Protocol):
@@ -100,21 +100,23 @@ class PagedPrompts(Pages):
 class Dense(Attending):
     """In one cache group or several, beside layers that keep a state."""
 
-    def __init__(self, shape: AttentionShape, groups: Sequence[CacheShape], prepare: Prepare,
+    def __init__(self, reads: Mapping[LocalLayer, Reads], groups: Sequence[CacheShape], prepare: Prepare,
                  device: Sequence[BlockPool], tables: Sequence[GroupTable], first: int = 0,
                  others: Collection[LocalLayer] = ()) -> None:
         """tables: of the groups; first: position of the first token that others than its own query see, 0 or 1;
         others: layers that do not read all, and are not asked for here."""
-        assert not shape.latent_dim, "a model of MLA KV entries and ops for KV heads"
         check_pools(groups, device)
         self._prepare, self._tables = prepare, tables
-        attends = [*zip(groups, device, strict=True)][:sum(not group.snapshot for group in groups)]
-        self.specs = [spec_of(shape, *of, first) for of in attends]
         self.states = StatePools(groups, device)
+        self.specs: dict[int, AttentionSpec] = {}       # by cache group
         # Of each layer: the group that attention reads, its k and v pools [P, K, G, H].
-        self._places = {layer: (g, pool.pages[:, i, :, 0], pool.pages[:, i, :, 1])
-                        for g, (group, pool) in enumerate(attends)
-                        if not group.selector for i, layer in enumerate(group.layers) if layer not in others}
+        self._places: dict[LocalLayer, tuple[int, Tensor, Tensor]] = {}
+        for layer, (g, i) in places_of(reads, groups).items():
+            assert not reads[layer].value_dim, "a model of MLA KV entries and ops for KV heads"
+            spec, pages = spec_of(reads[layer], groups[g], device[g], first), device[g].pages
+            assert self.specs.setdefault(g, spec) == spec, f"layers read group {groups[g].name} in different ways"
+            if layer not in others:
+                self._places[layer] = g, pages[:, i, :, 0], pages[:, i, :, 1]
         self._groups = sorted({g for g, *_ in self._places.values()})
         addresses = [pool.data_ptr() for layer in sorted(self._places) for pool in self._places[layer][1:]]
         self._pools = (ctypes.c_void_p * len(addresses))(*addresses)
@@ -124,8 +126,8 @@ class Dense(Attending):
         if steps != "prompts":
             return ""
         one_call = all(spec.plain and flash.ready(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype,
-                                                  table.size, len(table.device_RM))
-                       for spec, table in zip(self.specs, self._tables, strict=False))
+                                                  self._tables[g].size, len(self._tables[g].device_RM))
+                       for g, spec in self.specs.items())
         return "states" if self.states else "" if one_call else "backend"
 
     def step(self, lowered: Lowered) -> DenseStep:
@@ -159,12 +161,13 @@ class DenseStep(KeepsStates):
                  pools: ctypes.Array[ctypes.c_void_p], state: StepStates) -> None:
         self._places, self._pages, self._pools, self.state = places, pages, pools, state
 
-    def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
+    def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor | None,
                  chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:
         assert chosen_TS is None, "KV heads are attended to as a whole here"
         group, k_PKGH, v_PKGH = self._places[layer]
         pages = self._pages[group]
-        pages.write_kv(kv_TCKH[:, 0], kv_TCKH[:, 1], k_PKGH, v_PKGH)
+        if kv_TCKH is not None:
+            pages.write_kv(kv_TCKH[:, 0], kv_TCKH[:, 1], k_PKGH, v_PKGH)
         return pages(q_TNH, k_PKGH, v_PKGH, sinks_N)
 
     def paged(self) -> Paged | None:

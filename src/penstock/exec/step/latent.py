@@ -4,14 +4,14 @@
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from penstock.exec.graphs.halves import Copies
-from penstock.exec.step.attend import Attending, LatentOps, NoIndexer, check_pools
+from penstock.exec.step.attend import Attending, LatentOps, NoIndexer, check_pools, places_of
 from penstock.exec.step.tables import GroupTable, Lowered
 from penstock.kernels.attention.latent_attention import PagedContext
 from penstock.kernels.attention.latent_attention.context import seen_slots
@@ -20,7 +20,7 @@ from penstock.kernels.kv import write_kv
 from penstock.kernels.kv.write_kv import WriteAt
 from penstock.kernels.types import fp8
 from penstock.memory.pool import BlockPool
-from penstock.model.base import Attend, AttentionShape, CacheShape, LocalLayer
+from penstock.model.base import Attend, CacheShape, LocalLayer, Reads
 
 
 class Latent(Attending):
@@ -28,16 +28,15 @@ class Latent(Attending):
 
     SLOTS = 1 << 23     # that are named at once: of more, one part of the queries follows the other
 
-    def __init__(self, shape: AttentionShape, groups: Sequence[CacheShape], ops: LatentOps,
+    def __init__(self, reads: Mapping[LocalLayer, Reads], groups: Sequence[CacheShape], ops: LatentOps,
                  device: Sequence[BlockPool], tables: Sequence[GroupTable], first: int = 0) -> None:
         """tables: of the groups; first: position of the first row that others than its own query see."""
         check_pools(groups, device)
-        [group], [pool], [self._table] = groups, device, tables
-        assert shape.latent_dim
-        self.shape, self.attend, self.first = shape, ops.attend, first
+        [pool], [self._table] = device, tables
+        self.by_layer, self.attend, self.first = reads, ops.attend, first
         self._coded = pool.layout.dtype == torch.uint8
         # Of each layer its pool [P, G, H].
-        self.rows = {layer: pool.pages[:, i, 0, 0] for i, layer in enumerate(group.layers)}
+        self.rows = {layer: pool.pages[:, i, 0, 0] for layer, (_, i) in places_of(reads, groups).items()}
         self.looks = Looks((self._table.place,))
         self._write_kv = write_kv.OP.use("triton" if pool.pages.is_cuda else "reference")
 
@@ -82,11 +81,12 @@ class _LatentStep(NoIndexer):
         """put: writes entries to a layer's pool; parts: queries, and what they see."""
         self._latent, self._put, self._parts = latent, put, parts
 
-    def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor,
+    def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor | None,
                  chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:
         assert chosen_TS is None and sinks_N is None, "MLA KV entries are attended to as a whole here"
-        of, shape, pool_PGH = self._latent, self._latent.shape, self._latent.rows[layer]
-        self._put(fp8.kept(kv_TCKH[:, 0], pool_PGH.dtype, shape.latent_dim), pool_PGH)
-        outs = [of.attend(q_TNH[part], pool_PGH, seen(), value_dim=shape.latent_dim, scale=shape.scale)[0]
+        of, reads, pool_PGH = self._latent, self._latent.by_layer[layer], self._latent.rows[layer]
+        if kv_TCKH is not None:
+            self._put(fp8.kept(kv_TCKH[:, 0], pool_PGH.dtype, reads.value_dim), pool_PGH)
+        outs = [of.attend(q_TNH[part], pool_PGH, seen(), value_dim=reads.value_dim, scale=reads.scale)[0]
                 for part, seen in self._parts]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
