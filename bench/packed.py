@@ -22,7 +22,7 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 from gguf.quants import dequantize, quantize
 
 from penstock import LLM, SamplingParams
-from penstock.model.demo import fetch_demo
+from penstock.model.source.demo import fetch_demo
 
 PROMPT = list(range(100, 164))
 LONG = list(range(200, 712))

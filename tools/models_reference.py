@@ -16,7 +16,7 @@ from penstock.config.settings.refuse_model import ModelFacts, check_model
 from penstock.model import registry
 from penstock.model.latent import LatentSpec
 from penstock.model.layers import GqaSpec
-from penstock.model.transformer import Spec
+from penstock.model.spec import Spec
 from penstock.model.weights import gguf_config
 from penstock.model.weights.fields import Fields
 from penstock.model.weights.formats.table import READERS
@@ -109,6 +109,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "qwen3": ("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-32B", "Qwen/Qwen3-32B-FP8"),
     "seed_oss": ("ByteDance-Seed/Seed-OSS-36B-Instruct",),
     "gemma2": ("google/gemma-2-9b-it",), "gemma3_text": ("google/gemma-3-270m-it",),
+    "gemma4_text": ("google/gemma-4-E2B-it", "google/gemma-4-26B-A4B-it", "google/gemma-4-31B-it"),
     "mistral": ("mistralai/Mistral-7B-Instruct-v0.3",), "qwen3_next": ("Qwen/Qwen3-Next-80B-A3B-Instruct",),
     "glm4_moe": ("zai-org/GLM-4.6",),
     "qwen3_moe": ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B-FP8", "Qwen/Qwen3-Coder-480B-A35B-Instruct"),
@@ -142,6 +143,8 @@ _OWN: dict[str, dict[str, object]] = {
     **{family: {"rope_parameters": {
         "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 8192,
         "llama_4_scaling_beta": 0.1}} for family in ("ministral3", "mistral4")},
+    "gemma4_text": {"num_hidden_layers": 6, "enable_moe_block": True, "top_k_experts": 2,
+                    "hidden_size_per_layer_input": 0},
     **{family: {"sliding_window": 128} for family in ("mistral", "gemma2", "gemma3_text", "gpt_oss")},
 }
 
@@ -199,7 +202,8 @@ def _layers(spec: Spec) -> str:
 def _gpu(spec: Spec) -> str:
     """No test has run on a GPU what these fields ask for."""
     attention = spec.attention
-    not_run = attention.growth or (isinstance(attention, GqaSpec) and (attention.sinks or attention.norm_width))
+    not_run = attention.growth or spec.scaled or (
+        isinstance(attention, GqaSpec) and (attention.sinks or attention.norm_width))
     return "not tested" if not_run else "tested"
 
 

@@ -28,9 +28,9 @@ def told_each_step(monkeypatch):
 
 
 @pytest.fixture(params=["bounds", *(pytest.param(kind, marks=pytest.mark.sweep)
-                                    for kind in ("latent", "windowed", "sinks"))])
+                                    for kind in ("latent", "windowed", "sinks", "shared"))])
 def kinds(request, monkeypatch):
-    """Engines of `hosted` whose requests select by bounds, also beside windows and with sinks, and those of a
-    model with an indexer."""
+    """Engines of `hosted` whose requests select by bounds, also beside windows, with sinks and of
+    shared KV, and those of a model with an indexer."""
     monkeypatch.setattr(hosted, "KIND", [request.param])
     return request.param

@@ -46,7 +46,9 @@ def kinds(graphs):
     return [kind for kind, *_ in graphs.used]
 
 
-def test_rows_that_select_decode_as_without(captured):
+@pytest.mark.parametrize("name", ["bounds", "shared"])
+def test_rows_that_select_decode_as_without(captured, name, monkeypatch):
+    monkeypatch.setattr(hosted, "KIND", [name])
     engine, graphs = captured(Engine(hbm_pages=70, step_tokens=100))
     play(engine, lambda turn: [(Paused, Spilled)[turn % 2](RequestId(1 + turn % 4))] if turn % 5 == 4 else ())
     hosted_work(engine)
@@ -116,7 +118,9 @@ def test_rows_of_mla_entries_without_an_indexer_decode_as_without(captured, monk
     assert len(graphs.used) > 10 and sum(isinstance(seen, PagedContext) for seen in given) > 20
 
 
-def test_rows_that_read_all_beside_them(captured):
+@pytest.mark.parametrize("name", ["bounds", "shared"])
+def test_rows_that_read_all_beside_them(captured, name, monkeypatch):
+    monkeypatch.setattr(hosted, "KIND", [name])
     engine, graphs = captured(Engine(hbm_pages=110, step_tokens=60))
     most, prompts = kind().budget, kind().prompts
     budgets = {1: most, 2: 0, 3: most - 2, 4: most}
@@ -129,7 +133,7 @@ def test_rows_that_read_all_beside_them(captured):
         assert tuple(engine.got[rid]) == resident(prompt, NEW, budgets[rid]), rid
 
 
-@pytest.mark.parametrize("name", ["bounds", "states", "latent"])
+@pytest.mark.parametrize("name", ["bounds", "states", "shared", "latent"])
 @pytest.mark.parametrize("budgets", [1, 4])
 def test_rows_that_draft_as_far_as_their_hot_buffers_hold_it(captured, budgets, name, monkeypatch):
     """All that a row's positions miss comes at once, and steps are launched ahead of answers."""

@@ -10,7 +10,7 @@ import pytest
 import ranks
 import where
 from drafters import Dice
-from hosted import NEW, Engine, hosted_work
+from hosted import NEW, Engine, hosted_work, kind
 
 from penstock.core.plan import Paused, RequestId, Spilled
 from penstock.exec.graphs import steps
@@ -37,10 +37,11 @@ def captured(request, monkeypatch):
     return put
 
 
-@pytest.mark.parametrize("family", ["grouped", "window", "sinks", "state", "mla", "latent"])
+@pytest.mark.parametrize("family", ["grouped", "window", "sinks", "state", "gemma4", "mla", "latent"])
 def test_rows_that_read_all_or_choose_decode_as_in_one_rank(captured, family):
-    if ranks.NUM[0] > prompts_engine.model(family).spec.num_layers:
-        pytest.skip("fewer layers than stages")
+    spec = prompts_engine.model(family).spec
+    if ranks.NUM[0] > spec.num_layers - max(0, spec.tail - 1):
+        pytest.skip("fewer cuts than stages")
     engine, graphs = captured(prompts_engine.Engine(family=family, step_tokens=9))
     prompts_engine.play(engine, lambda turn: [Paused(RequestId(1 + turn % 7))] if turn % 9 == 8 else ())
     if where.DEVICE == "cpu":
@@ -60,9 +61,11 @@ def test_steps_without_drafts_between_others_that_have_some(captured, family):
         assert min(len(graph.used) for graph in graphs) > 10
 
 
-@pytest.mark.parametrize("name", ["bounds", "latent"])
+@pytest.mark.parametrize("name", ["bounds", "shared", "latent"])
 def test_rows_that_select_out_of_host_memory_decode_as_in_one_rank(captured, name, monkeypatch):
     monkeypatch.setattr(hosted, "KIND", [name])
+    if kind().cut and ranks.NUM[0] > 2:
+        pytest.skip("fewer cuts than stages")
     engine, graphs = captured(Engine(hbm_pages=70, step_tokens=100))
     hosted.play(engine, lambda turn: [(Paused, Spilled)[turn % 2](RequestId(1 + turn % 4))] if turn % 5 == 4 else ())
     hosted_work(engine)

@@ -12,6 +12,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     GptOssConfig,
@@ -68,6 +70,7 @@ CLASSES = {
     "nemotron_h": (NemotronHConfig, NemotronHForCausalLM),
     "gemma2": (Gemma2Config, Gemma2ForCausalLM),
     "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "gemma4_text": (Gemma4TextConfig, Gemma4ForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
 }
 
@@ -121,6 +124,14 @@ MINIMAX = {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "in
 GROWING = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 6, "beta_fast": 32.0,
            "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "rope_theta": 1e6,
            "llama_4_scaling_beta": 0.4, "max_position_embeddings": 96}
+# Scores have no scale, so queries and keys are normed to what a scale of 1 bears.
+GEMMA4 = {"head_dim": 16, "global_head_dim": 24, "num_hidden_layers": 6, "hidden_size_per_layer_input": 0,
+          "vocab_size_per_layer_input": VOCAB, "sliding_window": 7, "pad_token_id": None, "initializer_range": 0.1,
+          "layer_types": ["sliding_attention", "full_attention"] * 3}
+GEMMA4_MOE = {**GEMMA4, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+              "attention_k_eq_v": True, "num_global_key_value_heads": 1, "enable_moe_block": True, "num_experts": 8,
+              "top_k_experts": 3, "moe_intermediate_size": 24}
+GEMMA4_SHARED = {**GEMMA4, "num_kv_shared_layers": 3, "hidden_size_per_layer_input": 12, "use_double_wide_mlp": True}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -162,6 +173,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrids-gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24}),
     "hybrids-gemma2-uncapped": ("gemma2", {"head_dim": 8, "sliding_window": 5, "attn_logit_softcapping": None,
                                    "final_logit_softcapping": None, "tie_word_embeddings": False}),
+    "gemma4": ("gemma4_text", {**GEMMA4, "final_logit_softcapping": 4.0}),
+    "gemma4-one-kv-head": ("gemma4_text", {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "gemma4-experts": ("gemma4_text", GEMMA4_MOE),
+    "gemma4-tokens": ("gemma4_text", {**GEMMA4, "hidden_size_per_layer_input": 12}),
+    "gemma4-shared": ("gemma4_text", GEMMA4_SHARED),
+    "gemma4-all": ("gemma4_text", {**GEMMA4_MOE, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 12}),
     "hybrids-gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 7, "layer_types": [
         "sliding_attention", "full_attention"], "query_pre_attn_scalar": 10}),
     "hybrids-gemma3-linear": ("gemma3_text", {

@@ -1,10 +1,10 @@
 """An engine of tiny models whose requests select, for conformance: pools with several groups, NaN in all that
 is free, disjoint ids.
 
-Five kinds, by the same scenes: KV heads chosen by bounds (page 4, unit 2; a budget of 12 tokens, a hot
-buffer of 16, contexts of 130 and more), the same beside a layer with a window, without and with sinks, or
-beside one that keeps a state, and MLA KV entries chosen by the model's indexer (index_topk 16, a hot buffer of
-20, contexts of 161 and more).
+Six kinds, by the same scenes: KV heads chosen by bounds (page 4, unit 2; a budget of 12 tokens, a hot
+buffer of 16, contexts of 130 and more), the same beside a layer with a window, without and with sinks, with
+entries that three layers read, or beside one that keeps a state, and MLA KV entries chosen by the model's
+indexer (index_topk 16, a hot buffer of 20, contexts of 161 and more).
 """
 from __future__ import annotations
 
@@ -55,6 +55,14 @@ SINKS = {
     "swiglu_limit": 1.5, "sliding_window": 10,
     "layer_types": ["full_attention", "sliding_attention", "full_attention"],
 }
+# Heads of two widths, and two layers that read the KV of one: three readers of each of its entries.
+SHARED = {
+    "model_type": "gemma4_text", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "sliding_window": 10, "num_kv_shared_layers": 3,
+    "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 61, "tie_word_embeddings": False,
+    "layer_types": [*["full_attention", "sliding_attention"] * 2, "full_attention", "full_attention"],
+}
 MAX_LEN = 256
 
 
@@ -67,12 +75,22 @@ def text(seed: int, n: int) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class Kind:
     """How requests select, and what is asked. A context is at least eight hot buffers. device: pages, too few
-    for a prompt."""
+    for a prompt; cut: layers of two stages, (): any."""
 
     config: Mapping[str, object]
     selection: Selection
     prompts: Mapping[int, tuple[int, ...]]
     device: int = 24
+    cut: tuple[int, ...] = ()
+
+    @property
+    def layers(self) -> int:
+        return int(str(self.config["num_hidden_layers"]))
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Layers of each, where there are several and not every cut is allowed."""
+        return self.cut if ranks.NUM[0] > 1 else ()
 
     @property
     def budget(self) -> int:
@@ -93,6 +111,8 @@ KINDS = {
         1: text(1, 130), 2: text(2, 131), 3: text(1, 96) + text(3, 40), 4: text(4, 129)}, device=29),
     "states": Kind(STATES, Selection(selector="bounds", version=1, unit=2, budget=12, sinks=2, window=3), {
         1: text(1, 130), 2: text(2, 131), 3: text(1, 96) + text(3, 40), 4: text(4, 129)}),
+    "shared": Kind(SHARED, Selection(selector="bounds", version=1, unit=2, budget=12, sinks=2, window=3), {
+        1: text(1, 130), 2: text(2, 131), 3: text(1, 96) + text(3, 40), 4: text(4, 129)}, device=29, cut=(1, 5)),
     "latent": Kind(LATENT, indexer_selection(16), {
         1: text(1, 162), 2: text(2, 163), 3: text(1, 128) + text(3, 40), 4: text(4, 161)}),
 }
@@ -139,8 +159,8 @@ class Engine(InProcess):
     def __post_init__(self) -> None:
         made = model_of(self.selection)
         self.build(
-            made, groups_of(made(), self.selection, FORMAT[0]), selection=self.selection, num_layers=3,
-            max_len=MAX_LEN, lateness=self.lateness, rows=4, hbm_pages=self.hbm_pages,
+            made, groups_of(made(), self.selection, FORMAT[0]), selection=self.selection, num_layers=kind().layers,
+            layers=kind().stages, max_len=MAX_LEN, lateness=self.lateness, rows=4, hbm_pages=self.hbm_pages,
             dram_pages=self.dram_pages, hot_pages=self.hot_pages, hot_pages_max=self.hot_pages_max,
             always_hosted=self.always,
             draft_tokens=self.draft_tokens, drafter=self.drafter,

@@ -50,9 +50,19 @@ STATE = {**{key: value for key, value in CONFIG.items() if "num_k" not in key}, 
          "num_key_value_heads": 2, "layer_types": ["linear_attention", "full_attention"],
          "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 6,
          "linear_value_head_dim": 4, "num_experts": 0, "partial_rotary_factor": 0.5}
+# Heads of two widths, a layer that reads the KV of another of each kind, inputs of each layer, experts beside the MLP.
+GEMMA = {
+    "model_type": "gemma4_text", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 5,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16,
+    "num_global_key_value_heads": 1, "attention_k_eq_v": True, "max_position_embeddings": 512, "rms_norm_eps": 1e-6,
+    "sliding_window": 6, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 4,
+    "vocab_size_per_layer_input": 61, "enable_moe_block": True, "num_experts": 5, "top_k_experts": 2,
+    "moe_intermediate_size": 8, "tie_word_embeddings": False,
+    "layer_types": ["full_attention", *["sliding_attention", "full_attention"] * 2],
+}
 INTERVAL = 16
 CONFIGS = {"grouped": CONFIG, "latent": LATENT, "window": WINDOW, "mla": MLA, "sinks": SINKS,
-           "state": STATE}
+           "state": STATE, "gemma4": GEMMA}
 # Models with a layer that drafts, of MLA KV entries that are all read and of such that choose, and of gated KV
 # heads behind a state.
 MTP = {"mtp": {**MLA, "num_nextn_predict_layers": 1}, "mtp_chosen": {**LATENT, "num_nextn_predict_layers": 1},
@@ -190,6 +200,7 @@ class Engine(InProcess):
         self.build(functools.partial(model, self.family), groups,
                    selection=indexer_selection(4) if latent else None, max_len=64,
                    num_layers=model(self.family).spec.num_layers,
+                   layers=(1, 4) if ranks.NUM[0] > 1 and self.family == "gemma4" else (),
                    backend=None if rows and where.DEVICE == "cuda" else self.backend,
                    lateness=self.lateness, rows=self.rows, hbm_pages=self.hbm_pages,
                    dram_pages=self.dram_pages, step_tokens=self.step_tokens, wait_pages=self.wait_pages,
@@ -210,7 +221,7 @@ SHARED = (7, 3, 29, 41, 5, 5, 18, 60, 2, 33, 9)
 BACKENDS = where.backends()
 # Device pages of group 0, too few.
 SMALL = {"grouped": 11, "latent": 18, "experts": 11, "window": 13, "mla": 11, "sinks": 13, "state": 12,
-         "mtp": 20, "mtp_chosen": 34, "mtp_state": 24, "mtp_lanes": 20, "eagle": 16, "eagle_latent": 20}
+         "gemma4": 13, "mtp": 20, "mtp_chosen": 34, "mtp_state": 24, "mtp_lanes": 20, "eagle": 16, "eagle_latent": 20}
 PROMPTS = {1: (*SHARED, 1, 2), 2: (*SHARED, 40), 3: (50,), 4: SHARED * 2, 5: (12, 8, 30, 21),
            6: SHARED[:8], 7: (*SHARED, *SHARED, 4, 4)}
 

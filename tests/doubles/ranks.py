@@ -48,7 +48,7 @@ class Handover(Generic[T]):
 
 def copied(x: Boundary) -> Boundary:
     return Boundary(*(None if part is None else part.clone() for part in x[:3]), x.inputs,
-                    tuple(part.clone() for part in x.tapped))
+                    tuple(part.clone() for part in x.tapped), None if x.own_TX is None else x.own_TX.clone())
 
 
 def links_in_process(num_stages: int) -> list[Links]:

@@ -59,6 +59,7 @@ SAYS = {
                 "<parameter=days>2</parameter>\n</function>\n</seed:tool_call>",
     "gpt_oss": "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
                '{"city": "Paris", "days": 2}',
+    "gemma4": '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:2}<tool_call|>',
     "glm": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
            "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
 }

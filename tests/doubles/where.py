@@ -31,7 +31,7 @@ def model(config: dict[str, Any], dtype: Any, seed: int, scale: float, stage: An
     made = registry.build(config, dtype=dtype, linear=pack, ops=ops, stage=stage, experts=together,
                           scan=scan.OP.use(choose(probe(DEVICE), ops=("scan",))["scan"].name))
     for name, tensor in registry.dummy_tensors(config, seed, made.wants, drafts=made.stage.drafts):
-        weight = tensor if "norm" in name else tensor * scale
+        weight = tensor if "norm" in name or name.endswith(registry.FACTORS) else tensor * scale
         made.load(name, (weight + 3 if name.endswith(".sinks") else weight).to(DEVICE))
     made.finish()
     return made

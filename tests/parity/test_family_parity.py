@@ -49,7 +49,7 @@ def make_reference(case: str) -> PreTrainedModel:
     reference = model_class(config).eval()
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
-            if "norm" in name:          # transformers starts these at 1 and 0, which hides mistakes
+            if "norm" in name or name.endswith("scale"):    # transformers starts these at 1 and 0: that hides mistakes
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.5)
@@ -58,6 +58,8 @@ def make_reference(case: str) -> PreTrainedModel:
         for name, buffer in reference.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.3)
+            elif name.endswith("layer_scalar"):
+                buffer.uniform_(0.6, 1.1)
     return reference
 
 

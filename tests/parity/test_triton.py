@@ -204,8 +204,9 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
         (dict(x=kind, bias=kind, inner=kind, T="i32", x_row="i32", SCALES="i32", WIDTH="i32", alpha="fp32",
               limit="fp32", **VISITS, **weights),
          dict(INPUTS=2048, C=8, C_PAD=8, EXACT=kind == F32, BIAS=clamps, CLAMPED=clamps, GATED=gated,
-              **tiles, **scaled), 4, 3) for kind, weights, scaled, tiles in EXPERTS
-        for clamps, gated in {(False, True), (False, False), (kind == weights["weight"] == BF16, True)}],
+              GELU=gelu, **tiles, **scaled), 4, 3) for kind, weights, scaled, tiles in EXPERTS
+        for clamps, gated, gelu in {(False, True, False), (False, True, True), (False, False, False),
+                                    (kind == weights["weight"] == BF16, True, False)}],
     ("gemm.experts.triton_experts", "experts_out"): [
         (dict(inner=kind, bias=kind, part=kind, weighs=F32, T="i32", SCALES="i32", OUTPUTS="i32", **VISITS,
               **weights),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.config.base.errors import ConfigError
-from penstock.model import demo
+from penstock.model.source import demo
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
 

@@ -28,8 +28,9 @@ def front_of(name: str, hot_pages: int, monkeypatch, **rank):
     core = one_page(caches, ROWS, hosted.MAX_LEN, hot_pages)
     more = registry.HOSTING if selection.native else registry.SELECTING
     parts = parts_of(make(), backends((*make().spec.attention.ops, *more)), selection, hot_pages)
-    front, _, _ = ranks.front(make, parts.attention, groups, caches, core, num_layers=3, layers=(3,),
-                              max_len=core.max_len, lateness=None, selector=parts.selector, **rank)
+    front, _, _ = ranks.front(make, parts.attention, groups, caches, core, num_layers=kind.layers,
+                              layers=(kind.layers,), max_len=core.max_len, lateness=None,
+                              selector=parts.selector, **rank)
     return front, core, selection
 
 

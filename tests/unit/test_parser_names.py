@@ -45,7 +45,7 @@ mimo mimo | qwen3_coder think
 seed_oss seed_oss | seed_oss seed_oss
 llama3_json none | llama3_json none
 llama3 kimi | llama3_json kimi_vl
-llama4_json gemma4 | llama3_json gemma4
+gemma4 gemma4 | gemma4 gemma4
 none minimax_m3 | none minimax_m3
 openai openai_gptoss | gpt_oss gpt_oss
 gpt-oss gpt-oss | gpt_oss gpt_oss
@@ -67,7 +67,7 @@ def test_what_is_not_read_is_refused_by_name(flag, name):
         parse(f"demo --{flag} {name}")
 
 
-@pytest.mark.parametrize("name", ["pythonic", "xlam", "minimax", "jamba", "gemma4"])
+@pytest.mark.parametrize("name", ["pythonic", "xlam", "minimax", "jamba", "functiongemma"])
 def test_formats_of_calls_that_are_not_read_are_refused_by_name(name):
     with pytest.raises(ConfigError, match=r"--tool-call-parser .*requests with tools are then refused"):
         parse(f"demo --tool-call-parser={name}")

@@ -28,7 +28,7 @@ REASONS = ("deepseek_v32", "glm", "gpt_oss", "hermes")
 END = {"hermes": "<|im_end|>\n", "qwen3_coder": "<|im_end|>\n", "llama3_json": "<|eot_id|>",
        "mistral": "</s>", "deepseek_v32": "<｜end▁of▁sentence｜>", "glm": "", "gpt_oss": "", "kimi_k2": "<|im_end|>",
        "deepseek_v3": "<｜end▁of▁sentence｜>", "deepseek_v31": "<｜end▁of▁sentence｜>",
-       "minimax_m2": "[e~[\n", "seed_oss": "</s>"}
+       "minimax_m2": "[e~[\n", "seed_oss": "</s>", "gemma4": "<turn|>\n"}
 # What comes before an answer of a template that drops the reasoning which its prompts open.
 BEFORE = {"deepseek_v3": "<｜Assistant｜>", "minimax_m2": "]~b]ai\n"}
 TYPED = {"text": {"type": "string"}, "count": {"type": "integer"}, "ratio": {"type": "number"},
@@ -193,6 +193,7 @@ WHOLE = {
     "seed_oss": "<seed:tool_call>\n<function=f>\n<parameter=text>a</parameter>\n</function>\n"
                 "</seed:tool_call>",
     "gpt_oss": '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"text": "a"}',
+    "gemma4": '<|tool_call>call:f{text:<|"|>a<|"|>}<tool_call|>',
     "glm": "<tool_call>f\n<arg_key>text</arg_key>\n<arg_value>a</arg_value>\n</tool_call>",
 }
 
@@ -241,6 +242,12 @@ def test_a_call_of_no_tool_is_the_text_that_it_came_as(name):
      [("f", {"text": "a"})]),
     ("minimax_m2", WHOLE["minimax_m2"].replace("\n", ""), [("f", {"text": "a"})]),
     ("seed_oss", WHOLE["seed_oss"].replace(">a<", ">\na\n<"), [("f", {"text": "\na\n"})]),
+    ("gemma4", '<|tool_call>call:f{count:1,really:true,nothing:null,items:[<|"|>a,b<|"|>,{k:[]}],more:{}}<tool_call|>',
+     [("f", {"count": 1, "really": True, "nothing": None, "items": ["a,b", {"k": []}], "more": {}})]),
+    ("gemma4", '<|tool_call>call:f{ "text" : "a}" }<tool_call|>\n<|tool_call>call:a-b.c{}<tool_call|>',
+     [("f", {"text": "a}"}), ("a-b.c", {})]),
+    ("gemma4", '<|tool_call>call:f{text:a word}<tool_call|>', [("f", {"text": "a word"})]),
+    ("gemma4", "<|tool_call>call:f", []), ("gemma4", "<|tool_call>f{}", []),
     ("glm", "<tool_call>f<arg_key>count</arg_key><arg_value>1</arg_value></tool_call>",
      [("f", {"count": 1})]),
     ("glm", "<tool_call>f\n</tool_call>\n<tool_call>f</tool_call>", [("f", {}), ("f", {})]),

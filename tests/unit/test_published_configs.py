@@ -32,8 +32,6 @@ REFUSED = {
     "moonshotai/Kimi-K3": "'kimi_k3', whose text is 'kimi_linear', is not supported",
     "nvidia/DeepSeek-V4-Flash-NVFP4": "model_type 'deepseek_v4' is not supported",
     "nvidia/DeepSeek-V4-Pro-NVFP4": "model_type 'deepseek_v4' is not supported",
-    "nvidia/Gemma-4-26B-A4B-NVFP4": "'gemma4', whose text is 'gemma4_text', is not supported",
-    "nvidia/Gemma-4-31B-IT-NVFP4": "'gemma4', whose text is 'gemma4_text', is not supported",
     "nvidia/Llama-3_3-Nemotron-Super-49B-v1": "model_type 'nemotron-nas' is not supported",
     "nvidia/MiniMax-M3-NVFP4": "model_type 'minimax_m3_vl', whose text is '.absent.', is not supported",
     "sgl-project/DeepSeek-V4-Flash-FP8": "model_type 'deepseek_ref' is not supported",

@@ -33,6 +33,7 @@ CASES: tuple[tuple[ModelFacts, dict[str, object], dict[str, object]], ...] = (
     (DENSE, {"sparse_metadata_dtype": "fp8"}, {"sparse_metadata_dtype": "fp8", "sparse_top_k": 512}),
     (DENSE, {"gpu_layers": 3}, {"gpu_layers": 4}),
     (DENSE, {"pp": 5}, {"pp": 4}),
+    (replace(DENSE, tail=3), {"pp": 2}, {"pp": 2, "pp_layers": ["1", "3"]}),
     (replace(DENSE, heads=3), {"tp": 4}, {"tp": 3}),
     (DENSE, {"tp": 2, "ep": 0}, {"tp": 2}),
     (replace(DENSE, experts=2), {"tp": 3, "ep": 3}, {"tp": 4, "ep": 2}),
@@ -65,12 +66,15 @@ def test_refusal_trips_alone_and_not_at_its_edge(index: int) -> None:
     ({"pp": 2, "pp_layers": ["1", "4"]},
      "--pp 2, --pp-layers 1,4: this model has 4 layers, of which each stage takes one or more"),
     ({"pp": 5}, "--pp 5, no --pp-layers: this model has 4 layers, of which each stage takes one or more"),
+    ({"pp": 2, "pp_layers": ["3", "1"]},
+     "--pp 2, --pp-layers 3,1: layers 2 to 3 of this model share KV, and are of one stage: the last number "
+     "of --pp-layers is 2 or more, such as --pp-layers 2,2"),
     ({"quantization": "awq"}, "--quantization awq: the weights of tiny are floats, and weights are not quantised when "
      "they are loaded: leave the flag out, or take a checkpoint in that format"),
     ({"dtype": "gguf"}, "--dtype gguf: tiny is neither a .gguf file nor quantised as integers: leave the flag out")])
 def test_what_was_given_and_what_is_allowed_is_said(options: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError) as e:
-        check_model(from_options("tiny", options), DENSE)
+        check_model(from_options("tiny", options), replace(DENSE, tail=2))
     assert str(e.value) == said
 
 

@@ -107,7 +107,7 @@ def _model(config: Config | None) -> Iterator[Finding]:
     from penstock.config.settings.refuse_model import check_model
     from penstock.exec.load.backends import kept_packed
     from penstock.exec.load.weights import facts_of
-    from penstock.model.demo import DEMO_NAME
+    from penstock.model.source.demo import DEMO_NAME
     from penstock.model.weights.formats.gguf import PACKED
     from penstock.model.weights.locate import files_of
 
@@ -136,7 +136,7 @@ def _model(config: Config | None) -> Iterator[Finding]:
 
 
 def _demo_is_here() -> bool:
-    from penstock.model.demo import MEMBER, NUM_BYTES
+    from penstock.model.source.demo import MEMBER, NUM_BYTES
 
     demo = cache_dir() / "demo" / Path(MEMBER).name
     return demo.is_file() and demo.stat().st_size == NUM_BYTES

@@ -152,8 +152,7 @@ class Rank:
         device = hbm[0].pages.device
         self._tables = RowTables(rows, max_len, hbm, dram, base=row_base, device=device)
         own = [group for group in self._groups if not group.drafts]
-        # What several TP ranks have is counted by one.
-        self._counts = all(group.owned for group in [g for g in own if g.hosted] or own)
+        self._counts = all(group.owned for group in [g for g in own if g.offloaded] or own)    # one rank of several
         self._attending = _attending(parts, own, self._tables, hbm[:len(own)], dram[:len(own)])
         self._mtp = (MTP(model, parts.attention, self._groups, self._tables, hbm)
                      if model.drafting is not None else None)

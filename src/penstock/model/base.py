@@ -48,10 +48,11 @@ class Boundary(NamedTuple):
     """What one layer hands to the next, and one stage to the next. The receiver may write into it.
 
     `h_TD` is the residual stream without `delta_TD`, the last half layer's output, which the next
-    norm of h adds to it (adding and norming are one operation); None before the first layer.
+    norm of h adds to it (adding and norming are one operation); None: it has been added.
     `chosen_TS` is what `Attend.select` chose last, for a layer that shares it; None: nothing yet.
     `inputs` is what the rows that decode compute, see `exec.drafts.narrow`; None: what their plan says.
     `tapped` is what stages so far have of the layers that `Model.tap` names, [T, D] each.
+    `own_TX` is what each layer from here on adds of the token itself, one behind the other; None: they add none.
     """
 
     h_TD: Tensor
@@ -59,11 +60,13 @@ class Boundary(NamedTuple):
     chosen_TS: Tensor | None = None
     inputs: tuple[int, ...] | None = None
     tapped: tuple[Tensor, ...] = ()
+    own_TX: Tensor | None = None
 
     @property
     def parts(self) -> list[Tensor]:
         """The tensors that there are, in order."""
-        return [part for part in (self.h_TD, self.delta_TD, self.chosen_TS, *self.tapped) if part is not None]
+        return [part for part in (self.h_TD, self.delta_TD, self.chosen_TS, *self.tapped, self.own_TX)
+                if part is not None]
 
 
 class TpGroup(Protocol):
@@ -157,7 +160,7 @@ class CacheShape:
     drafts: bool = False
 
     @property
-    def hosted(self) -> bool:
+    def offloaded(self) -> bool:
         """Whether pages of a request that selects may be on the host, see `core.settings.CacheGroup`."""
         return not (self.selector or self.resident or self.window or self.snapshot or self.drafts)
 

@@ -24,7 +24,7 @@ from penstock.model.layers import Attention, GatedMLP, GqaSpec
 from penstock.model.mtp import groups_of
 from penstock.model.parts import ONE, TpRank
 from penstock.model.rope import Rope, read_rope
-from penstock.model.transformer import Spec
+from penstock.model.spec import Spec
 from penstock.model.weights.fields import Fields
 from penstock.model.weights.slots import LinearFactory, Slots
 

@@ -69,7 +69,7 @@ class LatentSpec:
         return ("latent_attention",) if self.index is None else ("index_select", "latent_attention")
 
     def reads(self, tp_rank: TpRank, source: LocalLayer) -> Reads:
-        """Of a layer that reads the entries of `source`."""
+        """Return how a layer attends that reads the entries of `source`."""
         return Reads(source=Source(source, 0 if self.index is None else self.index.topk), scale=self.scale,
                      num_heads=tp_rank.evenly(self.num_heads).size, value_dim=self.kv_rank)
 

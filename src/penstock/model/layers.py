@@ -28,7 +28,9 @@ class GqaSpec:
     `norm_plus` is added. `rotated`: dims of a head that RoPE turns, the first ones; 0: all. `gated`: what
     comes out is multiplied by the sigmoid of as much beside each head's query. `norm_width`: all query heads
     of a token are normed together, and all key heads, with a weight for each dim of each head. `growth`: a
-    query at position p is multiplied by 1 + growth ln(1 + floor(p / growth_length)) after RoPE; 0: by 1."""
+    query at position p is multiplied by 1 + growth ln(1 + floor(p / growth_length)) after RoPE; 0: by 1.
+    `value_norm`: RMS norm of every value head, without weights. `one_kv`: values are what the key's projection
+    makes, before norm and RoPE."""
 
     num_heads: int
     num_kv_heads: int
@@ -45,6 +47,8 @@ class GqaSpec:
     norm_width: bool = False
     growth: float = 0.0
     growth_length: int = 1
+    value_norm: bool = False
+    one_kv: bool = False
 
     ops: ClassVar = ("paged_attention",)
 
@@ -53,7 +57,7 @@ class GqaSpec:
         return self.head_dim
 
     def reads(self, tp_rank: TpRank, source: LocalLayer) -> Reads:
-        """Of a layer that reads the entries of `source`."""
+        """Return how a layer attends that reads the entries of `source`."""
         return Reads(source=Source(source), num_heads=tp_rank.queries(self.num_heads, self.num_kv_heads).size,
                      scale=self.scale, softcap=self.softcap, sinks=self.sinks,
                      shared=tp_rank.size > self.num_kv_heads)
@@ -74,9 +78,11 @@ class GqaSpec:
         ) for window in kinds)
 
     def build(
-        self, slots: Slots, prefix: str, index: GlobalLayer, local: LocalLayer, hidden: int, eps: float
+        self, slots: Slots, prefix: str, index: GlobalLayer, local: LocalLayer, hidden: int, eps: float,
+        writes: bool = True,
     ) -> Attention:
-        return Attention(slots, prefix, local, hidden, self, eps)
+        """writes: False: the layer reads the KV of an earlier one, and has queries only."""
+        return Attention(slots, prefix, local, hidden, self, eps, writes=writes)
 
 
 class Mixes(Protocol):
@@ -114,9 +120,9 @@ class Grown:
 class Attention:
     def __init__(
         self, slots: Slots, prefix: str, layer: LocalLayer, hidden: int, spec: GqaSpec,
-        eps: float, inputs: int = 0,
+        eps: float, inputs: int = 0, writes: bool = True,
     ) -> None:
-        """inputs: width of what comes in; 0: `hidden`, as what goes out."""
+        """inputs: width of what comes in; 0: `hidden`, as what goes out. writes: as of `GqaSpec.build`."""
         self.layer = layer
         self.eps = eps
         self.ops = slots.ops
@@ -127,33 +133,42 @@ class Attention:
         self.norm_widths = (q_rows.of, kv_rows.of)
         self.spec = spec = replace(spec, num_heads=heads.size,
                                    num_kv_heads=kv_rows.size // spec.head_dim)
-        self.num_rotated = spec.num_heads + spec.num_kv_heads
+        self.num_rotated = spec.num_heads + spec.num_kv_heads * writes
+        self.writes = writes
         self.sinks = slots.vector(f"{prefix}.sinks", (heads,), dtype=torch.float32) if spec.sinks else None
-        num_all = self.num_rotated + spec.num_kv_heads
-        self.qkv_shape = (-1, num_all + spec.num_heads * spec.gated, spec.head_dim)
+        num_all = self.num_rotated + spec.num_kv_heads * writes
+        self.qkv_shape = (-1, num_all - spec.num_kv_heads * (writes and spec.one_kv) + spec.num_heads * spec.gated,
+                          spec.head_dim)
         self.kv_shape = (-1, 2, spec.num_kv_heads, spec.head_dim)
         self.kv_at = slice(spec.num_heads, num_all)
         order, head_order = _order(spec)
-        self.qkv = slots.linear(
-            [f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj"],
-            [q_rows.of_each(1 + spec.gated), kv_rows, kv_rows],
-            inputs or hidden,
-            spec.qkv_bias,
-            order=order,
-        )
+        parts = [("q", q_rows.of_each(1 + spec.gated)),
+                 *((part, kv_rows) for part in (("k",) if spec.one_kv else ("k", "v")) if writes)]
+        self.qkv = slots.linear([f"{prefix}.{part}_proj" for part, _ in parts], [rows for _, rows in parts],
+                                inputs or hidden, spec.qkv_bias, order=order)
+        if not writes:                  # files may have them all the same
+            for part in ("k", "v"):
+                slots.foreign(f"{prefix}.{part}_proj.weight", (kv_rows.of, inputs or hidden))
+                slots.foreign(f"{prefix}.{part}_norm.weight", (spec.head_dim,))
         self.out = slots.linear([f"{prefix}.o_proj"], [hidden], q_rows, spec.out_bias)
         if spec.qk_norm:
-            self.q_norm, self.k_norm = (slots.vector(
+            norms = [slots.vector(
                 f"{prefix}.{name}_norm.weight", (rows if spec.norm_width else spec.head_dim,),
                 plus=spec.norm_plus, order=_of_heads(head_order, rows.size, spec))
-                for name, rows in (("q", q_rows), ("k", kv_rows)))
+                for name, rows in (("q", q_rows), ("k", kv_rows))[:1 + writes]]
+            self.q_norm, self.k_norm = norms[0], norms[-1]
 
     def __call__(
         self, x_TD: Tensor, chosen_TS: Tensor | None, cos_T1H: Tensor, sin_T1H: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor | None]:
         """out_TD, and nothing chosen. q and kv given to `attend` are views of one tensor, not dense in T."""
-        num_heads = self.spec.num_heads
+        spec, num_heads = self.spec, self.spec.num_heads
         qkv = self.qkv(x_TD).view(self.qkv_shape)
+        if self.writes and spec.one_kv:         # a copy of the keys: a cache entry has both, and they differ
+            qkv = torch.cat((qkv, qkv[:, num_heads:]), 1)
+        if self.writes and spec.value_norm:
+            v_TKH = qkv[:, self.num_rotated:]
+            v_TKH.copy_(F.rms_norm(v_TKH, (spec.head_dim,), None, self.eps))
         qk_TMH = qkv[:, : self.num_rotated]
         if self.spec.norm_width:
             self._norm_together(qk_TMH)
@@ -163,7 +178,7 @@ class Attention:
                                  self.eps)
         else:
             self.ops.rotate(qk_TMH, cos_T1H, sin_T1H)
-        kv_TCKH = qkv[:, self.kv_at].view(self.kv_shape)
+        kv_TCKH = qkv[:, self.kv_at].view(self.kv_shape) if self.writes else None
         out_TNH = attend(self.layer, qk_TMH[:, :num_heads], kv_TCKH,
                          sinks_N=None if self.sinks is None else self.sinks.value)
         if self.spec.gated:
@@ -191,12 +206,6 @@ class Attention:
             norm_in=norm_in, qkv=self.qkv.op, q_norm=self.q_norm.value if normed else None,
             k_norm=self.k_norm.value if normed else None, out=self.out.op, norm_mlp=norm_mlp,
             gate_up=mlp.gate_up.op, down=mlp.down.op)
-
-
-def tanh_gelu(gate_up_TJ: Tensor) -> Tensor:
-    """[T, J / 2]: gelu(gate) * up, approximated by tanh."""
-    gate_TI, up_TI = gate_up_TJ.chunk(2, -1)
-    return F.gelu(gate_TI, approximate="tanh") * up_TI
 
 
 def _order(spec: GqaSpec) -> tuple[Tensor | None, Tensor | None]:
@@ -243,6 +252,43 @@ class PlainMLP:
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         return self.down(F.relu(self.up(x_TD)).square_())
+
+
+class TokenInputs:
+    """What each layer adds of the token itself (per-layer embeddings, of Gemma 4): rows that are looked up by its
+    id, and a product of its embedding. Whole on every TP rank."""
+
+    NAMES = ("model.embed_tokens_per_layer", "model.per_layer_model_projection", "model.per_layer_projection_norm")
+
+    def __init__(self, slots: Slots, hidden: int, vocab_size: int, layers: int, width: int, eps: float) -> None:
+        """width: of what one layer gets."""
+        table, projection, norm = self.NAMES
+        self.ops, self.eps, self.width, self.hidden = slots.ops, eps, width, hidden
+        self.table = slots.table(f"{table}.weight", (vocab_size, layers * width))
+        self.projection = slots.linear([projection], [layers * width], hidden, False)
+        self.norm = slots.vector(f"{norm}.weight", (width,))
+        self.scale = float(torch.tensor(width ** 0.5, dtype=slots.dtype))       # as transformers, which rounds it
+
+    def __call__(self, ids_T: Tensor, h_TD: Tensor) -> Tensor:
+        """[T, layers * width]. h_TD: the embedding, as the first layer gets it."""
+        both_TX = self.projection(h_TD).mul_(self.hidden ** -0.5)
+        both_TX = self.ops.norm(both_TX.view(-1, self.width), None, self.norm.value, self.eps).view(both_TX.shape)
+        return both_TX.add_(self.table(ids_T) * self.scale).mul_(0.5 ** 0.5)
+
+
+class TokenInput:
+    """What one layer makes of its part of `TokenInputs`, gated by the residual stream."""
+
+    def __init__(self, slots: Slots, prefix: str, hidden: int, width: int, eps: float) -> None:
+        self.ops, self.eps = slots.ops, eps
+        self.gate = slots.linear([f"{prefix}.per_layer_input_gate"], [width], hidden, False)
+        self.out = slots.linear([f"{prefix}.per_layer_projection"], [hidden], width, False)
+        self.norm = slots.vector(f"{prefix}.post_per_layer_input_norm.weight", (hidden,))
+
+    def __call__(self, h_TD: Tensor, own_TW: Tensor) -> Tensor:
+        """What is added to h_TD."""
+        gated_TW = F.gelu(self.gate(h_TD), approximate="tanh") * own_TW
+        return self.ops.norm(self.out(gated_TW), None, self.norm.value, self.eps)
 
 
 class GatedMLP:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.gemm.experts import Biases, Clamped, ExpertOps, Rule
+from penstock.kernels.gemm.experts import Biases, ExpertOps, Gate, Rule
 from penstock.kernels.gemm.experts.reference import route
 from penstock.model.base import GlobalLayer
 from penstock.model.layers import GatedMLP, Mixer, PlainMLP, bundle_mlp, whole
@@ -39,13 +39,15 @@ class MoESpec:
                     `shared_mlp` of the layer, experts may be `input_linear` and `output_linear`
     biased          router and experts have biases; where files have all experts of a layer in one tensor, it
                     is inputs by outputs, gate and up in turns
-    clamped         how experts gate; None: by SiLU
+    gate            how experts gate; None: by SiLU
     gated           else all MLPs are plain ones: relu, squared
     transposed      where files have all experts of a layer in one tensor, it is inputs by outputs, gate
                     first, as makers publish them, or outputs by inputs, as transformers saves them
     bias_name       of the bias by which experts are chosen, after the name of the MLP
     inner           of so many dims is what experts get and give, by a product in front of them and one behind
                     (LatentMoE, of Nemotron 3); 0: the model's. The router and the shared MLP have the model's
+    parallel        experts are beside the dense MLP of a layer, see `ParallelExperts`; their names are the layer's
+    weighed         files have a factor of what each expert weighs, `router.per_expert_scale`
     """
 
     num_experts: int
@@ -62,11 +64,13 @@ class MoESpec:
     router: str = "gate"
     beside: bool = False
     biased: bool = False
-    clamped: Clamped | None = None
+    gate: Gate | None = None
     gated: bool = True
     transposed: bool = False
     bias_name: str = "gate.e_score_correction_bias"
     inner: int = 0
+    parallel: bool = False
+    weighed: bool = False
 
     @property
     def inward(self) -> tuple[str, ...]:
@@ -93,6 +97,8 @@ class SparseMLP:
                 slots, name, hidden, slots.tp_rank.columns(spec.shared_width), False)
         self.shared_gate = (slots.linear([f"{prefix}.shared_expert_gate"], [1], hidden, False)
                             if spec.shared_gated else None)
+        self.weighs = (slots.vector(f"{prefix}.router.per_expert_scale", (spec.num_experts,), dtype=torch.float32)
+                       if spec.weighed else None)
         self.into = self.back = None
         if spec.inner:          # whole on every TP rank: what comes back is a part of the sum over ranks, as it went in
             self.into = slots.linear([f"{prefix}.fc1_latent_proj"], [spec.inner], hidden, False)
@@ -141,9 +147,11 @@ class SparseMLP:
                      lambda tensor_EID: tensor_EID.mT.flatten(0, 1))
         slots.bundle(f"{prefix}.down_proj_bias", [f"{name}.bias" for name in down], (experts, hidden))
 
-    def __call__(self, x_TD: Tensor) -> Tensor:
-        """out_TD."""
-        expert_TC, weight_TC = self.route(*self.router(x_TD), self.rule)
+    def __call__(self, x_TD: Tensor, by_TD: Tensor | None = None) -> Tensor:
+        """out_TD. by_TD: what the router reads, None: x."""
+        expert_TC, weight_TC = self.route(*self.router(x_TD if by_TD is None else by_TD), self.rule)
+        if self.weighs is not None:
+            weight_TC = weight_TC * self.weighs.value[expert_TC]
         out_TD = self.visit(x_TD if self.into is None else self.into(x_TD), expert_TC, weight_TC)
         if self.back is not None:
             out_TD = self.back(out_TD)
@@ -152,6 +160,30 @@ class SparseMLP:
         shared_TD = self.shared(x_TD)
         return out_TD.add_(shared_TD if self.shared_gate is None else
                            shared_TD.mul_(self.shared_gate(x_TD).sigmoid()))
+
+
+class ParallelExperts:
+    """Experts beside a dense MLP (Gemma 4): each reads the residual stream through a norm of its own, the router
+    through a third; what both give is normed, then added."""
+
+    def __init__(self, slots: Slots, prefix: str, hidden: int, spec: MoESpec, eps: float) -> None:
+        self.ops, self.eps, self.tp_group, self.scale = slots.ops, eps, slots.tp_group, hidden ** -0.5
+        self.experts = SparseMLP(slots, prefix, hidden, spec)
+        self.router_scale = slots.vector(f"{prefix}.router.scale", (hidden,))
+        self.norm_in, self.norm_mlp, self.norm_out = (
+            slots.vector(f"{prefix}.{name}.weight", (hidden,)) for name in (
+                "pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2"))
+
+    def __call__(self, h_TD: Tensor, mlp_TD: Tensor) -> Tensor:
+        """mlp_TD: what the dense MLP gives, of all TP ranks. Returns the sum."""
+        by_TD = self._norm(h_TD, self.router_scale.value * self.scale)
+        out_TD = self.experts(self._norm(h_TD, self.norm_in.value), by_TD)
+        if self.tp_group is not None:
+            self.tp_group.all_reduce(out_TD)
+        return self._norm(mlp_TD, self.norm_mlp.value).add_(self._norm(out_TD, self.norm_out.value))
+
+    def _norm(self, x_TD: Tensor, weight_D: Tensor) -> Tensor:
+        return self.ops.norm(x_TD, None, weight_D, self.eps)
 
 
 def in_turns(rows_EJ: Tensor) -> Tensor:
@@ -170,7 +202,7 @@ class EachExpert:
                  spec: MoESpec) -> None:
         self.kept = kept
         self.experts: list[Mixer] = [
-            GatedMLP(slots, name, hidden, width, spec.biased, spec.clamped, slots.tp_rank.of_range.index == 0)
+            GatedMLP(slots, name, hidden, width, spec.biased, spec.gate, slots.tp_rank.of_range.index == 0)
             if spec.gated else PlainMLP(slots, name, hidden, width, False) for name in names]
 
     def __call__(self, x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor) -> Tensor:
@@ -196,7 +228,7 @@ class AllExperts:
 
     def __init__(self, slots: Slots, ops: ExpertOps, names: list[str], hidden: int, kept: Cut,
                  width: Cut, spec: MoESpec) -> None:
-        self.ops, self.first, self.clamped = ops, kept.first, spec.clamped
+        self.ops, self.first, self.gate = ops, kept.first, spec.gate
         gate_up = [f"{name}.{part}_proj" for name in names for part in spec.inward]
         down = [f"{name}.down_proj" for name in names]
         self.gate_up = slots.stack(gate_up, width, hidden)
@@ -214,7 +246,7 @@ class AllExperts:
         if self.gate_up_bias is not None:
             biases = Biases(self.gate_up_bias.value, None if self.down_bias is None else self.down_bias.value)
         return self.ops.mlp(x_TD, expert_TC, weight_TC, self.gate_up.value, self.down.value, self.first, biases,
-                            self.clamped)
+                            self.gate)
 
 
 class Softmax:

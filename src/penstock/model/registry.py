@@ -19,7 +19,7 @@ from penstock.kernels.types.packed import Packed, quantised
 from penstock.model.base import GlobalLayer, LocalLayer, Model, Stage, TpGroup, Wants, everything
 from penstock.model.families.bamba import bamba
 from penstock.model.families.deepseek import deepseek_v3, deepseek_v32, glm_moe_dsa, mistral4
-from penstock.model.families.gemma import gemma2, gemma3_text
+from penstock.model.families.gemma import gemma2, gemma3_text, gemma4_text
 from penstock.model.families.glm4 import glm4_moe
 from penstock.model.families.gpt_oss import gpt_oss
 from penstock.model.families.granite import granitemoehybrid
@@ -36,12 +36,15 @@ from penstock.model.families.qwen import (
 )
 from penstock.model.families.qwen3_next import qwen3_5_moe_text, qwen3_5_text, qwen3_next
 from penstock.model.parts import ONE, Cut
-from penstock.model.transformer import Spec, Transformer
+from penstock.model.spec import Spec
+from penstock.model.transformer import Transformer
 from penstock.model.weights.fields import Fields
 from penstock.model.weights.formats.reader import Format
 from penstock.model.weights.formats.table import format_of
 from penstock.model.weights.slots import LinearFactory
 
+# Of which random weights have 1.
+FACTORS = ("norm.weight", "norm_1.weight", "norm_2.weight", "layer_scalar", "router.scale", "per_expert_scale")
 REFERENCE_OPS, REFERENCE_SCAN = layer.OP.use("reference"), scans.OP.use("reference")
 FAMILIES: dict[str, tuple[str, Callable[[Fields], Spec]]] = {
     "llama": ("LlamaForCausalLM", llama),
@@ -62,6 +65,7 @@ FAMILIES: dict[str, tuple[str, Callable[[Fields], Spec]]] = {
     "nemotron_h": ("NemotronHForCausalLM", nemotron_h),
     "gemma2": ("Gemma2ForCausalLM", gemma2),
     "gemma3_text": ("Gemma3ForCausalLM", gemma3_text),
+    "gemma4_text": ("Gemma4ForCausalLM", gemma4_text),
     "gpt_oss": ("GptOssForCausalLM", gpt_oss),
     "deepseek_v3": ("DeepseekV3ForCausalLM", deepseek_v3),
     "kimi_k2": ("DeepseekV3ForCausalLM", deepseek_v3),
@@ -112,7 +116,7 @@ def numbers_of(spec: Spec) -> dict[str, int]:
     topk = attention.reads(ONE, LocalLayer(0)).source.topk
     return {"topk": topk, "state_bytes": 0 if scan is None else 4 * scan.part_elements,
             "state_parts": 0 if scan is None else scan.parts, "heads": attention.num_heads,
-            "mtp": int(spec.mtp is not None), "experts": moe.num_experts if moe else 0,
+            "mtp": int(spec.mtp is not None), "tail": spec.tail, "experts": moe.num_experts if moe else 0,
             "vocab": spec.vocab_size, "width": min(widths)}
 
 
@@ -143,13 +147,13 @@ def dummy_tensors(
     config: dict[str, Any], seed: int, wants: Wants = everything, *, device: str = "cpu",
     formats: Callable[[str], Format | None] = lambda name: None, drafts: bool = False,
 ) -> Iterator[tuple[str, Tensor | Packed]]:
-    """Random weights for every wanted name, f32, one at a time: normal(0, 0.02), norms 1; packed where
+    """Random weights for every wanted name, f32, one at a time: normal(0, 0.02), norms and factors 1; packed where
     `formats` says so. Each is seeded by its name, so that a stage draws its own only and the same as the whole
     model. They are drawn on the device: a GPU's are others than a CPU's. drafts: its weights as well."""
     for name, shape in tensor_shapes(config, drafting_stage(config) if drafts else None):
         if not wants(name):
             continue
-        if name.endswith("norm.weight"):
+        if name.endswith(FACTORS):
             yield name, torch.ones(shape, device=device)
         else:
             digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()

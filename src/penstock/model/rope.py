@@ -192,12 +192,24 @@ def _yarn_attention(scaling: _Scaling, factor: float) -> float:
     return mscale(1.0)
 
 
+def _proportional(scaling: _Scaling) -> Rope:
+    """Gemma 4: the first pairs of a head turn, as fast as if all of them did; the others stand still."""
+    part = scaling.number("partial_rotary_factor", 1.0)
+    turned = int(part * scaling.dim // 2)
+    if not 0 < turned <= scaling.dim // 2:
+        raise ConfigError(f"config.json: partial_rotary_factor {part:g} of a head of {scaling.dim}: a number up to 1")
+    inv_freq_F = 1.0 / scaling.pos_freq_F / scaling.number("factor", 1.0)
+    inv_freq_F[turned:] = 0.0
+    return Rope(inv_freq_F=inv_freq_F, attention_factor=1.0, max_position=scaling.max_position)
+
+
 SCALINGS: dict[str, Callable[[_Scaling], Rope]] = {
     "default": _default,
     "linear": _linear,
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
+    "proportional": _proportional,
 }
 
 
@@ -257,7 +269,8 @@ def _read(params: dict[str, Any], fields: Fields, head_dim: int, theta: float) -
         raise ConfigError(
             f"config.json: rope type {kind!r} is not supported; one of {', '.join(SCALINGS)}"
         )
-    if params.get("partial_rotary_factor") not in (None, 1, 1.0) or params.get("mrope_section"):
+    whole = kind == "proportional" or params.get("partial_rotary_factor") in (None, 1, 1.0)
+    if not whole or params.get("mrope_section"):
         raise ConfigError(
             "config.json: partial and multimodal rotary embeddings (partial_rotary_factor, "
             "mrope_section) are not supported"

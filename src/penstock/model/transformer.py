@@ -1,7 +1,7 @@
 """The decoder that all supported families share: pre-norm layers, RoPE, causal attention, of some layers
 within a window.
 
-A family says what differs in a `Spec`. Knows tensors and names, neither rows nor where KV lives.
+What differs is in a `Spec`. Knows tensors and names, neither rows nor where KV lives.
 
     T tokens of the step   B sampled rows   D model dim   V vocabulary
 """
@@ -9,28 +9,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from penstock.config.base.errors import ConfigError
 from penstock.kernels.fused.layer import LayerOps, LayerWeights, Stack, stack
-from penstock.kernels.gemm.experts import ExpertOps
+from penstock.kernels.gemm.experts import ExpertOps, TanhGelu
 from penstock.kernels.state.scan import Scan
 from penstock.kernels.types.packed import Packed
 from penstock.model.base import (
     Attend,
     AttendsPaged,
     Boundary,
-    CacheShape,
     GlobalLayer,
     LocalLayer,
     Reads,
     Stage,
     TpGroup,
 )
-from penstock.model.latent import LatentSpec
 from penstock.model.layers import (
     Attention,
     GatedMLP,
@@ -39,94 +37,19 @@ from penstock.model.layers import (
     Mixer,
     Mixes,
     PlainMLP,
+    TokenInput,
+    TokenInputs,
     bundle_mlp,
-    tanh_gelu,
 )
-from penstock.model.moe import MoESpec, SparseMLP
-from penstock.model.mtp import DraftLayer, Drafts, MTPNames
+from penstock.model.moe import ParallelExperts, SparseMLP
+from penstock.model.mtp import DraftLayer, Drafts
 from penstock.model.parts import Cut
-from penstock.model.rope import Rope
-from penstock.model.scan import StateSpec
+from penstock.model.spec import Spec
 from penstock.model.weights.slots import LinearFactory, Slots, Vector, check_tensor
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _SHARED = (EMBED.rpartition(".")[0], HEAD.rpartition(".")[0])
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spec:
-    """One model's shape. `tied`: the head is the embedding. `width`: of the MLP, dense layers.
-    `skipped_layers`: behind the last, in the files but not of the model. `mtp`: the first of them, or what
-    files have in its place, drafts; None: nothing does.
-    `windows`: of each layer the tokens that a query sees, 0: all; (): all layers see all. `window_rope`: of
-    layers with a window; None: the others'. `norm_plus`: is added to the weights of norms. `norms_behind`:
-    what the halves of a layer give is normed, too. `gelu`: gates by GELU, approximated by tanh, not by SiLU.
-    `embed_scale`: of what is looked up. `logit_cap` c: logits x become c * tanh(x / c); 0: they stay.
-    `states`: of layers that have one in place of attention; None: no layer has. `norm_name`: of the last norm
-    in files; `mlp_norm_name`, where none is behind, and `mlp_name`: in a layer. `mlp_bundled`: files have
-    gate and up of a dense MLP in one tensor. `residual_scale`: of what each half of a layer adds.
-    `logit_divisor`: of logits. `feeds`: a layer is one norm and one mixer, these an MLP without a gate or
-    experts; None: all layers mix, then feed forward. `files`: beginnings of names in files, and what they are
-    here, of one name each that fits."""
-
-    vocab_size: int
-    hidden: int
-    num_layers: int
-    width: int
-    norm_eps: float
-    tied: bool
-    rope: Rope
-    attention: GqaSpec | LatentSpec
-    mlp_bias: bool = False
-    moe: MoESpec | None = None
-    skipped_layers: int = 0
-    mtp: MTPNames | None = None
-    windows: tuple[int, ...] = ()
-    window_rope: Rope | None = None
-    norm_plus: float = 0.0
-    norms_behind: bool = False
-    gelu: bool = False
-    embed_scale: float = 1.0
-    logit_cap: float = 0.0
-    states: StateSpec | None = None
-    norm_name: str = "model.norm"
-    mlp_norm_name: str = "post_attention_layernorm"
-    mlp_name: str = "mlp"
-    mlp_bundled: bool = False
-    residual_scale: float = 1.0
-    logit_divisor: float = 1.0
-    feeds: frozenset[GlobalLayer] | None = None
-    files: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def ops(self) -> tuple[str, ...]:
-        """That its layers need beside `layer` and `linear`, by name."""
-        return (*self.attention.ops, *(self.states.ops if self.states else ()))
-
-    @property
-    def drafting(self) -> Spec:
-        """Cache group of the draft layer: it reads all of its KV, whatever others choose, and has experts where
-        others have."""
-        attention, moe = self.attention, self.moe
-        if isinstance(attention, LatentSpec):
-            attention = replace(attention, index=None)
-        if moe is not None and moe.layers:
-            moe = replace(moe, layers=moe.layers | {GlobalLayer(self.num_layers)})
-        return replace(self, attention=attention, moe=moe, windows=(), states=None)
-
-    def groups(self, stage: Stage) -> tuple[CacheShape, ...]:
-        """Cache groups of a part of the model, perhaps without layers; those of states last."""
-        states, attends = self.states, self.reads(stage)
-        return (*(replace(group, layers=tuple(i for i in group.layers if i in attends))
-                  for group in self.attention.groups(stage, self.windows)),
-                *(states.groups(stage) if states is not None else ()))
-
-    def reads(self, stage: Stage) -> dict[LocalLayer, Reads]:
-        """Of each layer of a part of the model that attends."""
-        others = {*(self.feeds or ()), *(self.states.layers if self.states is not None else ())}
-        layers = [LocalLayer(i - stage.first) for i in range(stage.first, stage.end) if i not in others]
-        return {layer: self.attention.reads(stage.tp_rank, layer) for layer in layers}
 
 
 class Layer:
@@ -146,11 +69,16 @@ class Layer:
         self.behind = [self._norm(slots, f"{prefix}.{name}", spec) for name in (
             (after, "post_feedforward_layernorm") if spec.norms_behind else ())]
         self.mlp: Mixer
-        if spec.moe is not None and index in spec.moe.layers:
-            self.mlp = SparseMLP(slots, f"{prefix}.{spec.mlp_name}", hidden, spec.moe)
+        moe = spec.moe if spec.moe is not None and index in spec.moe.layers else None
+        self.experts = ParallelExperts(slots, prefix, hidden, moe, self.eps) if moe and moe.parallel else None
+        self.token = TokenInput(slots, prefix, hidden, spec.token_width, self.eps) if spec.token_width else None
+        self.scalar = slots.vector(f"{prefix}.layer_scalar", (1,)) if spec.scaled else None
+        if moe is not None and not moe.parallel:
+            self.mlp = SparseMLP(slots, f"{prefix}.{spec.mlp_name}", hidden, moe)
         else:
-            self.mlp = GatedMLP(slots, f"{prefix}.{spec.mlp_name}", hidden, slots.tp_rank.columns(spec.width),
-                                spec.mlp_bias, tanh_gelu if spec.gelu else None)
+            width = spec.width if spec.source_of(index) == index else spec.reader_width or spec.width
+            self.mlp = GatedMLP(slots, f"{prefix}.{spec.mlp_name}", hidden, slots.tp_rank.columns(width),
+                                spec.mlp_bias, TanhGelu() if spec.gelu else None)
             if spec.mlp_bundled:
                 bundle_mlp(slots, f"{prefix}.{spec.mlp_name}", hidden, spec.width)
 
@@ -166,7 +94,7 @@ class Layer:
         if (not isinstance(self.attention, Attention) or not isinstance(self.mlp, GatedMLP)
                 or self.mlp.own_gate is not None or self.attention.sinks is not None or self.behind
                 or self.attention.spec.gated or self.attention.spec.norm_width
-                or self.attention.spec.growth or self.scale != 1.0):
+                or self.attention.spec.growth or self.scale != 1.0 or self.scalar is not None):
             return None
         return self.attention.beside(self.norm_in.value, self.norm_mlp.value, self.mlp)
 
@@ -176,14 +104,30 @@ class Layer:
         """Adds x's delta and the attention's half to its h in place; hands on the MLP's half."""
         x_TD = self.ops.norm(x.h_TD, x.delta_TD, self.norm_in.value, self.eps)
         delta_TD, chosen_TS = self.attention(x_TD, x.chosen_TS, cos_T1H, sin_T1H, attend)
-        delta_TD = self._added(delta_TD, 0)
-        out_TD = self.mlp(self.ops.norm(x.h_TD, delta_TD, self.norm_mlp.value, self.eps))
-        return Boundary(x.h_TD, self._added(out_TD, 1), chosen_TS)
+        delta_TD = self._added(self._summed(delta_TD), 0)
+        out_TD = self._summed(self.mlp(self.ops.norm(x.h_TD, delta_TD, self.norm_mlp.value, self.eps)))
+        if self.experts is not None:
+            out_TD = self.experts(x.h_TD, out_TD)
+        out_TD = self._added(out_TD, 1)
+        return Boundary(x.h_TD, out_TD, chosen_TS) if self.scalar is None else self._scaled(x, out_TD)
 
-    def _added(self, out_TD: Tensor, half: int) -> Tensor:
-        """What a half adds, of what it gives here."""
+    def _scaled(self, x: Boundary, delta_TD: Tensor) -> Boundary:
+        """The stream behind a layer that adds of the token itself and multiplies."""
+        assert self.scalar is not None
+        h_TD = x.h_TD.add_(delta_TD)
+        if self.token is not None:
+            assert x.own_TX is not None
+            h_TD.add_(self.token(h_TD, x.own_TX))
+        return Boundary(h_TD.mul_(self.scalar.value), None)
+
+    def _summed(self, out_TD: Tensor) -> Tensor:
+        """Over the TP ranks."""
         if self.tp_group is not None:
             self.tp_group.all_reduce(out_TD)
+        return out_TD
+
+    def _added(self, out_TD: Tensor, half: int) -> Tensor:
+        """What a half adds, of what it gives."""
         if self.behind:
             out_TD = self.ops.norm(out_TD, None, self.behind[half].value, self.eps)
         return out_TD if self.scale == 1.0 else out_TD * self.scale
@@ -193,7 +137,10 @@ def _mixes(slots: Slots, prefix: str, name: str, index: GlobalLayer, local: Loca
     """A state, where the layer has one, or attention, whose name in files this is."""
     if spec.states is not None and index in spec.states.layers:
         return spec.states.build(slots, prefix, local, spec.hidden, spec.norm_eps)
-    return spec.attention.build(slots, f"{prefix}.{name}", index, local, spec.hidden, spec.norm_eps)
+    attention, given = spec.attention_of(index), (slots, f"{prefix}.{name}", index, local, spec.hidden, spec.norm_eps)
+    if isinstance(attention, GqaSpec):
+        return attention.build(*given, writes=spec.source_of(index) == index)
+    return attention.build(*given)
 
 
 class Single:
@@ -266,6 +213,8 @@ class Transformer:
             dtype, linear, ops, experts, stage.tp_rank, scan, tp_group))
         if stage.embeds or stage.inputs or (stage.heads and spec.tied):
             self._embed = slots.table(EMBED, (spec.vocab_size, spec.hidden))
+        self._token_inputs = (TokenInputs(slots, spec.hidden, spec.vocab_size, spec.num_layers, spec.token_width,
+                                          spec.norm_eps) if stage.embeds and spec.token_width else None)
         kind: type[Layer | Single] = Layer if spec.feeds is None else Single
         self._layers = [
             kind(slots, GlobalLayer(index), LocalLayer(index - stage.first), spec, tp_group)
@@ -298,7 +247,8 @@ class Transformer:
         if name.startswith("mtp."):
             return self.spec.mtp is None
         # One of a module that the model has, such as a bias, is refused by `load`: it would be lost.
-        return name.rpartition(".")[0] not in (*_SHARED, self.spec.norm_name)
+        own = TokenInputs.NAMES if self.spec.token_width else ()
+        return name.rpartition(".")[0] not in (*_SHARED, *own, self.spec.norm_name)
 
     def wants(self, name: str) -> bool:
         if self.ignores(name):
@@ -309,7 +259,7 @@ class Transformer:
             if index >= 0:          # of a layer that drafts what is not shared with the model
                 return self._slots.has(name)
             return stage.first <= index + self.spec.num_layers < stage.end and self._slots.wants(name)
-        if name.startswith("mtp."):
+        if name.startswith("mtp.") or name.rpartition(".")[0] in TokenInputs.NAMES:
             return self._slots.has(name)
         # A stage that needs a tied tensor reads both names: a file may have either.
         return {EMBED: stage.embeds or stage.inputs or (stage.heads and tied),
@@ -370,7 +320,7 @@ class Transformer:
         h_TD = self._embed(ids_T)
         if self.spec.embed_scale != 1.0:            # as transformers, which rounds it
             h_TD = h_TD * float(torch.tensor(self.spec.embed_scale, dtype=self.dtype))
-        return Boundary(h_TD, None)
+        return Boundary(h_TD, None, own_TX=None if self._token_inputs is None else self._token_inputs(ids_T, h_TD))
 
     def layers(self, x: Boundary, positions_T: Tensor, attend: Attend) -> Boundary:
         cos_T1H, sin_T1H = near = far = self._rope.angles(positions_T, self.dtype)
@@ -383,10 +333,15 @@ class Transformer:
             return self._with_taps(x, tapped)
         if self._window_rope is not None:
             near = self._window_rope.angles(positions_T, self.dtype)
+        own_TX, width = x.own_TX, self.spec.token_width
         for index, layer in enumerate(self._layers):
             if index in taps:
                 tapped.append(x.h_TD.clone() if x.delta_TD is None else x.h_TD + x.delta_TD)
+            if own_TX is not None:
+                x = x._replace(own_TX=own_TX[:, index * width:(index + 1) * width])
             x = layer(x, *(near if layer.windowed else far), attend)
+        if own_TX is not None and not self.stage.heads:
+            x = x._replace(own_TX=own_TX[:, len(self._layers) * width:].contiguous())
         return self._with_taps(x, tapped)
 
     def _grown(self, attend: Attend, positions_T: Tensor) -> Attend:

@@ -22,7 +22,7 @@ from penstock.exec.load.weights import dtype_of, facts_of, weight_bytes
 from penstock.model import registry as families
 from penstock.model.base import Model, topk_of
 from penstock.model.latent import LatentSpec
-from penstock.model.transformer import Spec
+from penstock.model.spec import Spec
 from penstock.model.weights.checkpoint import open_checkpoint
 from penstock.model.weights.formats.table import format_of
 from penstock.model.weights.locate import ModelFiles, files_of

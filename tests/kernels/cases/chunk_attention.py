@@ -13,7 +13,8 @@ from penstock.kernels.attention.chunk_attention import ChunkAttention
 
 # queries, keys (None: their own), query heads, KV heads, head dim
 _SHAPES = ((1, None, 4, 2, 16), (7, None, 9, 3, 64), (5, 33, 6, 6, 20), (1, 1, 2, 1, 8),
-           (530, None, 2, 1, 16), (3, 100, 8, 2, 128), (1030, None, 2, 1, 16), (1030, 1024, 2, 1, 16))
+           (530, None, 2, 1, 16), (3, 100, 8, 2, 128), (1030, None, 2, 1, 16), (1030, 1024, 2, 1, 16),
+           (37, None, 4, 1, 512), (37, 70, 4, 2, 512))
 
 
 def cases(device: str = "cpu") -> Iterator[Case]:

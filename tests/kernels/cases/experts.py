@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cases import DTYPES, TOLERANCE, Case, Workload
-from penstock.kernels.gemm.experts import Biases, Clamped, ExpertOps, Rule
+from penstock.kernels.gemm.experts import Biases, Clamped, ExpertOps, Gate, Rule, TanhGelu
 from penstock.kernels.types.packed import Packed, joined, quantised
 
 _TOKENS = (1, 3, 64, 150)
@@ -38,8 +38,11 @@ def cases(device: str = "cpu") -> Iterator[Case]:
         for tokens in (1, 37, 150):
             for last in (True, False):
                 yield Case(f"{name}-clamped of 5{' by another lane' * (not last)}-{tokens}", partial(
-                    _mlp, device, dtype, _SHAPES[0], False, tokens, clamped=Clamped(alpha=1.7, limit=0.5),
+                    _mlp, device, dtype, _SHAPES[0], False, tokens, gate=Clamped(alpha=1.7, limit=0.5),
                     adds=last), TOLERANCE[dtype])
+        for tokens in (1, 37, 150):
+            yield Case(f"{name}-gelu-{tokens}", partial(_mlp, device, dtype, _SHAPES[0], False, tokens,
+                                                        gate=TanhGelu()), TOLERANCE[dtype])
         for shape in _SHAPES[:2]:
             for scaled in (False, True):
                 for tokens in _TOKENS:
@@ -73,7 +76,7 @@ def stack(generator: torch.Generator, experts: int, rows: int, cols: int, block:
 
 
 def _mlp(device: str, dtype: torch.dtype, shape: tuple[int, ...], scaled: bool, tokens: int,
-         ops: ExpertOps, *, first: int = 0, kept: int | None = None, clamped: Clamped | None = None,
+         ops: ExpertOps, *, first: int = 0, kept: int | None = None, gate: Gate | None = None,
          adds: bool = True, gated: bool = True) -> Tensor:
     """A third of the tokens visits the same experts, of which `kept` from `first` on are here. Those that
     clamp have biases, the last of which this lane `adds`, or not."""
@@ -87,12 +90,12 @@ def _mlp(device: str, dtype: torch.dtype, shape: tuple[int, ...], scaled: bool, 
     gate_up = stack(generator, here, width * (1 + gated), dim, (block[0], block[1]), dtype, scaled)
     down = stack(generator, here, dim, width, (block[0], block[1]), dtype, scaled)
     biases = None
-    if clamped is not None:
+    if isinstance(gate, Clamped):
         bias_in, bias_out = (torch.randn(here * rows, generator=generator).to(device, dtype)
                              for rows in (2 * width, dim))
         biases = Biases(bias_in, bias_out if adds else None)
     return ops.mlp(x, expert.to(device), weight.to(device), gate_up.to(device), down.to(device), first,
-                   biases, clamped)
+                   biases, gate)
 
 
 def workloads() -> Iterator[Workload]:

@@ -63,6 +63,9 @@ def cases(device: str) -> Iterator[Case]:
                 yield Case(f"{name}-{step}-{heads}-pages of {page_size}-scores {scores}",
                            partial(_run, device, dtype, rows, heads, page_size, True, scores),
                            TOLERANCE[dtype])
+        for step in ("eight decodes", "blocks of queries", "mixed"):
+            yield Case(f"{name}-{step}-wide heads",
+                       partial(_run, device, dtype, _STEPS[step], (2, 4, 512), 16, True, _PLAIN), TOLERANCE[dtype])
         for scores in (_PLAIN, *_SCORES[:1], *_SCORES[4:]):
             yield Case(f"{name}-hidden faults-scores {scores}", partial(_hidden, device, dtype, scores),
                        TOLERANCE[dtype])

@@ -21,7 +21,7 @@ _QUERIES: dict[str, tuple[tuple[int, int], ...]] = {
     "more than a chunk": ((3000, 45), (1200, 16), (100, 3)),
     "none": ((10, 0), (300, 9)),
 }
-_HEADS = ((3, 3, 64), (2, 1, 80), (1, 8, 16), (2, 4, 128), (2, 2, 20))     # KV heads, group, head dim
+_HEADS = ((3, 3, 64), (2, 1, 80), (1, 8, 16), (2, 4, 128), (2, 2, 20), (1, 4, 512))     # KV heads, group, head dim
 
 
 def cases(device: str = "cpu") -> Iterator[Case]:

@@ -43,7 +43,7 @@ _PARSERS = {"tool_call_parser": _CALLS, "reasoning_parser": _MARKS, "quantizatio
 _NOT_READ = {
     "tool_call_parser": frozenset((
         "apertus", "cohere_command3", "cohere_command4", "deepseek_v4", "deepseek_v41", "deepseekv4",
-        "deepseekv41", "ernie45", "functiongemma", "gemma4", "gigachat3", "granite",
+        "deepseekv41", "ernie45", "functiongemma", "gigachat3", "granite",
         "granite_20b_fc", "hunyuan", "hunyuan_a13b", "hy_v3", "interns1", "internlm", "jamba", "kimi_k3",
         "lfm2", "llama4", "llama4_pythonic", "longcat", "minimax", "minimax_m3", "olmo3",
         "phi4_mini_json", "poolside_v1", "pythonic", "step3", "trinity", "xlam")),

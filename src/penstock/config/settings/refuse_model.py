@@ -29,6 +29,7 @@ class ModelFacts:
     state_bytes         of the part of one layer's state that a key head has, of layers that have one; 0: none has
     state_parts         of a layer's state, which TP ranks may divide
     mtp                 layers in its files that draft, of a kind that is known
+    tail                layers, the last ones, of which some read the KV of others; 0: none does
     """
 
     name: str
@@ -46,17 +47,20 @@ class ModelFacts:
     state_bytes: int = 0
     state_parts: int = 0
     mtp: int = 0
+    tail: int = 0
 
     @property
     def words(self) -> Mapping[str, str]:
         """What `Refusal.why` may name."""
         return {f.name: str(getattr(self, f.name)) for f in fields(self)} | {
-            "last": str(self.layers - 1), "quantised": self.quantised or "floats"}
+            "last": str(self.layers - 1), "front": str(self.layers - self.tail),
+            "quantised": self.quantised or "floats"}
 
 
 STATE_MAX = (1 << 20) - 1024    # of a frame of a pair's stream, `transfer.codec.PAYLOAD_MAX` at least
-WORDS = {"name": "NAME", "last": "N-1", "quantised": "FORMAT", **dict.fromkeys(        # in docs, without a model
-    ("layers", "context", "topk", "heads", "experts", "vocab", "width", "state_bytes", "state_parts"), "N")}
+# In docs, without a model.
+WORDS = {"name": "NAME", "last": "N-1", "front": "N", "quantised": "FORMAT", **dict.fromkeys(
+    ("layers", "context", "topk", "heads", "experts", "vocab", "width", "state_bytes", "state_parts", "tail"), "N")}
 
 
 def _dense(config: Config) -> set[int]:
@@ -70,6 +74,11 @@ def _reads_all(config: Config, model: ModelFacts) -> bool:
 def _other_layers(config: Config, model: ModelFacts) -> bool:
     given, stages = config.device.pp_layers, config.device.pp
     return sum(map(int, given)) != model.layers if given else stages > model.layers
+
+
+def _parts_tail(config: Config, model: ModelFacts) -> bool:
+    given = config.device.pp_layers
+    return (int(given[-1]) if given else model.layers // config.device.pp) < model.tail
 
 
 _CHOOSES = "this model's indexer selects {topk} single tokens in every layer: leave it out"
@@ -116,6 +125,9 @@ OF_MODEL: tuple[Refusal[ModelFacts], ...] = (
             "the CPU"),
     Refusal(_other_layers, ("device.pp", "device.pp_layers"),
             "this model has {layers} layers, of which each stage takes one or more"),
+    Refusal(lambda c, m: not _other_layers(c, m) and _parts_tail(c, m), ("device.pp", "device.pp_layers"),
+            "layers {front} to {last} of this model share KV, and are of one stage: the last number of --pp-layers is "
+            "{tail} or more, such as --pp-layers {front},{tail}"),
     Refusal(lambda c, m: c.device.tp > min(m.heads, m.vocab, m.width), ("device.tp",),
             "this model has {heads} query heads, a vocabulary of {vocab} and MLPs of {width} columns; each TP "
             "rank needs one or more of each"),

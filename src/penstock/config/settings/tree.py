@@ -51,8 +51,8 @@ LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Quantization = Literal["auto", "fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq", "auto-round", "modelopt",
                        "mxfp4", "gguf"]
 HostDecode = Literal["auto", "always", "off"]
-ToolCallParser = Literal["auto", "none", "deepseek_v3", "deepseek_v31", "deepseek_v32", "glm", "gpt_oss", "hermes",
-                         "kimi_k2", "llama3_json", "minimax_m2", "mistral", "qwen3_coder", "seed_oss"]
+ToolCallParser = Literal["auto", "none", "deepseek_v3", "deepseek_v31", "deepseek_v32", "gemma4", "glm", "gpt_oss",
+                         "hermes", "kimi_k2", "llama3_json", "minimax_m2", "mistral", "qwen3_coder", "seed_oss"]
 ReasoningParser = Literal["auto", "none", "think", "gemma4", "gpt_oss", "kimi_vl", "minimax_m2_append_think",
                           "minimax_m3", "mistral", "seed_oss"]
 GrammarBackend = Literal["auto", "llguidance", "none"]

@@ -100,4 +100,5 @@ class StageGraphs(DecodeGraphs):
 
 def _each(of: Callable[[Tensor], Tensor], x: Boundary) -> Boundary:
     return Boundary(of(x.h_TD), x.delta_TD if x.delta_TD is None else of(x.delta_TD),
-                    x.chosen_TS if x.chosen_TS is None else of(x.chosen_TS), None, tuple(map(of, x.tapped)))
+                    x.chosen_TS if x.chosen_TS is None else of(x.chosen_TS), None, tuple(map(of, x.tapped)),
+                    x.own_TX if x.own_TX is None else of(x.own_TX))

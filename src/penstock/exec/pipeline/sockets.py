@@ -29,8 +29,8 @@ from penstock.memory import across
 from penstock.model.base import Boundary
 
 # Step; T; D of h; D of delta, 0: none; S, 0: none; how many inputs, and one more, 0: none; how many taps;
-# where in an inbox the parts are, and one more, 0: they follow.
-_HEAD = struct.Struct("<QIIIIIII")
+# columns of what layers add of the token, 0: none; where in an inbox the parts are, and one more, 0: they follow.
+_HEAD = struct.Struct("<QIIIIIIII")
 _INBOX = struct.Struct(f"<Q{across.HANDLE_BYTES}s")
 _SLOTS, _ALIGNED = 2, 256
 _SAMPLED = msgspec.msgpack.Decoder(tuple[StepId, Sampled])
@@ -110,13 +110,14 @@ class PutBoundary:
     def put(self, step: StepId, what: Boundary) -> None:
         if self._near:
             self._reach()
-        h_TD, delta_TD, chosen_TS, inputs, tapped = what
+        h_TD, delta_TD, chosen_TS, inputs, tapped, own_TX = what
         parts, slot = [part.contiguous() for part in what.parts], 0
         if self._inbox is not None and sum(_behind(0, part.nbytes) for part in parts) <= self._nbytes:
             slot = 1 + self._write(self._inbox.address, parts)
         self._channel.send(_HEAD.pack(step, *h_TD.shape, 0 if delta_TD is None else delta_TD.shape[1],
                                       0 if chosen_TS is None else chosen_TS.shape[1],
-                                      0 if inputs is None else len(inputs) + 1, len(tapped), slot))
+                                      0 if inputs is None else len(inputs) + 1, len(tapped),
+                                      0 if own_TX is None else own_TX.shape[1], slot))
         if inputs:
             self._channel.send(struct.pack(f"<{len(inputs)}I", *inputs))
         for part in () if slot else parts:
@@ -235,9 +236,9 @@ def boundaries(channel: Channel, dtype: torch.dtype, device: str,
             return None
         if (head := channel.read(_HEAD.size)) is None:
             return None
-        step, rows, hidden, delta, chosen, num, taps, slot = _HEAD.unpack(head)
+        step, rows, hidden, delta, chosen, num, taps, own, slot = _HEAD.unpack(head)
         told = channel.read(4 * (num - 1)) if num > 1 else b""
-        kinds = [(hidden, dtype), (delta, dtype), (chosen, torch.int32), *((hidden, dtype),) * taps]
+        kinds = [(hidden, dtype), (delta, dtype), (chosen, torch.int32), *((hidden, dtype),) * taps, (own, dtype)]
         found: list[Tensor | None] = []
         at = (slot - 1) * inbox.nbytes if slot and inbox is not None else 0
         for columns, kind in kinds:
@@ -255,11 +256,11 @@ def boundaries(channel: Channel, dtype: torch.dtype, device: str,
             return None
         if inbox is not None:
             inbox.lent.append(slot > 0)
-        h_TD, delta_TD, chosen_TS, *tapped = found
+        h_TD, delta_TD, chosen_TS, *tapped, own_TX = found
         assert h_TD is not None
         inputs = struct.unpack(f"<{num - 1}I", told) if num else None
         return StepId(step), Boundary(h_TD, delta_TD, chosen_TS, inputs,
-                                      tuple(x for x in tapped if x is not None))
+                                      tuple(x for x in tapped if x is not None), own_TX)
     return receive
 
 

@@ -29,7 +29,7 @@ from penstock.exec.sparse.layers import (
     unit_attention,
 )
 from penstock.exec.sparse.prompts import GPU_WINDOW, HostedPrompts, PromptChunk, Window
-from penstock.exec.sparse.rows import HotRows, Selects, hosted_of
+from penstock.exec.sparse.rows import HotRows, Selects, offloaded_of
 from penstock.exec.step.attend import KeepsStates, places_of
 from penstock.exec.step.dense import Dense, DenseStep
 from penstock.exec.step.step_batch import StepBatch
@@ -79,7 +79,7 @@ class Selecting(Selects):
         rule = selector.rule
         assert rule is not None, "ordinary models select by bounds"
         self._tables, self._prepare = tables, prepare
-        [g], [b] = hosted_of(groups)
+        [g], [b] = offloaded_of(groups)
         self._kv, self._bounds = tables.groups[g], tables.groups[b]
         self.local: dict[LocalLayer, _Place] = {}
         self.readers = Counter[int]()           # of each layer of pages

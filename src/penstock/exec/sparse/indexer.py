@@ -22,7 +22,7 @@ from penstock.core.plan import Bind
 from penstock.exec.graphs.halves import LEAST, LINK_SHARE, Copies
 from penstock.exec.sparse.bounds import Selector
 from penstock.exec.sparse.layers import DEVICE, HOST, SparseLayers, SparseStep, row_attention
-from penstock.exec.sparse.rows import HotRows, Selects, hosted_of
+from penstock.exec.sparse.rows import HotRows, Selects, offloaded_of
 from penstock.exec.step.attend import LatentOps, check_pools, places_of
 from penstock.exec.step.tables import Lowered, RowTables
 from penstock.kernels.choose import index_pair
@@ -72,7 +72,7 @@ class Indexed(Selects):
         self._select = ops.select
         self._pair = index_pair.OP.use(selector.backends["index_pair"])
         check_pools(groups, device)
-        [g], [self._key_group] = hosted_of(groups)
+        [g], [self._key_group] = offloaded_of(groups)
         self._local = {layer: i for layer, (_, i) in places_of(model.reads, groups).items()}
         self._keys = {layer: device[self._key_group].pages[:, i]
                       for i, layer in enumerate(groups[self._key_group].layers)}

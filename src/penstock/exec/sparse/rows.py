@@ -175,9 +175,9 @@ class HotRows:
         return BlockTableRef(bounds.device_RM, self._tables.groups[self.group].size // self._unit, self._unit)
 
 
-def hosted_of(groups: Sequence[CacheShape]) -> tuple[list[int], list[int]]:
+def offloaded_of(groups: Sequence[CacheShape]) -> tuple[list[int], list[int]]:
     """Return the numbers of the groups whose pages may be on the host, and of those that selection reads."""
-    return ([g for g, group in enumerate(groups) if group.hosted],
+    return ([g for g, group in enumerate(groups) if group.offloaded],
             [g for g, group in enumerate(groups) if group.selector])
 
 

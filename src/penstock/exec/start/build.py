@@ -45,7 +45,7 @@ from penstock.kernels.triton import compiles
 from penstock.memory.lateness import Lateness
 from penstock.memory.pinned import NotPinned
 from penstock.memory.storage import HostPages
-from penstock.model.base import value_dim_of
+from penstock.model.base import Model, value_dim_of
 from penstock.model.weights.checkpoint import weights_digest
 from penstock.model.weights.locate import files_of, locate
 from penstock.transfer.pages import PageBytes, PoolPages
@@ -77,6 +77,12 @@ class Built:
     grammars: Grammars | None = None            # of the rank in this process, not begun
 
 
+def _heads_of(model: Model) -> Info:
+    """Return the KV heads of the first group that attention reads."""
+    kv = next(group for group in model.groups if not (group.selector or group.snapshot))
+    return {"num_kv_heads": kv.num_kv_heads, "head_dim": kv.head_dim}
+
+
 def build_engine(config: Config, log: Callable[[str], object] = print, *,
                  lateness: Lateness | None = None,
                  vocabulary: Callable[[], Vocabulary | None] = switched_off) -> Built:
@@ -94,7 +100,6 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
              _several(config, log, wakes, vocabulary))
     core_config, caches, selection = parts.sizes.core, parts.caches, parts.selection
     model, layout, kv = parts.loaded.whole, parts.caches.layouts[0], config.kv
-    heads = next(group for group in model.groups if not (group.selector or group.snapshot))
     identity: dict[str, str] = {}
     if config.pair.disaggregation_mode or kv.kv_storage is not None:
         identity = kv_identity(config, parts.loaded, selection, caches)
@@ -110,7 +115,7 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
         "dtype": show_dtype(parts.loaded.dtype), "device": config.device.device, "threads": parts.threads,
         "vocab_size": model.vocab_size, "max_model_len": core_config.max_len,
         "model_max_position": model.max_position, "num_layers": model.stage.end,
-        "num_kv_heads": heads.num_kv_heads, "head_dim": heads.head_dim,
+        **_heads_of(model),
         "page_size": core_config.page_size, "page_bytes": caches.page_bytes,
         "cache_groups": caches.words, "kv_bytes_per_token": caches.token_bytes, "kv_bytes_per_request": whole,
         "hbm_pages": core_config.hbm_pages, "hbm_bytes": caches.nbytes(core_config.hbm_pages),

@@ -59,7 +59,7 @@ class PagedDecode(Pages):
         self._row_B, self._position_B, self._context_B = row_B, position_B, context_B
         self._triton, self._spec, self._table_RM = triton_decode, spec, table_RM
         self._cut = triton_decode.tuning(len(row_B), spec.num_kv_heads, table_RM.shape[1] * page_size,
-                                         processors, spec.window)
+                                         processors, spec.window, spec.head_dim * spec.dtype.itemsize)
 
     def write_kv(self, k_TKH: Tensor, v_TKH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor) -> None:
         self._triton.write_kv(k_TKH, v_TKH, k_PKGH, v_PKGH, self._table_RM, self._row_B, self._position_B)

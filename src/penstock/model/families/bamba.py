@@ -9,7 +9,7 @@ from penstock.kernels.state.scan import ScanSpec
 from penstock.model.base import GlobalLayer
 from penstock.model.families.common import read_attention, read_spec
 from penstock.model.scan import StateSpec, split_of
-from penstock.model.transformer import Spec
+from penstock.model.spec import Spec
 from penstock.model.weights.fields import Fields
 
 PARTIAL = 0.5               # of a head that is turned, whatever a file says

@@ -11,7 +11,7 @@ from penstock.model.layers import GqaSpec
 from penstock.model.moe import MoESpec
 from penstock.model.mtp import MTPNames
 from penstock.model.rope import read_rope
-from penstock.model.transformer import Spec
+from penstock.model.spec import Spec
 from penstock.model.weights.fields import Fields
 
 

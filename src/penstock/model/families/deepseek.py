@@ -12,7 +12,7 @@ from penstock.model.families.common import layers_of, read_growth, read_spec
 from penstock.model.latent import IndexSpec, LatentSpec
 from penstock.model.moe import MoESpec
 from penstock.model.mtp import deepseek_names
-from penstock.model.transformer import Spec
+from penstock.model.spec import Spec
 from penstock.model.weights.fields import Fields
 
 

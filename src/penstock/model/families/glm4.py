@@ -7,7 +7,7 @@ from penstock.model.families.common import layers_of, read_attention, read_spec
 from penstock.model.families.deepseek import grouped_experts
 from penstock.model.mtp import deepseek_names
 from penstock.model.rope import rotated_dim
-from penstock.model.transformer import Spec
+from penstock.model.spec import Spec
 from penstock.model.weights.fields import Fields
 
 PARTIAL = 0.5               # of a head that is turned

@@ -6,7 +6,7 @@ from dataclasses import replace
 from penstock.kernels.gemm.experts import Clamped
 from penstock.model.families.common import layers_of, num_chosen, read_attention, read_spec
 from penstock.model.moe import MoESpec
-from penstock.model.transformer import Spec
+from penstock.model.spec import Spec
 from penstock.model.weights.fields import Fields
 
 # Where a config says nothing about RoPE.
@@ -31,4 +31,4 @@ def _moe(fields: Fields) -> MoESpec:
         num_experts=num_experts, width=fields.size("intermediate_size", 2880), renormalize=True,
         num_chosen=num_chosen(fields, num_experts, fields.size("experts_per_token", 4)),
         layers=frozenset(layers_of(fields)), router="router", biased=True,
-        clamped=Clamped(alpha=fields.number("swiglu_alpha", 1.702), limit=fields.number("swiglu_limit", 7.0)))
+        gate=Clamped(alpha=fields.number("swiglu_alpha", 1.702), limit=fields.number("swiglu_limit", 7.0)))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from penstock.model.families.common import layers_of, num_chosen, read_attention, read_spec
 from penstock.model.moe import MoESpec
 from penstock.model.rope import rotated_dim
-from penstock.model.transformer import Spec
+from penstock.model.spec import Spec
 from penstock.model.weights.fields import Fields
 
 # What makers' files say that this code does; with another value it is another model.

@@ -10,7 +10,7 @@ from penstock.model.families.bamba import mamba
 from penstock.model.families.common import read_attention, read_spec
 from penstock.model.families.deepseek import grouped_experts
 from penstock.model.rope import without_turns
-from penstock.model.transformer import Spec
+from penstock.model.spec import Spec
 from penstock.model.weights.fields import Fields
 
 STATE, ATTENDS, MLP, EXPERTS = KINDS = "linear_attention", "full_attention", "mlp", "moe"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from penstock.model.families.common import from_layer, layers_of, num_chosen, read_attention, read_spec
 from penstock.model.layers import GqaSpec
 from penstock.model.moe import MoESpec
-from penstock.model.transformer import Spec
+from penstock.model.spec import Spec
 from penstock.model.weights.fields import Fields
 
 

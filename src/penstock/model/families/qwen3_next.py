@@ -12,7 +12,7 @@ from penstock.model.moe import MoESpec
 from penstock.model.mtp import QWEN
 from penstock.model.rope import rotated_dim
 from penstock.model.scan import StateSpec, split_of
-from penstock.model.transformer import Spec
+from penstock.model.spec import Spec
 from penstock.model.weights.fields import Fields
 
 PARTIAL = 0.25              # of a head that is turned

@@ -16,7 +16,7 @@ from penstock.config.base.errors import ConfigError, show
 from penstock.config.base.paths import hub_cache_dir
 from penstock.config.base.sizes import counted
 from penstock.config.settings.tree import ModelConfig
-from penstock.model.demo import DEMO_NAME, fetch_demo
+from penstock.model.source.demo import DEMO_NAME, fetch_demo
 from penstock.model.source.overrides import overridden, overrides_of
 from penstock.model.weights.files import read_json_object, read_text
 from penstock.model.weights.formats.table import reader_of

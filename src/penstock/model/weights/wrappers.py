@@ -30,7 +30,7 @@ class Wrapper:
 
     texts: tuple[str, ...]
     towers: tuple[str, ...] = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.",
-                               "mm_projector.", "audio_tower.", "embed_vision.")
+                               "mm_projector.", "audio_tower.", "embed_vision.", "embed_audio.")
     flat: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -58,6 +58,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "qwen3_vl_moe": Wrapper(texts=("qwen3_vl_moe_text",)),
     "qwen2_5_vl": Wrapper(texts=("qwen2_5_vl_text",), flat=True),
     "gemma3": Wrapper(texts=("gemma3_text",), defaults=_GEMMA3),
+    "gemma4": Wrapper(texts=("gemma4_text",)),
     "kimi_k25": Wrapper(texts=("kimi_k2", "deepseek_v3")),
     "mistral3": Wrapper(texts=("mistral", "ministral3", "mistral4")),
     "internvl": _INTERN,
@@ -72,6 +73,11 @@ RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
     "minimax_m2": ((".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w2.", ".down_proj."),
                    (".w3.", ".up_proj.")),
 }
+
+
+def _agree(above: Any, below: Any) -> bool:
+    """Whether the outer level says what the text's does, or names more tokens, as Gemma 4's ends of answers."""
+    return above == below or (isinstance(above, list) and below in above)
 
 
 def is_wrapper(config: Mapping[str, Any]) -> bool:
@@ -108,7 +114,7 @@ def unwrap(config: Mapping[str, Any], where: str,
     text = {**wrapper.defaults, **text, "model_type": family}
     for name in EITHER:
         above, below = config.get(name), text.get(name)
-        if above is not None and below is not None and above != below:
+        if above is not None and below is not None and not _agree(above, below):
             raise ConfigError(f"{where}: {name} is {show(above)} and, in {inner}, {show(below)}: they must "
                               "agree")
         if above is not None:

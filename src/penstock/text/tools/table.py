@@ -10,6 +10,7 @@ import msgspec
 from penstock.config.request.grammar import Grammar
 from penstock.text.tools.formats import (
     deepseek_v3,
+    gemma4,
     glm,
     harmony,
     hermes,
@@ -67,6 +68,8 @@ FORMATS = {f.name: f for f in (
            _V3),
     CallFormat("minimax_m2", MINIMAX.read, MINIMAX.body, MINIMAX.open, (MINIMAX.open,), (MINIMAX.open, MINIMAX.close)),
     CallFormat("seed_oss", SEED.read, SEED.body, SEED.open, (SEED.open,), (SEED.open, SEED.close)),
+    CallFormat("gemma4", gemma4.read, gemma4.body, gemma4.OPEN, (gemma4.OPEN, gemma4.QUOTE),
+               (gemma4.OPEN, gemma4.CLOSE, gemma4.QUOTE)),
     CallFormat("glm", glm.read, glm.body, glm.OPEN, ("<arg_key>",),
            (glm.OPEN, glm.CLOSE, glm.KEY, glm.KEY_END, glm.VALUE, glm.VALUE_END)),
     CallFormat("qwen3_coder", QWEN.read, QWEN.body, QWEN.open, (QWEN.open, qwen3_coder.FUNCTION),

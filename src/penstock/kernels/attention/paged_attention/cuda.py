@@ -56,7 +56,8 @@ def prompts(rows: Sequence[Row], layout: Ragged, spec: AttentionSpec) -> Prepare
     if spec.plain and flash.ready(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype,
                                   layout.page_size, len(layout.pages_RM)):
         return _Paged(rows, layout, spec)
-    fused = spec.dtype in flash.TYPES and spec.head_dim % 8 == 0 and spec.head_dim <= flash.DIM_MAX
+    wide = spec.head_dim > flash.DIM_MAX                # for which torch has a kernel without windows
+    fused = spec.dtype in flash.TYPES and spec.head_dim % 8 == 0 and not (wide and (spec.window or spec.sinks))
     return (_Gathered if fused and not spec.softcap and not spec.first else _Masked)(rows, layout, spec)
 
 
@@ -70,7 +71,8 @@ class _Decodes:
         self._row_B, self._context_B = indices[:len(rows)], indices[len(rows):]
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._cut = triton_decode.tuning(len(rows), spec.num_kv_heads,
-                                         max(row.context for row in rows), processors, spec.window)
+                                         max(row.context for row in rows), processors, spec.window,
+                                         spec.head_dim * spec.dtype.itemsize)
 
     def __call__(self, q_TNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor,
                  sinks_N: Tensor | None = None) -> Tensor:
@@ -135,8 +137,17 @@ class _Gathered:
 def rows_by_torch(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, start_B1: Tensor, key_start_B1: Tensor,
                   max_query: int, max_key: int, scale: float, window: int = 0) -> tuple[Tensor, Tensor]:
     """(out_TNH, lse_NT f32): causal from each row's last query, as `flash.attend`, over keys that lie
-    together. window: keys that a query sees, 0: all."""
+    together. window: keys that a query sees, 0: all. Of heads wider than flash attention takes by torch's
+    memory-efficient attention, a KV head at a time, whose lse is by row and not to be used."""
     aten: Any = torch.ops.aten
+    if q_TNH.shape[2] > flash.DIM_MAX:
+        assert not window, "wide heads have no window"
+        each = [aten._efficient_attention_forward(
+            q_TgH[None], *(x_SKH[None, :, k:k + 1].expand(-1, -1, q_TgH.shape[1], -1) for x_SKH in (k_SKH, v_SKH)),
+            None, start_B1, key_start_B1, max_query, max_key, 0.0, 2, True, scale=scale)[:2]
+            for k, q_TgH in enumerate(q_TNH.chunk(k_SKH.shape[1], 1))]
+        outs, lses = zip(*each, strict=True)
+        return torch.cat(outs, 2)[0], torch.cat(lses, 1)[0]
     out_TNH, lse_NT = aten._flash_attention_forward(
         q_TNH, k_SKH, v_SKH, start_B1, key_start_B1, max_query, max_key, 0.0, True, False, scale=scale,
         **({"window_size_left": window - 1, "window_size_right": 0} if window else {}))[:2]

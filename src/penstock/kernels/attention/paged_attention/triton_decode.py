@@ -124,13 +124,15 @@ class Tuning:
     stages: int = 5
 
 
-def tuning(rows: int, num_kv_heads: int, longest: int, processors: int, window: int = 0) -> Tuning:
+def tuning(rows: int, num_kv_heads: int, longest: int, processors: int, window: int = 0,
+           head_bytes: int = 0) -> Tuning:
     """For `rows` rows of at most `longest` tokens, of which a query sees `window`, 0: all: two programs
     a processor, at most, as measured on an H200 (4.36 TB/s for 32 rows of 8k), and no part shorter than two
-    blocks."""
-    block, longest = 64, min(longest, window) if window else longest
+    blocks. head_bytes: of one key; of wide ones fewer are in a processor's memory at once."""
+    wide, longest = head_bytes > 512, min(longest, window) if window else longest
+    block = 32 if wide else 64
     parts = max(1, min(2 * processors // (rows * num_kv_heads), longest // (2 * block), 64))
-    return Tuning(block=block, parts=1 << (parts.bit_length() - 1), warps=4, stages=5)
+    return Tuning(block=block, parts=1 << (parts.bit_length() - 1), warps=4, stages=2 if wide else 5)
 
 
 def decode(q_BNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor, table_RP: Tensor, row_B: Tensor,

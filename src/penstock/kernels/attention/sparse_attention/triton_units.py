@@ -103,7 +103,7 @@ def join(part_BNSH: Tensor, peak_BNS: Tensor, out_BNH: Tensor, lse_BN: Tensor) -
         **early())
 
 
-BLOCK, BLOCKS = 64, 8           # tokens of a block, blocks of a part
+BLOCK, BLOCKS = 64, 8           # tokens of a block, of wide heads half as many; blocks of a part
 SUMS = 1 << 24                  # of parts, in memory at once
 
 
@@ -115,14 +115,15 @@ def sparse_attention(q_BNH: Tensor, pool_PK2GH: Tensor, chosen_BKC: Tensor, slot
     group, chosen = heads // kv_heads, chosen_BKC.shape[2]
     assert q_BNH.stride(2) == pool_PK2GH.stride(4) == 1 and pool_PK2GH.stride(3) == dim, "not dense"
     assert chosen_BKC.is_contiguous() and slot_BKC.is_contiguous(), "choices must be dense"
-    parts = triton.cdiv(chosen * unit, BLOCK * BLOCKS)
+    dim_pad = max(16, triton.next_power_of_2(dim))
+    block = BLOCK if dim_pad * q_BNH.element_size() <= 512 else BLOCK // 2
+    parts = triton.cdiv(chosen * unit, block * BLOCKS)
     most = max(1, min(queries, SUMS // (heads * parts * dim)))
     device = q_BNH.device
     part = torch.empty((most, heads, parts, dim), dtype=torch.float32, device=device)
     peak = torch.empty((most, heads, parts), dtype=torch.float32, device=device)
     out_BNH = torch.empty((queries, heads, dim), dtype=q_BNH.dtype, device=device)
     lse_BN = torch.empty((queries, heads), dtype=torch.float32, device=device)
-    dim_pad = max(16, triton.next_power_of_2(dim))
     for first in range(0, queries, most):
         at = slice(first, first + most)
         num = len(position_B[at])
@@ -130,7 +131,7 @@ def sparse_attention(q_BNH: Tensor, pool_PK2GH: Tensor, chosen_BKC: Tensor, slot
             q_BNH[at], pool_PK2GH[:, :, 0], pool_PK2GH[:, :, 1], chosen_BKC[at], slot_BKC[at], position_B[at],
             part, peak, scale, q_BNH.stride(0), q_BNH.stride(1), pool_PK2GH.stride(0), pool_PK2GH.stride(1),
             chosen, UNIT=unit, OF_PAGE=size // unit, GROUP=group,
-            GROUP_PAD=max(16, triton.next_power_of_2(group)), DIM=dim, DIM_PAD=dim_pad, BLOCK=BLOCK,
+            GROUP_PAD=max(16, triton.next_power_of_2(group)), DIM=dim, DIM_PAD=dim_pad, BLOCK=block,
             BLOCKS=BLOCKS, EXACT=q_BNH.dtype == torch.float32, num_warps=4, num_stages=3, **early())
         join(part, peak, out_BNH[at], lse_BN[at])
     return out_BNH, lse_BN

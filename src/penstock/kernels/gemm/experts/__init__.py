@@ -7,9 +7,10 @@ Shapes follow from the number of tokens alone, so a step with experts can be cap
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.gemm.experts import reference
@@ -52,6 +53,19 @@ class Clamped:
         return gate_TI * torch.sigmoid(self.alpha * gate_TI) * (up_TI.clamp(-self.limit, self.limit) + 1)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TanhGelu:
+    """gelu(gate) * up, approximated by tanh. Source: Gaussian error linear units, arXiv:1606.08415 section 2."""
+
+    def __call__(self, gate_up_TJ: Tensor) -> Tensor:
+        """[T, J / 2] of gate, then up, side by side."""
+        gate_TI, up_TI = gate_up_TJ.chunk(2, -1)
+        return F.gelu(gate_TI, approximate="tanh") * up_TI
+
+
+Gate: TypeAlias = Clamped | TanhGelu
+
+
 class Biases(NamedTuple):
     """Biases of all experts, dense: [E * 2I] as rows of `gate_up`, and [E * D], None: another TP rank adds it."""
 
@@ -71,7 +85,7 @@ class ExpertOps(Protocol):
 
     def mlp(self, x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor, gate_up: Tensor | Packed,
             down: Tensor | Packed, first: int = 0, biases: Biases | None = None,
-            clamped: Clamped | None = None) -> Tensor:
+            gate: Gate | None = None) -> Tensor:
         """out_TD, the sum over a token's experts of weight * down(silu(gate(x)) * up(x)); new, dense.
 
         x_TD        f32|bf16, dense
@@ -79,7 +93,7 @@ class ExpertOps(Protocol):
                     dtype of x or block-scaled fp8. [E * I, D]: experts without gates, down(relu(up(x)) ** 2)
         down        [E * D, I], likewise
         first       number of the first of these E experts: visits to others count 0
-        biases      of x's dtype, added to the products      clamped   how gates work; None: silu(gate) * up
+        biases      of x's dtype, added to the products      gate   how gates work; None: silu(gate) * up
         Rounds      to x's dtype: what `down` gets, what each expert gives, their sum. Products are summed
                     in f32. A token's result does not depend on the others up to rounding.
         """

@@ -11,7 +11,7 @@ from penstock.kernels.platform import Platform
 from penstock.kernels.types.packed import Packed
 
 if TYPE_CHECKING:
-    from penstock.kernels.gemm.experts import Biases, Clamped, Rule
+    from penstock.kernels.gemm.experts import Biases, Gate, Rule
 
 
 def probe(platform: Platform) -> str:
@@ -44,7 +44,7 @@ class ExpertsReference:
 
     def mlp(self, x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor, gate_up: Tensor | Packed,
             down: Tensor | Packed, first: int = 0, biases: Biases | None = None,
-            clamped: Clamped | None = None) -> Tensor:
+            gate: Gate | None = None) -> Tensor:
         dim = x_TD.shape[1]
         num_experts, out_TD = down.shape[0] // dim, torch.zeros_like(x_TD, dtype=torch.float32)
         rows_in, width = gate_up.shape[0] // num_experts, down.shape[1]
@@ -54,11 +54,11 @@ class ExpertsReference:
             gate_up_TJ = F.linear(x_TD.float(), _rows(gate_up, expert, rows_in), bias[0])
             if rows_in == width:
                 inner_TI = F.relu(gate_up_TJ).square()
-            elif clamped is None:
+            elif gate is None:
                 gate_TI, up_TI = gate_up_TJ.chunk(2, -1)
                 inner_TI = F.silu(gate_TI) * up_TI
             else:
-                inner_TI = clamped(gate_up_TJ)
+                inner_TI = gate(gate_up_TJ)
             weight_T = torch.where(expert_TC == first + expert, weight_TC, 0.0).sum(1)
             inner_TI = inner_TI.to(x_TD.dtype).float()
             one_TD = F.linear(inner_TI, _rows(down, expert, dim), bias[1]) * weight_T[:, None]

@@ -19,11 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.gemm.experts import Clamped, Gate, TanhGelu
 from penstock.kernels.triton.tiles import add_product, parts_of, tile_cols
 from penstock.kernels.types.packed import Packed
 
 if TYPE_CHECKING:
-    from penstock.kernels.gemm.experts import Biases, Clamped, Rule
+    from penstock.kernels.gemm.experts import Biases, Rule
 
 
 @triton.jit
@@ -103,9 +104,9 @@ def experts_in(x, weight, scale, bias, expert, block_expert, block_visit, inner,
                INPUTS: tl.constexpr, C: tl.constexpr, C_PAD: tl.constexpr, VISITS: tl.constexpr,
                ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
                SCALED: tl.constexpr, FEW: tl.constexpr, EXACT: tl.constexpr, BIAS: tl.constexpr,
-               CLAMPED: tl.constexpr, GATED: tl.constexpr):
+               CLAMPED: tl.constexpr, GELU: tl.constexpr, GATED: tl.constexpr):
     """silu(gate(x)) * up(x), ROWS of WIDTH outputs of each visit, into row `visit` of `inner`; or clamped, or
-    without a gate relu(up(x)) ** 2."""
+    by GELU, or without a gate relu(up(x)) ** 2."""
     e, visit = _visits(expert, block_expert, block_visit, T, FIRST, E, C, C_PAD, VISITS, FEW)
     if e >= 0:
         o = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -135,6 +136,8 @@ def experts_in(x, weight, scale, bias, expert, block_expert, block_visit, inner,
             gate = tl.where(gate > limit, limit, gate)
             up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1.0
             y = gate / (1.0 + tl.exp(-alpha * gate)) * up
+        elif GELU:                # (1 + tanh(z)) / 2 is the sigmoid of 2 z
+            y = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))) * up
         else:
             y = gate / (1.0 + tl.exp(-gate)) * up
         tl.store(inner + visit.to(tl.int64)[None, :] * WIDTH + o[:, None], y.to(inner.dtype.element_ty),
@@ -233,7 +236,7 @@ def blocks(expert_TC: Tensor, first: int, num_experts: int, size: int) -> tuple[
 
 def mlp(x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor, gate_up: Tensor | Packed,
         down: Tensor | Packed, first: int = 0, biases: Biases | None = None,
-        clamped: Clamped | None = None) -> Tensor:
+        gate: Gate | None = None) -> Tensor:
     """Implement `ExpertOps.mlp`. Capturable."""
     (tokens, dim), chosen = x_TD.shape, expert_TC.shape[1]
     num_experts, width = down.shape[0] // dim, down.shape[1]
@@ -260,9 +263,9 @@ def mlp(x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor, gate_up: Tensor | Pa
     element, scale, scales, constants = parts_of(gate_up)
     experts_in[(triton.cdiv(width, rows), grid)](
         x_TD, element, scale, x_TD if bias_in is None else bias_in, *tables, inner_SI, tokens, first,
-        num_experts, dim, scales, width, 0.0 if clamped is None else clamped.alpha,
-        0.0 if clamped is None else clamped.limit, INPUTS=dim, COLS=tile_cols(gate_up, most),
-        BIAS=bias_in is not None, CLAMPED=clamped is not None, GATED=gated, **same, **constants)
+        num_experts, dim, scales, width, *((gate.alpha, gate.limit) if isinstance(gate, Clamped) else (0.0, 0.0)),
+        INPUTS=dim, COLS=tile_cols(gate_up, most), BIAS=bias_in is not None, CLAMPED=isinstance(gate, Clamped),
+        GELU=isinstance(gate, TanhGelu), GATED=gated, **same, **constants)
     element, scale, scales, constants = parts_of(down)
     experts_out[(triton.cdiv(dim, rows), grid)](
         inner_SI, element, scale, x_TD if bias_out is None else bias_out, *tables, weight_TC, part_SD, tokens,

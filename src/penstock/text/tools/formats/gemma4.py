@@ -1,0 +1,123 @@
+"""Gemma 4: each call is `<|tool_call>call:NAME{key:<|"|>text<|"|>,n:5,list:[true,{k:1}]}<tool_call|>`. Keys have no
+quotes; strings stand between marks, as they are; the rest is as in JSON."""
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from typing import Any
+
+from penstock.config.base.errors import RequestError, show
+from penstock.text.tools.formats.parameters import Schemas, quoted, resolved, texts_of, typed
+from penstock.text.tools.lark import Lark
+from penstock.text.tools.source import Arguments, Reading, Source
+
+OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
+DEPTH_MAX = 64          # of lists and objects in each other, in an answer and in a schema
+
+
+def read(source: Source) -> Reading:
+    called = False
+    while (yield from source.until(OPEN, behind_call=called)):
+        called = False
+        if (yield from source.one_of("call:")):
+            name, _ = yield from source.take("{")
+            called = source.begin(name.strip())
+        if called:
+            yield from _arguments(source)
+            yield from source.one_of(CLOSE, closing=True)
+        else:
+            source.no_call()
+
+
+def _arguments(source: Source) -> Reading:
+    """All of one call, from behind the first brace. What is broken ends it."""
+    before = "{"
+    while not (yield from source.one_of("}")):
+        if (found := (yield from _pair(source, 0))) is None:
+            if source.final:
+                source.drop_rest()
+                return
+            break
+        source.tell(Arguments, before + found)
+        before = ", "
+        yield from source.one_of(",")
+    source.tell(Arguments, "{}" if before == "{" else "}")
+    source.end()
+
+
+def _pair(source: Source, depth: int) -> Generator[None, None, str | None]:
+    """`"key": value` as JSON; None: it is cut off, or broken."""
+    if (yield from source.one_of(QUOTE)):
+        key, _ = yield from source.take(QUOTE)
+        mark = yield from source.one_of(":")
+    else:
+        key, mark = yield from source.take(":", ",", "}")
+        key = key.strip().strip('"')
+        source.at -= len(mark) * (mark != ":")
+    value = (yield from _value(source, depth)) if mark == ":" else None
+    return None if value is None else f"{quoted(key)}: {value}"
+
+
+def _value(source: Source, depth: int) -> Generator[None, None, str | None]:
+    """A value as JSON; None: it is cut off, or broken."""
+    begun = yield from source.one_of(QUOTE, "{", "[", '"')
+    if begun == QUOTE:
+        text, mark = yield from source.take(QUOTE)
+        return quoted(text) if mark else None
+    if begun == '"':                    # as JSON has it
+        source.at -= 1
+        said = yield from source.string()
+        return None if said is None else quoted(said)
+    if not begun:
+        text, mark = yield from source.take(",", "}", "]")
+        source.at -= len(mark)
+        return typed(text, frozenset()) if mark else None
+    end, found = {"{": "}", "[": "]"}[begun], list[str]()
+    while not (yield from source.one_of(end)):
+        one = (yield from (_pair if begun == "{" else _value)(source, depth + 1)) if depth < DEPTH_MAX else None
+        if one is None:
+            return None
+        found.append(one)
+        yield from source.one_of(",")
+    return f"{begun}{', '.join(found)}{end}"
+
+
+def body(lark: Lark, tools: Schemas, many: bool) -> str:
+    """What follows OPEN, in a grammar."""
+    call = lark.any_of(*(f"{lark.text(f'call:{name}')} {_object(lark, schema, schema, name, 0)} {lark.mark(CLOSE)}"
+                         for name, schema in tools.items()))
+    return f"{call} ({lark.blanks()} {lark.mark(OPEN)} {call})*" if many else call
+
+
+def _object(lark: Lark, own: Mapping[str, Any], root: Mapping[str, Any], where: str, depth: int) -> str:
+    """Properties in the schema's order, with commas between them. Raises RequestError."""
+    of, required = own.get("properties", {}), own.get("required", [])
+    if (own.get("type", "object") != "object" or not isinstance(of, dict) or not isinstance(required, list)
+            or not {*map(str, required)} <= {*of}):
+        raise RequestError(f"the parameters of the tool {show(where)} are not an object with properties, "
+                           "which a grammar of this model's calls needs", "tools")
+    first = rest = ""               # what may come from here on: of nothing so far, and behind another
+    for key, value in reversed(of.items()):
+        pair = f"{lark.text(f'{key}:')} {_any(lark, value, root, f'{where}.{key}', depth + 1)}"
+        begun, more = f"{pair} {rest}", f"{lark.text(',')} {pair} {rest}"
+        if key not in required:
+            begun, more = (f"({one} | {other})" if other else f"({one})?"
+                           for one, other in ((begun, first), (more, rest)))
+        first, rest = lark.rule(begun), lark.rule(more)
+    return f"{lark.text('{')} {first} {lark.text('}')}"
+
+
+def _any(lark: Lark, own: Any, root: Mapping[str, Any], where: str, depth: int) -> str:
+    """A value of this schema. Raises RequestError for what holds of a string and cannot be kept to."""
+    found, quote = resolved(own, root), lark.mark(QUOTE)
+    if depth > DEPTH_MAX:
+        raise RequestError(f"{show(where)} is of a schema that has itself inside, or more than {DEPTH_MAX} others",
+                           "tools")
+    if (texts := texts_of(own, root, where)) is not None:
+        return f"{quote} {lark.any_of(*map(lark.text, texts)) + ' ' + quote if texts else lark.until(QUOTE)}"
+    if isinstance(found.get("properties"), dict):
+        return lark.rule(_object(lark, found, root, where, depth))
+    if isinstance(found.get("items"), dict):
+        one = lark.rule(_any(lark, found["items"], root, where, depth + 1))
+        return f"{lark.text('[')} ({one} ({lark.text(',')} {one})*)? {lark.text(']')}"
+    shared = {k: root[k] for k in ("$defs", "definitions") if k in root}
+    return lark.json({**shared, **found})
