@@ -56,7 +56,7 @@ def checkpoint(folder: Path, config: dict[str, object] = CONFIG, *, drafts: bool
     """Weights whose greedy choices are clear-cut."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: (t if "norm" in name else t * 8).contiguous()
+    save_file({name: (t if "norm" in name or name.endswith(registry.FACTORS) else t * 8).contiguous()
                for name, t in registry.dummy_tensors(config, 3, drafts=drafts)}, folder / "model.safetensors")
     return str(folder)
 

@@ -71,6 +71,13 @@ NEMOTRON = {**CONFIG, "architectures": ["NemotronHForCausalLM"], "model_type": "
             "hybrid_override_pattern": "M*EM-*", "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 6,
             "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
             "moe_shared_expert_intermediate_size": 16, "moe_latent_size": 20, "tie_word_embeddings": False}
+# Three KV heads of layers with a window, one of the others; the last four layers are of one stage.
+GEMMA_4 = {**CONFIG, "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "num_hidden_layers": 6,
+           "num_attention_heads": 6, "num_key_value_heads": 3, "global_head_dim": 32, "num_global_key_value_heads": 1,
+           "attention_k_eq_v": True, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8,
+           "vocab_size_per_layer_input": 97, "sliding_window": 21, "enable_moe_block": True, "num_experts": 5,
+           "top_k_experts": 2, "moe_intermediate_size": 24, "hidden_activation": "gelu_pytorch_tanh",
+           "layer_types": ["sliding_attention", "full_attention"] * 3}
 # Queries grow three times within the prompts; experts by softmax in groups.
 MISTRAL_4 = {**LATENT, "architectures": ["Mistral4ForCausalLM"], "model_type": "mistral4", "n_group": 2,
              "rope_parameters": {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 32,
@@ -143,6 +150,7 @@ KINDS = {
     "granite": Kind(make=of_config(GRANITE), options={"state_interval": 32}),
     "nemotron": Kind(make=of_config(NEMOTRON), options={"state_interval": 32}),
     "mistral4": Kind(make=of_config(MISTRAL_4)),
+    "gemma4": Kind(make=of_config(GEMMA_4), covers=("experts", "experts"), selects=TOPK),
     "blocks": Kind(make=lambda folder: (fp8_checkpoint(folder, ODD),) * 2, covers=("ordinary", "ordinary"),
                    weights="fp8"),
     "blocks-experts": Kind(make=lambda folder: (fp8_checkpoint(folder, MOE),) * 2, covers=("experts", "experts"),
@@ -207,6 +215,8 @@ TABLE: dict[tuple[str, str], tuple[str, str, str]] = {
     ("granite", "resident"): ("tp2", "tp3>tp2", "tp3.pp2+ngram"),
     ("nemotron", "resident"): ("", "tp2 tp2>pp2", "tp2.pp2+ngram"),
     ("mistral4", "resident"): ("", "tp2.pp2 tp2>pp2", ""),
+    ("gemma4", "resident"): ("pp2.l24 tp2", "one>one tp3 pp3.l114 tp2>pp2.l24 tp2.pp2.l24", ""),
+    ("gemma4", "hosted"): ("one", "tp2 pp2.l24 one>one tp2>pp2.l24", ""),
     ("blocks", "resident"): ("", "tp2", ""),
     ("blocks-experts", "resident"): ("", "tp2 tp3", ""),
     ("packed", "resident"): ("pp2.l31", "tp2 tp3.pp2", ""),
@@ -263,7 +273,7 @@ def across(ends: Sequence[Options]) -> str:
 
 def stored(kind: str, layout: str) -> bool:
     return layout in STORED and kind in (
-        "ordinary", "selecting", "latent", "experts", "states", "states-3", "granite", "nemotron")
+        "ordinary", "selecting", "latent", "experts", "states", "states-3", "granite", "nemotron", "gemma4")
 
 
 def row(kind: str, place: str, layout: str, marks: Sequence[pytest.MarkDecorator]) -> Any:
