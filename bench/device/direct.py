@@ -25,14 +25,14 @@ from penstock.core.core import Core
 from penstock.core.plan import Arrived, Event, Finished, RequestId, Retired, Started, Token
 from penstock.core.settings import CoreConfig
 from penstock.exec.drafts.drafter import Drafter
-from penstock.exec.front import Front
+from penstock.exec.executor import Executor
 from penstock.exec.graphs.capture import buckets_of
 from penstock.exec.load.layout import caches_of
 from penstock.exec.load.sizing import WAIT_BYTES, groups_of
-from penstock.exec.rank import Rank, RankParts
 from penstock.exec.sampling.grammar import Grammars
 from penstock.exec.sparse.bounds import Selector
 from penstock.exec.step.attend import LatentOps
+from penstock.exec.worker import Worker, WorkerParts
 from penstock.kernels import registry
 from penstock.kernels.attention import latent_attention, paged_attention
 from penstock.kernels.choose import index_select
@@ -125,13 +125,13 @@ class Direct:
             pool.fill(0.0)
         attention = (LatentOps(index_select.OP.use("cuda"), latent_attention.OP.use("gluon"))
                      if model.attention.topk else functools.partial(paged_attention.prepare, backend="fa4"))
-        self.rank = Rank(RankParts(model, attention, groups, selector, mask="triton"), hbm, dram, rows=rows,
+        self.rank = Worker(WorkerParts(model, attention, groups, selector, mask="triton"), hbm, dram, rows=rows,
                          max_len=max_len, grammars=grammars, drafter=drafter)
         started = time.perf_counter()
         self.rank.capture(buckets or buckets_of(rows), width=1 + drafts)
         torch.cuda.synchronize()
         self.capture_s = time.perf_counter() - started
-        self.core, self.front, self._newest = Core(cfg), Front([self.rank]), 0
+        self.core, self.front, self._newest = Core(cfg), Executor([self.rank]), 0
 
     def run(self, prompts: Sequence[Sequence[int]], max_new: int,
             every_step: Callable[[], None] = lambda: None, params: SamplingParams | None = None,

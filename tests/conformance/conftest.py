@@ -5,7 +5,7 @@ import hosted
 import pytest
 import ranks
 
-from penstock.exec import front
+from penstock.exec import executor
 
 
 @pytest.fixture(params=[1, 2], ids=["whole", "stages"])
@@ -24,7 +24,7 @@ def stages_swept(request, monkeypatch):
 @pytest.fixture
 def told_each_step(monkeypatch):
     """The core hears after every step what rows on the host have missed."""
-    monkeypatch.setattr(front, "HOT_USE_STEPS", 1)
+    monkeypatch.setattr(executor, "HOT_USE_STEPS", 1)
 
 
 @pytest.fixture(params=["bounds", *(pytest.param(kind, marks=pytest.mark.sweep)

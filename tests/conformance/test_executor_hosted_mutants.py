@@ -1,6 +1,6 @@
 """Thirteen faults of an executor that decodes through host pages: a scene that the right one passes sees it.
 
-A fault is put into a `Rank` after it was made. Its scene is the cheapest that sees it.
+A fault is put into a `Worker` after it was made. Its scene is the cheapest that sees it.
 """
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from penstock.core.plan import (
     StepId,
     StepPlan,
 )
-from penstock.exec.rank import Stepped
+from penstock.exec.worker import Stepped
 
 pytestmark = pytest.mark.usefixtures("told_each_step")
 NEW = 12

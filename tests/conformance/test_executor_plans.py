@@ -36,7 +36,7 @@ from penstock.core.plan import (
     Tier,
 )
 from penstock.core.settings import CoreConfig
-from penstock.exec.front import Front
+from penstock.exec.executor import Executor
 from penstock.exec.load.layout import caches_of
 from penstock.kernels.attention import paged_attention
 from penstock.memory.lateness import Promptly
@@ -82,7 +82,7 @@ def dense(prompt: tuple[int, ...], n: int, made=model) -> tuple[int, ...]:
 class Hand:
     """Writes plans. `give` and `take` act on the next plan; `send` submits it."""
 
-    ex: Front
+    ex: Executor
     step: int = 0
     moves_made: int = 0
     work: list = field(default_factory=list)      # (row, rid, start, tokens, samples)
@@ -130,7 +130,7 @@ class Hand:
         return events
 
 
-def executor(*, lateness=None, attention=None, seed=0, with_model=None) -> Front:
+def executor(*, lateness=None, attention=None, seed=0, with_model=None) -> Executor:
     groups = model().groups
     caches = caches_of(groups, G, torch.float32)
     cfg = CoreConfig(page_size=G, rows=6, hbm_pages=40, dram_pages=40, hbm_base=HBM, dram_base=DRAM,

@@ -1,4 +1,4 @@
-"""What `core.plan.Executor` promises, for every executor of the package, driven by the real core.
+"""What `core.plan.PlanExecutor` promises, for every executor of the package, driven by the real core.
 
 An executor class that is not listed here fails the walk.
 """
@@ -20,8 +20,8 @@ from penstock.config.request.params import SamplingParams
 from penstock.core.core import Core
 from penstock.core.plan import Arrived, Finished, Moved, Paused, RequestId, Retired, Token
 from penstock.core.settings import CacheGroup, CoreConfig
-from penstock.exec.front import Front
-from penstock.exec.rank import Rank, RankParts
+from penstock.exec.executor import Executor
+from penstock.exec.worker import Worker, WorkerParts
 from penstock.kernels.attention import paged_attention
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
@@ -59,8 +59,8 @@ class Toy:
 def front(*latenesses):
     """One rank for each: replicas, every one with all of the model."""
     plan = functools.partial(paged_attention.prepare, backend="reference")
-    ex = Front([
-        Rank(RankParts(Toy(), plan), [HbmPool(SHAPE, 12, base=300)], [DramPool(SHAPE, 20, base=7000)], rows=3,
+    ex = Executor([
+        Worker(WorkerParts(Toy(), plan), [HbmPool(SHAPE, 12, base=300)], [DramPool(SHAPE, 20, base=7000)], rows=3,
              max_len=48, row_base=40, lateness=lateness) for lateness in latenesses])
     return ex, lambda rid, prompt: ex.open(rid, prompt, SamplingParams(temperature=0.0))
 
@@ -71,7 +71,7 @@ def sim():
 
 
 EXECUTORS = {
-    "Front": [lambda: front(None), lambda: front(Promptly()), lambda: front(Latest()),
+    "Executor": [lambda: front(None), lambda: front(Promptly()), lambda: front(Latest()),
               lambda: front(Shuffled(1, torn=0.2)), lambda: front(Promptly(), Shuffled(1, torn=0.2)),
               lambda: front(Latest(), None)],
     "SimExecutor": [sim],
@@ -141,6 +141,6 @@ def test_every_plan_and_every_move_is_answered_once_and_in_order(make):
     assert not plans and not moves and len(ended) == 6
     assert core.stats()["pauses"] >= 1      # how many depends on when the thread's copies end
     assert set(tokens.values()) == {11}
-    if isinstance(ex, Front):               # its metrics tell a move once, whatever the number of ranks
+    if isinstance(ex, Executor):               # its metrics tell a move once, whatever the number of ranks
         for name, count in (("moves_total", len(answers)), ("moves_failed_total", answers.count(False))):
             assert sum(v for k, v in ex.stats().items() if k.startswith(name)) == count

@@ -22,8 +22,8 @@ from penstock.core.kv.pool import Fence
 from penstock.core.kv.prefix_tree import Tree, unmark_evictable
 from penstock.core.plan import Aborted, Dropped, Outcome, Paused, RequestId
 from penstock.exec.drafts.drafter import NGram
-from penstock.exec.rank import Stepped
 from penstock.exec.step import states
+from penstock.exec.worker import Stepped
 from penstock.memory.pool import PageLayout
 from penstock.model import scan
 

@@ -23,11 +23,11 @@ from prompts_engine import PROMPTS, Engine
 from penstock.config.request.grammar import Grammar
 from penstock.config.request.params import SamplingParams
 from penstock.core.plan import Dropped, Outcome, Paused, RequestId
-from penstock.exec.rank import Rank
 from penstock.exec.sampling import sampler as sampling
 from penstock.exec.sampling import tokens
 from penstock.exec.sampling.grammar import Grammars, Matcher
 from penstock.exec.sampling.on_device import Draws
+from penstock.exec.worker import Worker
 
 NEW = 18
 # The model has the first 61 characters only: no lower case, and no end.
@@ -96,7 +96,7 @@ def assert_same(got: Answers, want: Answers) -> None:
             assert (rank, best) == (place, others), rid
 
 
-def flying(fault: Callable[[pytest.MonkeyPatch, Rank], None] | None = None,
+def flying(fault: Callable[[pytest.MonkeyPatch, Worker], None] | None = None,
            patch: pytest.MonkeyPatch | None = None) -> tuple[Answers, list[int]]:
     """All at once, launched ahead, with pauses and drops; and how many steps flew at each launch."""
     engine = Engine(step_tokens=9, hbm_pages=40)
@@ -122,7 +122,7 @@ def test_rows_of_every_kind_fly_and_say_what_they_say_alone() -> None:
     assert max(flights) == 2 and flights.count(2) > 20
 
 
-def draws_itself(patch: pytest.MonkeyPatch, rank: Rank) -> None:
+def draws_itself(patch: pytest.MonkeyPatch, rank: Worker) -> None:
     """As a CUDA device: it draws for every row in the step, and again for those that are chosen late."""
     if isinstance(rank._tokens, tokens.Drawn):
         return
@@ -145,18 +145,18 @@ def test_a_second_draw_with_another_uniform_is_seen(monkeypatch) -> None:
 
 
 # ---------------------------------------------------------------- faults
-def a_row_off(patch, rank: Rank) -> None:
+def a_row_off(patch, rank: Worker) -> None:
     masks = rank._tokens._sampler._masks
     right = masks._mask
     patch.setattr(masks, "_mask", lambda logits_BV, words_MW, at_M: right(logits_BV, words_MW, at_M.roll(1)))
 
 
-def one_token_late(patch, rank: Rank) -> None:
+def one_token_late(patch, rank: Worker) -> None:
     right = Matcher.fill
     patch.setattr(Matcher, "fill", lambda self, outputs, address: right(self, outputs[:-1], address))
 
 
-def one_matcher_for_all(patch, rank: Rank) -> None:
+def one_matcher_for_all(patch, rank: Worker) -> None:
     rank._tokens._sampler._grammars = Grammars(printable.vocabulary)      # which this spoils
     right = Grammars.matcher
 
@@ -169,19 +169,19 @@ def one_matcher_for_all(patch, rank: Rank) -> None:
     patch.setattr(Grammars, "matcher", shared)
 
 
-def another_uniform(patch, rank: Rank) -> None:
+def another_uniform(patch, rank: Worker) -> None:
     """Of a rank that draws on the host; of a device the same is `Draws.again`, above."""
     right = sampling.uniform
     patch.setattr(sampling, "uniform", SimpleNamespace(
         stream=right.stream, uniform=lambda key, index: right.uniform(key, index + 1)))
 
 
-def raw_at_a_dead_end(patch, rank: Rank) -> None:
+def raw_at_a_dead_end(patch, rank: Worker) -> None:
     right = sampling.Sampler._masked
     patch.setattr(sampling.Sampler, "_masked", lambda self, raw, states: (right(self, raw, states)[0], None))
 
 
-def provisional_tokens_fly_on(patch, rank: Rank) -> None:
+def provisional_tokens_fly_on(patch, rank: Worker) -> None:
     """The next step is launched before the choice."""
     right, land = rank._choose, rank._land
 
@@ -191,7 +191,7 @@ def provisional_tokens_fly_on(patch, rank: Rank) -> None:
     rank._choose, rank._land = (lambda flight: None), landing
 
 
-def tables_keep_the_provisional_token(patch, rank: Rank) -> None:
+def tables_keep_the_provisional_token(patch, rank: Worker) -> None:
     right = tokens.Chosen._choose
 
     def choose(self, *args):
@@ -203,7 +203,7 @@ def tables_keep_the_provisional_token(patch, rank: Rank) -> None:
     patch.setattr(tokens.Chosen, "_choose", choose)
 
 
-def the_provisional_answer_is_told(patch, rank: Rank) -> None:
+def the_provisional_answer_is_told(patch, rank: Worker) -> None:
     right = tokens.Chosen._choose
 
     def choose(self, ran, answer_2B, *args):
@@ -212,19 +212,19 @@ def the_provisional_answer_is_told(patch, rank: Rank) -> None:
     patch.setattr(tokens.Chosen, "_choose", choose)
 
 
-def chosen_twice(patch, rank: Rank) -> None:
+def chosen_twice(patch, rank: Worker) -> None:
     """Penalties count twice."""
     right = tokens.Chosen._choose
     patch.setattr(tokens.Chosen, "_choose", lambda self, *args: (right(self, *args), right(self, *args))[1])
 
 
-def penalties_are_taken_for_simple(patch, rank: Rank) -> None:
+def penalties_are_taken_for_simple(patch, rank: Worker) -> None:
     kind = type(rank._tokens)
     right = kind._late
     patch.setattr(kind, "_late", lambda self, s: right(self, s) and not s.penalised)
 
 
-def logprobs_one_token_off(patch, rank: Rank) -> None:
+def logprobs_one_token_off(patch, rank: Worker) -> None:
     right = tokens.told
 
     def told(states, fine, recorded):

@@ -12,7 +12,7 @@ from late_copies import Shuffled
 from ranks import Handover
 
 from penstock.core.plan import Moved, Paused, RequestId, StepId
-from penstock.exec.front import RanksDisagree
+from penstock.exec.executor import RanksDisagree
 
 
 @pytest.fixture(autouse=True)

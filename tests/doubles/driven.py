@@ -33,7 +33,7 @@ from penstock.core.plan import (
     Used,
 )
 from penstock.core.settings import CoreConfig
-from penstock.exec.front import Front
+from penstock.exec.executor import Executor
 from penstock.exec.load.backends import parts_of
 from penstock.exec.load.layout import caches_of
 from penstock.kernels import registry
@@ -80,7 +80,7 @@ def spoiling(ranks: Sequence[Any]) -> Iterator[None]:
 class Driven:
     """`begin`, `add`, and turns until `drain` is content."""
 
-    def begin(self, cfg: CoreConfig, executor: Front) -> None:
+    def begin(self, cfg: CoreConfig, executor: Executor) -> None:
         self.core, self.ex = Core(cfg), executor
         self.got: dict[int, list[int]] = {}
         self.started: dict[int, Started] = {}

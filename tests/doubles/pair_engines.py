@@ -97,8 +97,8 @@ class End:
     def close(self) -> None:
         if self.peers is not None:
             self.peers.close()
-        if self.built.crew is not None:
-            self.built.crew.close(asked=True)
+        if self.built.workers is not None:
+            self.built.workers.close(asked=True)
         agents.ended(self.agents)
         if self.built.executor.storage is not None:
             self.built.executor.storage.store.close()     # its descriptors

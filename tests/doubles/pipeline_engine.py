@@ -150,8 +150,8 @@ class Pipeline(Driven):
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.built.crew is not None:
-            self.built.crew.close(asked=True)
+        if self.built.workers is not None:
+            self.built.workers.close(asked=True)
         agents.ended(self.agents)
 
     def add(self, rid: int, prompt: tuple[int, ...], max_new: int, **sampling) -> None:

@@ -11,10 +11,10 @@ import where
 
 from penstock.core.plan import StepId
 from penstock.core.settings import CoreConfig
-from penstock.exec.front import Front
+from penstock.exec.executor import Executor
 from penstock.exec.load.layout import Caches, stage_shapes
-from penstock.exec.rank import Rank, RankParts
 from penstock.exec.step.links import Links, Sampled, split
+from penstock.exec.worker import Worker, WorkerParts
 from penstock.kernels.attention.paged_attention import Prepare
 from penstock.memory import dram
 from penstock.memory.pool import BlockPool
@@ -72,7 +72,7 @@ def shared(fd: int) -> torch.Tensor | None:
 def front(model: Callable[[Stage | None], Model], attention: Prepare, shapes: Sequence[CacheShape],
           caches: Caches, cfg: CoreConfig, layers: Sequence[int] = (), *, num_layers: int = 2, links=None,
           storage: Callable[[Sequence[BlockPool]], Storage] | None = None, selector=None,
-          **rank) -> tuple[Front, list[BlockPool], list[BlockPool]]:
+          **rank) -> tuple[Executor, list[BlockPool], list[BlockPool]]:
     """With its device pools and its host pools, of all ranks. `model` makes one of its stages; None:
     all of it. layers: of each stage; () for as many as NUM says. storage: over host pools of whole pages."""
     stages = split(layers or even(num_layers, NUM[0]))
@@ -86,11 +86,11 @@ def front(model: Callable[[Stage | None], Model], attention: Prepare, shapes: Se
         pools = own.pools(cfg, where.DEVICE, host_memory=shared(host_fd))
         for kept, made in zip((device_pools, host_pools), pools, strict=True):
             kept += made
-        parts = RankParts(model(None if one else stage), attention, stage_shapes(shapes, stage), selector,
+        parts = WorkerParts(model(None if one else stage), attention, stage_shapes(shapes, stage), selector,
                           mask="triton" if where.DEVICE == "cuda" else "reference")
-        made_rank = Rank(parts, *pools, rows=cfg.rows, row_base=cfg.row_base, links=ends,
+        made_rank = Worker(parts, *pools, rows=cfg.rows, row_base=cfg.row_base, links=ends,
                          draft_tokens=cfg.draft_tokens, **rank)
         ranks.append(where.captured(made_rank, cfg.draft_tokens))
     whole = caches.host_pools(cfg, shared(host_fd)) if cfg.dram_pages else []
     os.close(host_fd)
-    return Front(ranks, storage=storage and storage(whole)), device_pools, host_pools
+    return Executor(ranks, storage=storage and storage(whole)), device_pools, host_pools

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from penstock.exec.rank import Rank
+from penstock.exec.worker import Worker
 from penstock.kernels.attention import paged_attention
 from penstock.kernels.fused import layer
 from penstock.kernels.gemm import experts, linear
@@ -37,7 +37,7 @@ def model(config: dict[str, Any], dtype: Any, seed: int, scale: float, stage: An
     return made
 
 
-def captured(rank: Rank, drafts: int) -> Rank:
+def captured(rank: Worker, drafts: int) -> Worker:
     """The rank, with decode steps, with so many drafts a row, captured where that is possible."""
     if DEVICE == "cuda":
         rank.capture((1, 2, 4), width=1 + drafts)

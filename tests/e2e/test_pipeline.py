@@ -17,9 +17,9 @@ from penstock.cli.doctor import examine
 from penstock.config.base.errors import ConfigError
 from penstock.config.base.machine import probe
 from penstock.config.settings.cli import from_options
-from penstock.exec.pipeline import crew as crews
 from penstock.exec.pipeline import wire
-from penstock.exec.pipeline.crew import Crew, RankDied, check_identity
+from penstock.exec.pipeline import workers as groups
+from penstock.exec.pipeline.workers import RankDied, WorkerGroup, check_identity
 from penstock.exec.start import build
 
 SPARSE = {"sparse_top_k": 96, "host_decode": "always"}
@@ -158,15 +158,15 @@ def test_processes_of_another_engine_are_refused_at_the_handshake(model, tmp_pat
                                                                   value, message):
     """They start with another setting than the engine has: it names both values, and ends them."""
     other = value or checkpoint(tmp_path / "other", {**CONFIG, "rope_theta": 20000.0})
-    started: list[Crew] = []
+    started: list[WorkerGroup] = []
 
-    class Odd(Crew):
+    class Odd(WorkerGroup):
         def __init__(self, config, *more):
             theirs = replace(getattr(config, section), **{name: other})
             super().__init__(replace(config, **{section: theirs}), *more)
             started.append(self)
 
-    monkeypatch.setattr(build, "Crew", Odd)
+    monkeypatch.setattr(build, "WorkerGroup", Odd)
     with pytest.raises(ConfigError, match=message):
         Pipeline(model, kv_cache_memory_bytes="1M", pp=2)
     assert [rank.process.returncode for rank in started[0].ranks] == [-signal.SIGKILL] * 2
@@ -224,17 +224,17 @@ def test_a_rank_that_is_killed_ends_the_engine_and_says_so(model, victim, layout
 
 def test_a_rank_that_stops_loading_is_named_with_the_time(model, monkeypatch, capfd):
     """As when the network file system with its weights is gone."""
-    started: list[Crew] = []
+    started: list[WorkerGroup] = []
 
-    class Stuck(Crew):
+    class Stuck(WorkerGroup):
         def __init__(self, *args):
             super().__init__(*args)
             self.ranks[0].process.send_signal(signal.SIGSTOP)
             started.append(self)
 
-    monkeypatch.setattr(build, "Crew", Stuck)
-    monkeypatch.setattr(crews, "LOADING_S", 0.5)
-    monkeypatch.setattr(crews, "STACK_S", 0.1)
+    monkeypatch.setattr(build, "WorkerGroup", Stuck)
+    monkeypatch.setattr(groups, "LOADING_S", 0.5)
+    monkeypatch.setattr(groups, "STACK_S", 0.1)
     with pytest.raises(RankDied, match="rank 0 hangs: no report for 1 s"):
         Pipeline(model, kv_cache_memory_bytes="1M", pp=2, rank_timeout_s=1)
     assert "rank 0: no report for 1 s; its stack:" in capfd.readouterr().err
@@ -245,17 +245,18 @@ class Asked:
     """Two ranks of which the first is asked for an answer: at these seconds something happens, first come first."""
 
     def __init__(self, monkeypatch, *happens):
-        self.crew, self.happens, self.now = object.__new__(Crew), [*happens], 0.0
-        self.ranks = [object.__new__(crews.RankProcess) for _ in range(2)]
-        self.crew.ranks, self.crew.timeout_s, self.crew.loading_at, self.crew._nodes = self.ranks, 1.0, 0.0, None
-        self.crew.ranges = [range(2)]
+        self.workers, self.happens, self.now = object.__new__(WorkerGroup), [*happens], 0.0
+        self.ranks = [object.__new__(groups.WorkerProcess) for _ in range(2)]
+        self.workers.ranks, self.workers.timeout_s = self.ranks, 1.0
+        self.workers.loading_at, self.workers._nodes = 0.0, None
+        self.workers.ranges = [range(2)]
         for i, rank in enumerate(self.ranks):
-            rank.index, rank._crew, rank._answers = i, self.crew, self
+            rank.index, rank._workers, rank._answers = i, self.workers, self
             rank.refused, rank.died, rank.hangs = "", False, ""
             rank.queued, rank.process = deque(), SimpleNamespace(
                 send_signal=lambda signal: None, pid=7 + i, wait=lambda seconds: None, returncode=-9)
-        monkeypatch.setattr(crews.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(crews, "STACK_S", 0.0)
+        monkeypatch.setattr(groups.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(groups, "STACK_S", 0.0)
 
     def get(self, timeout):
         if self.happens and self.happens[0][0] <= self.now + timeout:
@@ -273,12 +274,12 @@ LOADED = wire.Loaded({"dtype": "float32"}, 1, 1, 1)
 
 def test_a_rank_that_loads_slowly_is_waited_for_while_any_says_how_far_it_is(monkeypatch):
     def logs(asked):
-        asked.crew.loading_at = asked.now
+        asked.workers.loading_at = asked.now
     slow = Asked(monkeypatch, (50.0, logs), (100.0, logs), (101.0, wire.Loading()), (155.0, LOADED))
-    assert slow.ranks[0].answer(crews.LOADING_S) == LOADED
+    assert slow.ranks[0].answer(groups.LOADING_S) == LOADED
     silent = Asked(monkeypatch, (50.0, logs), (115.0, LOADED))
     with pytest.raises(RankDied, match="rank 0 hangs"):
-        silent.ranks[0].answer(crews.LOADING_S)
+        silent.ranks[0].answer(groups.LOADING_S)
 
 
 def test_a_rank_that_fails_while_another_waits_for_it_is_named_at_once(monkeypatch):
@@ -302,20 +303,20 @@ def test_a_hang_is_noticed_by_who_only_looks_now_and_then(monkeypatch):
         def __init__(self, index: int) -> None:
             self.index, self.queued = index, deque()
 
-    now, crew = [100.0], object.__new__(Crew)
-    crew.ranks, crew.timeout_s, crew.news, crew._news_at = [Idle(0), Idle(1)], 2.0, SimpleQueue(), 0.0
-    crew._wake = lambda: None
-    monkeypatch.setattr(crews.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(crews, "STACK_S", 0.0)
+    now, workers = [100.0], object.__new__(WorkerGroup)
+    workers.ranks, workers.timeout_s, workers.news, workers._news_at = [Idle(0), Idle(1)], 2.0, SimpleQueue(), 0.0
+    workers._wake = lambda: None
+    monkeypatch.setattr(groups.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(groups, "STACK_S", 0.0)
 
     def at(seconds: float) -> None:
         now[0] = 100.0 + seconds
-        crew.watch()
+        workers.watch()
 
     at(50)                                      # nothing is asked of them
-    crew.ranks[1].queued += [150.0, 151.0]
+    workers.ranks[1].queued += [150.0, 151.0]
     at(52.9)                                    # since the newest plan: who is told late is not late
-    crew.tell()
+    workers.tell()
     at(53)
     at(54.9)
     with pytest.raises(RankDied, match="rank 1 hangs: no report for 2 s"):

@@ -38,13 +38,13 @@ ON_DEVICE = """
 import os, sys
 if "penstock.exec.pipeline.process" in sys.orig_argv:
     import torch
-    from penstock.exec.rank import Rank
-    launch = Rank._launch
+    from penstock.exec.worker import Worker
+    launch = Worker._launch
     def late(self, plan):
         if self._model.stage.tp_rank.index == 1 and os.path.exists(os.environ["HANG_FILE"]):
             torch.cuda._sleep(1 << 50)
         launch(self, plan)
-    Rank._launch = late
+    Worker._launch = late
 """
 SAYS = {"lanes apart": "hangs: all wait for each other", "device": "hangs: its device has worked on one step"}
 

@@ -226,7 +226,7 @@ def main() -> None:
                           max_model_len=CONTEXT, selection=selection, event_log=event_log)
         ready = wire.EngineReady(pid=0, vocab_size=VOCAB, max_model_len=CONTEXT, info=INFO, selection=selection,
                            dense_len=CONTEXT)
-        return engine_main.EngineParts(loop=loop, ready=ready, wakes=Waker(), crew=None, peers=None, publisher=None,
+        return engine_main.EngineParts(loop=loop, ready=ready, wakes=Waker(), workers=None, peers=None, publisher=None,
                                   begin=lambda: None)
 
     # What a crash of a fake leaves behind is not the user's.

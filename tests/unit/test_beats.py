@@ -1,7 +1,7 @@
 """Which ranks are taken to hang, from what their beats have said."""
 from __future__ import annotations
 
-from penstock.exec.pipeline.beats import FRONT, STAGE, TP_RANKS, RankStatus, Waits, Watch
+from penstock.exec.pipeline.beats import EXECUTOR, STAGE, TP_RANKS, RankStatus, Waits, Watch
 
 
 def looks(num: int, *turns: list[tuple[int, str] | tuple[int, str, int] | None]) -> list[list[int]]:
@@ -20,7 +20,7 @@ def looks(num: int, *turns: list[tuple[int, str] | tuple[int, str, int] | None])
 
 
 def test_a_rank_of_which_nothing_is_heard_hangs():
-    assert looks(2, *[[(1, FRONT), (1, FRONT)]] * 2, *[[(1, FRONT), None]] * 3) == [[]] * 4 + [[1]]
+    assert looks(2, *[[(1, EXECUTOR), (1, EXECUTOR)]] * 2, *[[(1, EXECUTOR), None]] * 3) == [[]] * 4 + [[1]]
 
 
 def test_one_word_is_enough_to_live():
@@ -32,7 +32,7 @@ def test_lanes_that_wait_for_each_other_hang():
 
 
 def test_a_lane_that_waits_for_one_that_waits_for_the_front_hangs():
-    assert looks(3, *[[(7, TP_RANKS), (9, FRONT), (2, STAGE)]] * 4)[-1] == [0, 2]
+    assert looks(3, *[[(7, TP_RANKS), (9, EXECUTOR), (2, STAGE)]] * 4)[-1] == [0, 2]
 
 
 def test_nobody_hangs_while_one_computes_however_long():
@@ -40,7 +40,7 @@ def test_nobody_hangs_while_one_computes_however_long():
 
 
 def test_nobody_hangs_without_work():
-    assert looks(2, *[[(7, FRONT), (9, FRONT)]] * 50) == [[]] * 50
+    assert looks(2, *[[(7, EXECUTOR), (9, EXECUTOR)]] * 50) == [[]] * 50
 
 
 def test_waits_that_change_are_of_who_gets_on():
@@ -65,7 +65,7 @@ SERVES = []
 
 def test_devices_that_do_not_end_a_step_hang_whoever_else_waits():
     assert looks(2, SERVES, *[[(1, "", 4), (1, "", 4)]] * 4)[-2:] == [[], [0, 1]]
-    assert looks(2, SERVES, *[[(n, FRONT), (1, STAGE, 4)] for n in range(4)])[-1] == [1]
+    assert looks(2, SERVES, *[[(n, EXECUTOR), (1, STAGE, 4)] for n in range(4)])[-1] == [1]
 
 
 def test_a_lane_whose_device_waits_for_one_that_compiles_does_not_hang():

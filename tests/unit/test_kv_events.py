@@ -292,7 +292,7 @@ def test_an_engine_that_ends_publishes_what_is_queued(made, monkeypatch) -> None
     def run(engine, link) -> None:
         engine.publisher.put(Cached(False, (), (STORED._replace(parent=None),)))
 
-    parts = SimpleNamespace(publisher=publisher, crew=None, ready=None)
+    parts = SimpleNamespace(publisher=publisher, workers=None, ready=None)
     for name, double in {"hello": lambda link: from_options("demo", {}), "build": lambda config, log: parts, "run": run,
                          "ApiLink": lambda sock: SimpleNamespace(send=lambda message: None)}.items():
         monkeypatch.setattr(engine_main, name, double)

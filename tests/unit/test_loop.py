@@ -341,7 +341,7 @@ def test_what_can_wait_is_begun_when_there_is_nothing_to_do_and_once(monkeypatch
         return list(coming)
 
     turn()
-    engine_main.run(SimpleNamespace(loop=loop, crew=None, peers=None, wakes=None,
+    engine_main.run(SimpleNamespace(loop=loop, workers=None, peers=None, wakes=None,
                                     begin=lambda: begun.append(len(waits))),
                     SimpleNamespace(receive=receive))
     idle = engine_main.IDLE_S

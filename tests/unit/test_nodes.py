@@ -24,9 +24,9 @@ from penstock.core.plan import Group, StepId, StepPlan, Tier
 from penstock.exec.pipeline import agent as agent_module
 from penstock.exec.pipeline import nodes, remote_node
 from penstock.exec.pipeline.agent import Agent
-from penstock.exec.pipeline.crew import Crew
 from penstock.exec.pipeline.nodes import NodeLink, Stranger, weights_of
 from penstock.exec.pipeline.remote_node import NodePages, Nodes
+from penstock.exec.pipeline.workers import WorkerGroup
 from penstock.exec.step.links import nodes_of
 from penstock.memory.pool import PageLayout
 from penstock.transfer.pages import Span
@@ -287,13 +287,13 @@ def test_torchrun_says_who_is_who(monkeypatch):
 def test_a_plan_crosses_each_connection_once():
     said, sent = [], []
     remote_node = SimpleNamespace(mine=range(2, 4), link=SimpleNamespace(say=said.append))
-    crew = Crew.__new__(Crew)                   # without its processes
-    crew._encoded, crew.ranges = (None, b""), [range(2), remote_node.mine]
-    crew._nodes = SimpleNamespace(of=lambda _: remote_node)
+    workers = WorkerGroup.__new__(WorkerGroup)                   # without its processes
+    workers._encoded, workers.ranges = (None, b""), [range(2), remote_node.mine]
+    workers._nodes = SimpleNamespace(of=lambda _: remote_node)
     plan = StepPlan(StepId(1), (), (), (), (), (), (), (), (), ())
     for index in range(4):
-        crew.hand(SimpleNamespace(index=index, send=sent.append), plan)
-    assert sent == [crew.encoded(plan)] * 2 and said == [nodes.ToAll(crew.encoded(plan))]
+        workers.hand(SimpleNamespace(index=index, send=sent.append), plan)
+    assert sent == [workers.encoded(plan)] * 2 and said == [nodes.ToAll(workers.encoded(plan))]
 
 
 # ---------------------------------------------------------------- pages and ranks of other machines
@@ -386,9 +386,9 @@ def test_some_heads_of_a_page_go_to_the_machines_that_have_them() -> None:
 
 def test_every_tensor_parallel_rank_of_the_last_stage_gets_the_vocabulary():
     sent: list[int] = []
-    crew = Crew.__new__(Crew)
-    crew.ranks = [SimpleNamespace(send=lambda body, i=i: sent.append(i)) for i in range(6)]
-    crew.vocabulary(lambda: None, 3)
+    workers = WorkerGroup.__new__(WorkerGroup)
+    workers.ranks = [SimpleNamespace(send=lambda body, i=i: sent.append(i)) for i in range(6)]
+    workers.vocabulary(lambda: None, 3)
     assert sent == [3, 4, 5]
 
 

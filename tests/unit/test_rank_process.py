@@ -15,11 +15,11 @@ from penstock.config.request.grammar import Grammar
 from penstock.core.plan import StepId, StepPlan
 from penstock.exec.pipeline import wire
 from penstock.exec.pipeline.beats import Waits
-from penstock.exec.pipeline.crew import RankProcess
 from penstock.exec.pipeline.process import Process
-from penstock.exec.rank import Stepped
+from penstock.exec.pipeline.workers import WorkerProcess
 from penstock.exec.sampling.grammar import COMPILED_MAX, Grammars
 from penstock.exec.step.links import Links
+from penstock.exec.worker import Stepped
 
 
 class Event:
@@ -31,7 +31,9 @@ class Event:
 
 
 class Device:
-    """Of `exec.rank.Rank` what the process needs: every plan flies at once, until its event has ended."""
+    """Of `exec.worker.Worker` what the process needs: every plan flies at once, until its event has ended."""
+
+    awaits = False              # a stage in front
 
     def __init__(self) -> None:
         self.flights: list[tuple[StepId, Event]] = []
@@ -68,7 +70,7 @@ def until(true) -> None:
 def test_a_plan_is_launched_while_the_step_before_it_is_on_the_device():
     device, said = Device(), SimpleQueue()
     process = object.__new__(Process)
-    process._front = SimpleNamespace(send=said.put)
+    process._executor = SimpleNamespace(send=said.put)
     process._rank, process._before, process._links = device, None, Links()
     process._inbox, process._flights, process._computed = SimpleQueue(), SimpleQueue(), deque()
     process._waits = Waits()
@@ -92,21 +94,21 @@ def test_a_plan_is_launched_while_the_step_before_it_is_on_the_device():
 
 def test_a_rank_is_asked_once_for_a_grammar_and_says_when_no_step_would_wait():
     (here, there), news, go = socket.socketpair(), SimpleQueue(), threading.Event()
-    rank = RankProcess(SimpleNamespace(tell=lambda: news.put(None)), 0, wire.Channel(here), None)
+    rank = WorkerProcess(SimpleNamespace(tell=lambda: news.put(None)), 0, wire.Channel(here), None)
     process = object.__new__(Process)
-    process._front, process._rank = wire.Channel(there), Device()
+    process._executor, process._rank = wire.Channel(there), Device()
     process._grammars = Grammars(lambda: vocabulary() if go.wait(20) else None)
     try:
         grammar = Grammar("regex", "[ab]+")
         assert not rank.compiled(grammar) and not rank.compiled(grammar)
-        process._handle(wire.decode_to_rank(process._front.receive()))
+        process._handle(wire.decode_to_rank(process._executor.receive()))
         assert not rank.compiled(grammar) and news.empty()
         go.set()
         news.get(timeout=20)
         assert rank.compiled(grammar) and process._grammars.compiled(grammar)
         for n in range(COMPILED_MAX):               # what the rank may forget is asked for again
             assert not rank.compiled(Grammar("regex", f"a{{{n + 1}}}"))
-            process._handle(wire.decode_to_rank(process._front.receive()))
+            process._handle(wire.decode_to_rank(process._executor.receive()))
             news.get(timeout=20)
         assert len(rank._compiled) <= COMPILED_MAX // 2 + 1 and not rank.compiled(grammar)
     finally:
@@ -117,10 +119,10 @@ def test_a_rank_is_asked_once_for_a_grammar_and_says_when_no_step_would_wait():
 def test_lines_that_a_rank_logs_are_no_answers():
     """On a GPU it logs what its memory is used for, in front of Ready."""
     here, there = socket.socketpair()
-    crew = SimpleNamespace(tell=lambda: None, ranks=[], hang=lambda of, s: (_ for _ in ()).throw(TimeoutError))
-    rank = RankProcess(crew, 0, wire.Channel(here), None)
+    workers = SimpleNamespace(tell=lambda: None, ranks=[], hang=lambda of, s: (_ for _ in ()).throw(TimeoutError))
+    rank = WorkerProcess(workers, 0, wire.Channel(here), None)
     process = object.__new__(Process)
-    process._front, process._index, process._use = wire.Channel(there), 0, SimpleNamespace(parts={"kv": 5})
+    process._executor, process._index, process._use = wire.Channel(there), 0, SimpleNamespace(parts={"kv": 5})
     try:
         for _ in range(2):
             process._log("GPU memory in use")

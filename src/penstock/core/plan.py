@@ -466,7 +466,7 @@ class Advance:
 
 
 # ---------------------------------------------------------------- who executes plans
-class Executor(Protocol):
+class PlanExecutor(Protocol):
     """What a plan is handed to: real ranks (`exec`) or fake ones (`sim`).
 
     Promises: plans execute in `step` order on every rank; each ends in exactly one `Retired`, each

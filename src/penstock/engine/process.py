@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from penstock.engine.kv_events import KvPublisher
     from penstock.engine.loop import EngineLoop
     from penstock.engine.pd.router import Peers
-    from penstock.exec.pipeline.crew import Crew
+    from penstock.exec.pipeline.workers import WorkerGroup
 
 EXIT_CONFIG = 2
 EXIT_NO_MEMORY, EXIT_BUG = 1, 70
@@ -94,15 +94,15 @@ class ApiLink:
 def run(engine: EngineParts, link: ApiLink) -> None:
     """Run until Shutdown. It waits in one place, for messages, the executor, the other engine of a pair and deadlines;
     steps that run in this thread are run between two looks at what has come."""
-    loop, crew, peers = engine.loop, engine.crew, engine.peers
+    loop, workers, peers = engine.loop, engine.workers, engine.peers
     turn_over, timelines = write_on_signal(loop.recorder), loop.timelines
     missing = "no connection yet" if peers is None else peers.missing
     begun, between = False, collector.BetweenTurns()
     while True:
         wait_s = loop.wait_s
         idle = not begun and wait_s is None and not loop.steps_in_flight
-        if crew is not None and loop.steps_in_flight:
-            wait_s = crew.timeout_s if wait_s is None else min(wait_s, crew.timeout_s)
+        if workers is not None and loop.steps_in_flight:
+            wait_s = workers.timeout_s if wait_s is None else min(wait_s, workers.timeout_s)
         messages = link.receive(IDLE_S if idle else wait_s, engine.wakes)
         if idle and not messages:
             begun = True
@@ -112,8 +112,8 @@ def run(engine: EngineParts, link: ApiLink) -> None:
                 return store_rest(engine, link, message.store_s) if message.store_s else None
             if (stats := loop.handle(message)) is not None:
                 link.send(stats)
-        if crew is not None:
-            crew.watch()
+        if workers is not None:
+            workers.watch()
         if chunks := loop.turn(block=loop.works_here):
             link.send(wire.Chunks(chunks))
         if timelines is not None and (ended := timelines.ended(chunks, loop.recorder.core.live)):
@@ -156,12 +156,12 @@ def tell(peers: Peers, link: ApiLink, missing: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
-    """What a process runs. `crew`, `peers`, `publisher`: where there are several ranks, another end, KV events."""
+    """What a process runs. `workers`, `peers`, `publisher`: where there are several ranks, another end, KV events."""
 
     loop: EngineLoop
     ready: wire.EngineReady
     wakes: Waker
-    crew: Crew | None
+    workers: WorkerGroup | None
     peers: Peers | None
     publisher: KvPublisher | None
     begin: Callable[[], object]     # what neither ready nor the first requests shall wait for
@@ -228,7 +228,7 @@ def build(config: Config, event_log: EventLog) -> EngineParts:
     ready = wire.EngineReady(pid=os.getpid(), vocab_size=built.vocab_size, max_model_len=built.max_model_len,
                        info=info, selection=built.selection,
                        dense_len=min(built.max_model_len, largest(built.core_config, False) + 1))
-    return EngineParts(loop=loop, ready=ready, wakes=built.wakes, crew=built.crew, peers=peers,
+    return EngineParts(loop=loop, ready=ready, wakes=built.wakes, workers=built.workers, peers=peers,
                   publisher=publisher, begin=built.grammars.begin if built.grammars is not None else lambda: None)
 
 
@@ -284,8 +284,8 @@ def main(argv: list[str]) -> NoReturn:
 
 def _end_ranks(engine: EngineParts, *, asked: bool = False) -> None:
     """A rank that hangs does not see that its socket has closed."""
-    if engine.crew is not None:
-        engine.crew.close(asked=asked)
+    if engine.workers is not None:
+        engine.workers.close(asked=asked)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from penstock.config.request.grammar import Grammar
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.scores import PromptScores, Scores, scores_fit
 from penstock.config.request.selection import Selection, attention_identity
-from penstock.core.plan import Executor, Finished, Outcome, RequestId, Started, Token
+from penstock.core.plan import Finished, Outcome, PlanExecutor, RequestId, Started, Token
 from penstock.engine.wire import BootstrapRoom, OutputChunk, Submit, TokenLogprob
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 ID_MAX = 1 << 62
 
 
-class Runner(Executor, Protocol):
-    """An Executor that also keeps what the core need not know: sampling state and logprobs."""
+class Runner(PlanExecutor, Protocol):
+    """A PlanExecutor that also keeps what the core need not know: sampling state and logprobs."""
 
     def open(self, rid: RequestId, prompt: tuple[int, ...], params: SamplingParams, *,
              choice: int, stop_ids: tuple[int, ...]) -> None: ...

@@ -37,8 +37,8 @@ WHY = {         # by cause: which steps are launched kernel by kernel
 
 
 def uncaptured(ranks: Sequence[str], *, graphs: bool, alone: bool) -> str:
-    """Which steps of ranks on GPUs are launched kernel by kernel, and why; "": none. ranks: `Rank.uncaptured` of each;
-    alone: each has a GPU of its own."""
+    """Which steps of ranks on GPUs are launched kernel by kernel, and why; "": none. ranks: `Worker.uncaptured` of
+    each; alone: each has a GPU of its own."""
     for holds, cause in ((not graphs, "off"), (not alone, "shared")):
         if holds:
             return WHY[cause]
@@ -61,7 +61,7 @@ def captured(model: Model, tables: RowTables, attending: Attending, draws: Draws
              rehearses: bool = False, links: Links = ALONE) -> tuple[list[Steps], DraftGraphs | None]:
     """Of a whole model: decode steps of so many rows, and, captured for so long, steps with prompts; and, with
     drafts that the device makes, those in which a row has up to `width` positions, up to `wide` in all; or only
-    these. Of one of several stages, while all others do the same, decode steps. rehearses: as `Rank.capture`."""
+    these. Of one of several stages, while all others do the same, decode steps. rehearses: as `Worker.capture`."""
     if why := cause("decodes", attending, ahead, links, model.drafting is not None):
         if why == "layer" and links.before is not None:
             for _ in buckets:

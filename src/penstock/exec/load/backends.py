@@ -13,10 +13,10 @@ from penstock.config.base.errors import ConfigError
 from penstock.config.base.paths import cache_dir
 from penstock.config.request.selection import Selection, indexer_selection, selection_of
 from penstock.config.settings.tree import Config
-from penstock.exec.rank import RankParts
 from penstock.exec.sparse.bounds import Selector
 from penstock.exec.step.attend import LatentOps
 from penstock.exec.step.links import of_config
+from penstock.exec.worker import WorkerParts
 from penstock.kernels import registry
 from penstock.kernels.attention import latent_attention, paged_attention
 from penstock.kernels.c.build import announced
@@ -157,7 +157,7 @@ def selector_of(selection: Selection | None, hot_pages: int,
 
 
 def parts_of(model: Model, backends: Mapping[str, registry.Choice], selection: Selection | None,
-             hot_pages: int, groups: Sequence[CacheShape] | None = None) -> RankParts:
+             hot_pages: int, groups: Sequence[CacheShape] | None = None) -> WorkerParts:
     """What a rank computes with, of the back-ends that were chosen; groups as there."""
-    return RankParts(model, _attention_of(backends), groups, selector_of(selection, hot_pages, backends),
+    return WorkerParts(model, _attention_of(backends), groups, selector_of(selection, hot_pages, backends),
                      **{op: backends[op].name for op in ("draw", "mask") if op in backends})

@@ -1,1 +1,1 @@
-"""Ranks in processes of their own: the crew, a rank's process, their messages and sockets."""
+"""Ranks in processes of their own: the workers, a rank's process, their messages and sockets."""

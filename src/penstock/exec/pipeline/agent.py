@@ -28,7 +28,7 @@ from penstock.exec.load.sizing import groups_of
 from penstock.exec.load.weights import outline
 from penstock.exec.pipeline import nodes
 from penstock.exec.pipeline.local_launcher import LocalRanks, gpus_here
-from penstock.exec.pipeline.nodes import FRONT, NodeLink, Stranger
+from penstock.exec.pipeline.nodes import EXECUTOR, NodeLink, Stranger
 from penstock.exec.step.links import nodes_of, of_config
 from penstock.transfer.pages import PoolPages, Span
 from penstock.transfer.streams import dial
@@ -71,7 +71,7 @@ class Agent:
         ranks = self._ranks = LocalRanks(config, mine, self._engine)
         try:
             link.say(nodes.NodeStarted([process.pid for process in ranks.processes]))
-            for i, sock in zip(mine, ranks.fronts, strict=True):
+            for i, sock in zip(mine, ranks.executor_ends, strict=True):
                 self._spawn(self._of_rank, i, sock)
             for (i, slot), sock in ranks.outside.items():
                 self._spawn(nodes.pump, sock, link, i * 4 + slot)
@@ -129,7 +129,7 @@ class Agent:
     def _of_rank(self, rank: int, sock: socket.socket) -> None:
         """What it says, and then how it has ended."""
         assert self._link is not None and self._ranks is not None
-        nodes.pump(sock, self._link, rank * 4 + FRONT)
+        nodes.pump(sock, self._link, rank * 4 + EXECUTOR)
         code = self._ranks.processes[rank - self._ranks.mine.start].wait()
         try:
             self._link.say(nodes.Exited(rank, code))
@@ -142,10 +142,10 @@ class Agent:
         match message:
             case nodes.Data(channel, body):
                 rank, slot = divmod(channel, 4)
-                _give(ranks.fronts[rank - ranks.mine.start] if slot == FRONT else ranks.outside[rank, slot],
+                _give(ranks.executor_ends[rank - ranks.mine.start] if slot == EXECUTOR else ranks.outside[rank, slot],
                       body)
             case nodes.ToAll(body):
-                for sock in ranks.fronts:
+                for sock in ranks.executor_ends:
                     _give(sock, body)
             case nodes.NodePools(core):
                 self._pages = PoolPages([])             # or the ranks' memory would stay

@@ -1,7 +1,7 @@
-"""Whether ranks live and get on: each says once a second what it waits for, the front makes of it who hangs.
+"""Whether ranks live and get on: each says once a second what it waits for, the executor makes of it who hangs.
 
 A step may take minutes, and a first one compiles: that is no hang, as long as somebody computes. One is when
-a rank says nothing at all (its process is stopped), when all wait, for each other or for the front, and none
+a rank says nothing at all (its process is stopped), when all wait, for each other or for the executor, and none
 for anything new, or when a device does not end a step and nobody else computes. Knows no processes and no
 sockets.
 """
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 BEAT_S = 1.0                # between two beats of a rank, and between two looks at them
-FRONT, TP_RANKS, STAGE = "front", "TP ranks", "stage"   # whom a rank waits for; "" while it computes
+EXECUTOR, TP_RANKS, STAGE = "executor", "TP ranks", "stage"   # whom a rank waits for; "" while it computes
 DEVICE_MORE = 4             # a step on a device may take so many times what the longest so far has
 
 
@@ -77,7 +77,7 @@ class Watch:
         most = max(self._looks, DEVICE_MORE * self._longest) if self._serves else self._device_looks
         if on := [i for i, looks in enumerate(self._same) if looks >= most]:
             return on, f"its device has worked on one step for {most * BEAT_S:g} s"
-        between = [i for i, (_, whom) in enumerate(waits) if whom != FRONT]
+        between = [i for i, (_, whom) in enumerate(waits) if whom != EXECUTOR]
         if between and self._stuck >= self._looks:
             return between, f"all wait for each other, and nobody has computed for {self._looks * BEAT_S:g} s"
         return [], ""

@@ -26,7 +26,7 @@ from penstock.model.parts import TpRank, even
 
 
 class Rendezvous(dist.Store):  # type: ignore[misc, name-defined]
-    """Where the TP ranks of a stage find each other: what one sets is sent to the front, which tells the others.
+    """Where the TP ranks of a stage find each other: what one sets is sent to the executor, which tells the others.
     So no port asks who comes, and no file is left."""
 
     def __init__(self, tell: Callable[[str, bytes], None]) -> None:
@@ -116,7 +116,7 @@ class GlooGroup(_AllGather):
 
 class NcclGroup(_AllGather):
     """`model.base.TpGroup` on GPUs of their own, captured as any kernel is. A TP rank that is gone leaves the
-    others waiting on their devices: the front hears of it, and ends them."""
+    others waiting on their devices: the executor hears of it, and ends them."""
 
     def __init__(self, rendezvous: Rendezvous, tp_rank: TpRank, timeout_s: float, host: str,
                  log: Callable[[str], object]) -> None:

@@ -40,7 +40,7 @@ def gpus_here(config: Config, engine: int) -> list[int]:
 
 
 class LocalRanks:
-    """`mine` of all ranks. fronts: our ends of their sockets to the front. outside: of links to ranks
+    """`mine` of all ranks. executor_ends: our ends of their sockets to the executor. outside: of links to ranks
     elsewhere our ends, by rank and BEFORE, AFTER or TOKENS. gpus: of those that this process sees the number
     of the one that each sees, none on a CPU."""
 
@@ -50,7 +50,7 @@ class LocalRanks:
         self.mine = mine
         own = gpus_here(config, engine)
         self.gpus = [own[at % len(own)] for at in range(len(mine))] if own else []
-        self.fronts: list[socket.socket] = []
+        self.executor_ends: list[socket.socket] = []
         self.processes: list[subprocess.Popen[bytes]] = []
         self.outside: dict[tuple[int, int], socket.socket] = {}
         # It has no name: it goes with the last process that has mapped it.
@@ -69,7 +69,7 @@ class LocalRanks:
                     self.processes.append(child.start(
                         child.module("penstock.exec.pipeline.process", *fds), fds,
                         env=machine.of_gpus([self.gpus[at]]) if self.gpus else None))
-                self.fronts.append(ours)
+                self.executor_ends.append(ours)
 
     def _between(self, config: Config, until: contextlib.ExitStack) -> dict[tuple[int, int], int]:
         """Descriptors of the ends that ranks of this machine have, open until then."""

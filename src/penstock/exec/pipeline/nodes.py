@@ -1,6 +1,6 @@
 """The stream between node 0 and another machine's agent: what they say, who proves what, when one is gone.
 
-Every byte between the front and a rank of the other machine, and between ranks on two machines, goes through
+Every byte between the executor and a rank of the other machine, and between ranks on two machines, goes through
 it, by channel. Frames are those of `transfer.codec`, each from who has the key. Decides nothing.
 """
 from __future__ import annotations
@@ -31,7 +31,7 @@ from penstock.transfer.streams import Connection, LinkSettings, read_certificate
 VERSION = 4
 CHUNK = 1 << 19                 # bytes of a channel, or of pages that are whole, in one message
 BEATS = 4                       # in the time after which silence is an end
-FRONT, BEFORE, AFTER, TOKENS = range(4)         # ends that a rank has
+EXECUTOR, BEFORE, AFTER, TOKENS = range(4)         # ends that a rank has
 _OPENING = struct.Struct("<12sH32s")
 _MAGIC = b"penstocknode"
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
@@ -74,14 +74,14 @@ class NodeStarted(_Message, frozen=True):
 
 
 class Data(_Message, frozen=True):
-    """Bytes to, or from, an end that a rank has: `rank * 4` + FRONT, BEFORE, AFTER or TOKENS."""
+    """Bytes to, or from, an end that a rank has: `rank * 4` + EXECUTOR, BEFORE, AFTER or TOKENS."""
 
     channel: Number
     body: bytes
 
 
 class ToAll(_Message, frozen=True):
-    """A frame of the front to each rank of the node: a plan crosses once."""
+    """A frame of the executor to each rank of the node: a plan crosses once."""
 
     body: bytes
 

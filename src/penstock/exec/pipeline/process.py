@@ -1,10 +1,10 @@
-"""One rank in a process: `... -m penstock.exec.pipeline.process FRONT HOST DEVICE BEFORE AFTER TOKENS`.
+"""One rank in a process: `... -m penstock.exec.pipeline.process EXECUTOR HOST DEVICE BEFORE AFTER TOKENS`.
 
-The arguments are descriptors: the socket to the front, the memory of the host pool (-1: none), that of the
-device pools where the front must see them (-1: it need not), the
+The arguments are descriptors: the socket to the executor, the memory of the host pool (-1: none), that of the
+device pools where the executor must see them (-1: it need not), the
 sockets from the stage before and to the one after (-1: none), and the way of sampled tokens, which leads
-from the last stage to the first (-1 between them). Loads its part, then does what the front says, until
-the front is gone: it has no life of its own. Exit codes: 0 orphaned, 2 configuration, 70 our bug.
+from the last stage to the first (-1 between them). Loads its part, then does what the executor says, until
+the executor is gone: it has no life of its own. Exit codes: 0 orphaned, 2 configuration, 70 our bug.
 """
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from penstock.exec.load.layout import caches_of, stage_shapes
 from penstock.exec.load.sizing import groups_of
 from penstock.exec.load.weights import identity_of, load
 from penstock.exec.pipeline import wire
-from penstock.exec.pipeline.beats import BEAT_S, FRONT, STAGE, Waits
+from penstock.exec.pipeline.beats import BEAT_S, EXECUTOR, STAGE, Waits
 from penstock.exec.pipeline.collectives import GlooGroup, NcclGroup, Rendezvous
 from penstock.exec.pipeline.sockets import Inbox, PutBoundary, PutSampled, Taker, TokenInbox, boundaries, sampled
-from penstock.exec.rank import Rank, Report, Stepped
 from penstock.exec.sampling.grammar import BadGrammar, Grammars, Vocabulary
 from penstock.exec.start.memory_use import MemoryUse
 from penstock.exec.start.workspace import MemoryProfile
 from penstock.exec.step.links import Links, nodes_of, of_config
+from penstock.exec.worker import Report, Stepped, Worker
 from penstock.kernels.triton import compiles
 from penstock.memory.across import allocated
 from penstock.memory.dram import mapped
@@ -60,24 +60,24 @@ class _StepEnded:
 
 
 class Process:
-    """The rank, and its inbox: messages of the front, None when a copy has ended, and Landed."""
+    """The rank, and its inbox: messages of the executor, None when a copy has ended, and Landed."""
 
     def __init__(self, fds: list[int]) -> None:
-        self._front = wire.Channel(socket.socket(fileno=fds[0]))
+        self._executor = wire.Channel(socket.socket(fileno=fds[0]))
         self._fds = fds
         self._inbox: SimpleQueue[wire.ToRank | _StepEnded | None] = SimpleQueue()
         self._flights: SimpleQueue[torch.cuda.Event] = SimpleQueue()        # to be waited for
         self._awaits = False                    # a Landed is to come
         self._waits = Waits()
         self._rendezvous = Rendezvous(lambda key, value: self.send(wire.RendezvousKey(key, value)))
-        self._rank: Rank | None = None
+        self._rank: Worker | None = None
         self._grammars: Grammars | None = None
         self._queued = 0                        # plans that have not run
         self._ended = 0                         # steps that have,
         self._computed = deque[tuple[float, float]]()       # and when, of those that are not told
         self._uncounted = False                 # something was reported since its counters were told
         self._count_at = 0.0                    # when they may be told again
-        threading.Thread(target=self._listen, daemon=True, name="penstock-front").start()
+        threading.Thread(target=self._listen, daemon=True, name="penstock-executor").start()
         threading.Thread(target=self._beat, daemon=True, name="penstock-beat").start()
 
     @property
@@ -86,13 +86,13 @@ class Process:
         return self._rank is not None
 
     def _listen(self) -> None:
-        while (body := self._front.receive()) is not None:
+        while (body := self._executor.receive()) is not None:
             message = wire.decode_to_rank(body)
             if isinstance(message, wire.RendezvousKey):
                 self._rendezvous.heard(message.key, message.value)
             else:
                 self._inbox.put(message)
-        os._exit(0)                             # the front is gone, and what it wanted with it
+        os._exit(0)                             # the executor is gone, and what it wanted with it
 
     def _beat(self) -> None:
         while True:
@@ -113,7 +113,7 @@ class Process:
 
     def send(self, message: wire.FromRank) -> None:
         try:
-            self._front.send(wire.encode(message))
+            self._executor.send(wire.encode(message))
         except ConnectionError:
             os._exit(0)
 
@@ -205,7 +205,7 @@ class Process:
         pools = self._own.pools(core, self._device, host_memory=host, device_memory=device)
         if serves:
             self._use.took("kv", nbytes if handle else 0)
-        self._rank = Rank(
+        self._rank = Worker(
             parts_of(self._loaded.model, self._loaded.backends, self._selection, core.largest_hot,
                      self._groups),
             *pools, rows=core.rows, max_len=core.max_len, seed=seed, links=self._links,
@@ -260,7 +260,7 @@ class Process:
                 return self._inbox.get()
         if self._queued:
             return self._inbox.get(block=self._flies())
-        with self._waits.on(FRONT):
+        with self._waits.on(EXECUTOR):
             return self._inbox.get(timeout=late)
 
     def _handle(self, message: wire.ToRank | _StepEnded | None) -> None:
@@ -354,10 +354,10 @@ def _channel(fd: int) -> wire.Channel:
 
 
 def main(argv: list[str]) -> NoReturn:
-    # As the engine process: who ends this one is the front, by going.
+    # As the engine process: who ends this one is the executor, by going.
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(ignored, signal.SIG_IGN)
-    faulthandler.register(signal.SIGUSR2, all_threads=True)     # the front's watchdog asks for it
+    faulthandler.register(signal.SIGUSR2, all_threads=True)     # the executor's watchdog asks for it
     process = Process([int(a) for a in argv])
     try:
         process.load()
@@ -372,7 +372,7 @@ def main(argv: list[str]) -> NoReturn:
             "--gpu-memory-utilization, --max-num-batched-tokens or --max-num-seqs"))
         os._exit(EXIT_CONFIG)
     except ConnectionError:
-        threading.Event().wait()        # a neighbour is gone: the front hears of it, and goes itself
+        threading.Event().wait()        # a neighbour is gone: the executor hears of it, and goes itself
     except BaseException as e:
         why = None if process.runs else machine.why_no_memory(e)
         if why is None:

@@ -28,7 +28,7 @@ from penstock.core.plan import Group, Tier
 from penstock.exec.load.layout import Caches
 from penstock.exec.pipeline import nodes, wire
 from penstock.exec.pipeline.local_launcher import LocalRanks, wires
-from penstock.exec.pipeline.nodes import FRONT, NodeLink, Stranger
+from penstock.exec.pipeline.nodes import EXECUTOR, NodeLink, Stranger
 from penstock.memory.pool import PageLayout
 from penstock.transfer.pages import PageBytes, PoolPages, Span
 from penstock.transfer.streams import CONNECT_S, LinkSettings, listen, shut
@@ -65,14 +65,14 @@ class FarProcess:
 
 
 class FarChannel(wire.Channel):
-    """The front's end of the way to a rank elsewhere: frames go over the node's stream, its own come here."""
+    """The executor's end of the way to a rank elsewhere: frames go over the node's stream, its own come here."""
 
     def __init__(self, node: RemoteNode, rank: int, here: socket.socket) -> None:
         super().__init__(here)
         self._node, self._rank = node, rank
 
     def send(self, frame: bytes | memoryview) -> None:
-        self._node.link.data(self._rank * 4 + FRONT, frame)
+        self._node.link.data(self._rank * 4 + EXECUTOR, frame)
 
 
 class RemoteNode:
@@ -126,7 +126,7 @@ class RemoteNode:
                 self._started.set()
             case nodes.Data(channel, body):
                 rank, slot = divmod(channel, 4)
-                if slot == FRONT:
+                if slot == EXECUTOR:
                     self._backs[rank - self.mine.start].sendall(body)
                 else:
                     self._carry(channel, body)

@@ -187,7 +187,7 @@ class PutSampled:
 
 
 class Taker(Generic[T]):
-    """What `receive` reads off a link, by step. A link that ends leaves `take` waiting: the front, which
+    """What `receive` reads off a link, by step. A link that ends leaves `take` waiting: the executor, which
     has seen it too, ends this process."""
 
     def __init__(self, receive: Callable[[], tuple[StepId, T] | None], waits: Waits,

@@ -1,4 +1,4 @@
-"""What the front and its ranks in other processes say to each other: closed, typed messages in msgpack.
+"""What the executor and its ranks in other processes say to each other: closed, typed messages in msgpack.
 
 Frames are an 8-byte little-endian length and a body, over Unix socket pairs that only these processes
 hold. Plans are the core's own types. No pickle in any form.
@@ -16,14 +16,14 @@ from penstock.config.request.params import SamplingParams
 from penstock.config.settings.plain import Plain
 from penstock.core.plan import Moved, RequestId, Row, StepId, StepPlan
 from penstock.core.settings import CoreConfig
-from penstock.exec.rank import Stepped
+from penstock.exec.worker import Stepped
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
     pass
 
 
-# ---------------------------------------------------------------- front -> rank
+# ---------------------------------------------------------------- executor -> rank
 class Begin(_Message, frozen=True):
     """First message: load what rank `index` of a model of so many layers has. `host`: the address of this
     machine on which other TP ranks of its stage reach it. `alone`: each rank has a GPU of its own."""
@@ -37,7 +37,7 @@ class Begin(_Message, frozen=True):
 
 
 class RendezvousKey(_Message, frozen=True):
-    """Of `collectives.Rendezvous`: from a TP rank to the front, and on to the others of its stage."""
+    """Of `collectives.Rendezvous`: from a TP rank to the executor, and on to the others of its stage."""
 
     key: str
     value: bytes
@@ -94,7 +94,7 @@ class Given(_Message, frozen=True):
 
 
 class Checked(_Message, frozen=True):
-    """To a stage in front of the last: `exec.rank.Rank.checked`, row by row."""
+    """To a stage in front of the last: `exec.worker.Worker.checked`, row by row."""
 
     step: StepId
     rows: list[Row]
@@ -110,7 +110,7 @@ class Plan(_Message, frozen=True):
 ToRank = Begin | RendezvousKey | Pools | Words | Measure | Compile | Open | Close | Given | Checked | Plan
 
 
-# ---------------------------------------------------------------- rank -> front
+# ---------------------------------------------------------------- rank -> executor
 class Loading(_Message, frozen=True):
     """It has just written a line to the log: it is alive. At any time until it serves."""
 
@@ -133,7 +133,7 @@ class StageRefused(_Message, frozen=True):
 
 class Ready(_Message, frozen=True):
     """Answers Pools. `memory`: of an engine of a pair, the handle of its pools on a GPU (`memory.across`).
-    `use`: bytes of a GPU by what they are for (`exec.start.memory_use`). `uncaptured`: as `Rank.uncaptured`."""
+    `use`: bytes of a GPU by what they are for (`exec.start.memory_use`). `uncaptured`: as `Worker.uncaptured`."""
 
     memory: bytes = b""
     use: dict[str, int] = {}
@@ -166,7 +166,7 @@ class Reports(_Message, frozen=True):
 
 
 class Counters(_Message, frozen=True):
-    """`front.Ranked.stats` as they are now: before Ready, behind Reports, and when nothing more comes."""
+    """`executor.WorkerHandle.stats` as they are now: before Ready, behind Reports, and when nothing more comes."""
 
     values: dict[str, float]
 

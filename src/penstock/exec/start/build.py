@@ -19,7 +19,7 @@ from penstock.config.request.selection import Selection
 from penstock.config.settings.tree import Config, ScheduleConfig
 from penstock.core.settings import CoreConfig
 from penstock.exec.drafts.drafter import Drafter, drafter_of
-from penstock.exec.front import Front
+from penstock.exec.executor import Executor
 from penstock.exec.graphs import mixed
 from penstock.exec.graphs.capture import buckets_of
 from penstock.exec.graphs.steps import uncaptured
@@ -27,17 +27,17 @@ from penstock.exec.load.backends import parts_of, selection_for, selector_of
 from penstock.exec.load.layout import Caches, caches_of
 from penstock.exec.load.sizing import DeviceMemory, NodeMemory, Sizes, groups_of, show_size, size_pools
 from penstock.exec.load.weights import LoadedModel, identity_of, kept_as, load, outline, show_dtype
-from penstock.exec.pipeline.crew import Crew
-from penstock.exec.rank import Rank, RankParts
+from penstock.exec.pipeline.workers import WorkerGroup
 from penstock.exec.sampling.grammar import Grammars, Vocabulary, switched_off, whose
 from penstock.exec.start.kinds import largest_chunk, masks_rows, one_page, take_each_kind
 from penstock.exec.start.memory_use import MemoryUse
-from penstock.exec.start.prove import prove, prove_front, scratch
+from penstock.exec.start.prove import prove, prove_executor, scratch
 from penstock.exec.start.rehearsal import Rehearsal
 from penstock.exec.start.store import open_storage, storage_info
 from penstock.exec.start.workspace import beyond, device_memory, largest_step
 from penstock.exec.step.links import nodes_of, of_config
 from penstock.exec.waker import Waker
+from penstock.exec.worker import Worker, WorkerParts
 from penstock.kernels.c.build import triton_runs
 from penstock.kernels.op import Unusable
 from penstock.kernels.platform import KernelError, probe
@@ -62,7 +62,7 @@ Info = dict[str, str | int | float | bool | None]
 class Built:
     """An engine without its loop. `info` is flat: what was chosen and what it costs."""
 
-    executor: Front
+    executor: Executor
     core_config: CoreConfig
     vocab_size: int
     max_model_len: int
@@ -73,7 +73,7 @@ class Built:
     stages: Sequence[Sequence[int]]             # by cache group: layers of each stage
     caches: Caches                  # of the whole model
     identity: dict[str, str]        # what another engine must have in common to read its KV, in words
-    crew: Crew | None = None        # the ranks, where they are processes
+    workers: WorkerGroup | None = None        # the ranks, where they are processes
     grammars: Grammars | None = None            # of the rank in this process, not begun
 
 
@@ -104,7 +104,7 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
     if config.pair.disaggregation_mode or kv.kv_storage is not None:
         identity = kv_identity(config, parts.loaded, selection, caches)
     if kv.kv_storage is not None:
-        parts.front.storage, root = open_storage(kv, identity, caches, parts.host, wakes.wake, log)
+        parts.executor.storage, root = open_storage(kv, identity, caches, parts.host, wakes.wake, log)
         core_config = replace(core_config, store_root=root, store_writes=not kv.is_readonly,
                               store_reused=kv.kv_storage_write_policy == "write_through_selective",
                               fetch_waits=kv.kv_storage_policy != "best_effort")
@@ -149,16 +149,16 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
     if core_config.step_tokens < core_config.rows:
         log(f"warning: --max-num-batched-tokens {core_config.step_tokens} is below --max-num-seqs "
             f"{core_config.rows}: the youngest requests wait while older ones decode")
-    return Built(executor=parts.front, core_config=core_config, vocab_size=model.vocab_size, info=info,
+    return Built(executor=parts.executor, core_config=core_config, vocab_size=model.vocab_size, info=info,
                  max_model_len=core_config.max_len, selection=selection, wakes=wakes, pages=parts.pages,
-                 stages=parts.stages, caches=caches, identity=identity, crew=parts.crew, grammars=parts.grammars)
+                 stages=parts.stages, caches=caches, identity=identity, workers=parts.workers, grammars=parts.grammars)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
     """`caches` of the whole model; `threads` of each rank."""
 
-    front: Front
+    executor: Executor
     loaded: LoadedModel
     caches: Caches
     sizes: Sizes
@@ -169,7 +169,7 @@ class _Parts:
     stages: Sequence[Sequence[int]]
     host: Sequence[HostPages]           # whole ones
     dram_bytes: int                     # of the host pools, of all machines
-    crew: Crew | None = None
+    workers: WorkerGroup | None = None
     grammars: Grammars | None = None
 
 
@@ -244,7 +244,7 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
         use.took("kernels")
         hbm, dram = caches.pools(core, device)
         use.took("kv")
-        rank = Rank(parts, hbm, dram, rows=core.rows, max_len=core.max_len, seed=seed, lateness=lateness,
+        rank = Worker(parts, hbm, dram, rows=core.rows, max_len=core.max_len, seed=seed, lateness=lateness,
                     wake=wakes.wake, grammars=grammars, drafter=drafter_of(config))
         use.took("tables")
         if captures:
@@ -268,19 +268,19 @@ def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None
     if gpu is not None:
         log(use.ended(gpu.workspace))
         info |= use.info()
-    return _Parts(front=Front([rank], page_size=core.page_size), loaded=loaded, caches=caches, sizes=sizes,
+    return _Parts(executor=Executor([rank], page_size=core.page_size), loaded=loaded, caches=caches, sizes=sizes,
                   selection=selection, threads=threads, info=info, pages=PoolPages([[*hbm, *dram]]),
                   stages=[[layout.num_layers] for layout in caches.layouts], host=dram,
                   dram_bytes=caches.host_bytes(core), grammars=grammars)
 
 
-def _take_kinds(parts: RankParts, caches: Caches, core: CoreConfig, drafter: Drafter | None) -> float:
+def _take_kinds(parts: WorkerParts, caches: Caches, core: CoreConfig, drafter: Drafter | None) -> float:
     """Take a step of each kind, so that none compiles while requests wait. Return its seconds."""
     started = time.perf_counter()
     scratch_core = one_page(caches, core.rows, core.max_len, core.largest_hot)
-    rank = Rank(parts, *caches.pools(scratch_core, "cuda"), rows=core.rows, max_len=core.max_len,
+    rank = Worker(parts, *caches.pools(scratch_core, "cuda"), rows=core.rows, max_len=core.max_len,
                 drafter=drafter)
-    take_each_kind(Front([rank]), scratch_core, largest_chunk(caches, core.step_tokens), core.budget)
+    take_each_kind(Executor([rank]), scratch_core, largest_chunk(caches, core.step_tokens), core.budget)
     masks_rows(parts.model.vocab_size, parts.mask)
     torch.cuda.empty_cache()
     return round(time.perf_counter() - started, 3)
@@ -336,27 +336,27 @@ def _measure(config: Config, loaded: LoadedModel, selection: Selection | None, c
     return gpu, _tell_gpu(gpu, log)
 
 
-def _measure_several(config: Config, crew: Crew, loaded: LoadedModel, caches: Caches,
+def _measure_several(config: Config, workers: WorkerGroup, loaded: LoadedModel, caches: Caches,
                      log: Callable[[str], object]) -> tuple[DeviceMemory, Info]:
     """As `_measure`, of the GPU with the least room for each rank on it: what one takes at most another may
     take at the same time."""
     longest = _longest(config, caches, loaded.whole.max_position)
     core = replace(one_page(caches, config.schedule.max_num_seqs, longest), pp_size=config.device.pp)
-    crew.pools(core)
-    largest_step(Front(crew.ranks, crew.wait, tp_size=config.device.tp), core,
+    workers.pools(core)
+    largest_step(Executor(workers.ranks, workers.wait, tp_size=config.device.tp), core,
                  config.schedule.num_step_tokens)
-    told, found = crew.measured(), []
-    gpus = sorted(set(crew.places))
+    told, found = workers.measured(), []
+    gpus = sorted(set(workers.places))
     for gpu in gpus:
-        own = [one for one, place in zip(told, crew.places, strict=True) if place == gpu]
+        own = [one for one, place in zip(told, workers.places, strict=True) if place == gpu]
         found.append(DeviceMemory(
             total=own[0].total, free=own[-1].free, ranks=len(own),
             workspace=sum(one.workspace for one in own) + len(own) * beyond(caches, longest)))
     least = min(found, key=lambda one: (one.free - one.workspace) // one.ranks)
-    how = ("each has a GPU of its own" if crew.alone else f"they share {len(gpus)} GPUs, in turn"
+    how = ("each has a GPU of its own" if workers.alone else f"they share {len(gpus)} GPUs, in turn"
            if len(gpus) > 1 else "they share one GPU, in turn")
-    log(f"{counted(len(crew.ranks), 'rank')}: {how}" + (
-        "" if crew.captures else "; their steps are launched kernel by kernel"))
+    log(f"{counted(len(workers.ranks), 'rank')}: {how}" + (
+        "" if workers.captures else "; their steps are launched kernel by kernel"))
     return least, _tell_gpu(least, log)
 
 
@@ -384,12 +384,12 @@ def _several(config: Config, log: Callable[[str], object], wakes: Waker,
     nodes = nodes_of(config)
     threads = max(1, (config.device.threads or machine.probe().cores) // len(nodes[0]))
     own = [caches.stage(stages[i], groups, [stages[j] for j in node]) for node in nodes for i in node]
-    crew = Crew(config, num_layers, own, wakes.wake, log)
-    crew.vocab_size = loaded.whole.vocab_size
+    workers = WorkerGroup(config, num_layers, own, wakes.wake, log)
+    workers.vocab_size = loaded.whole.vocab_size
     try:
-        told = crew.loaded(identity_of(loaded, config, caches))
+        told = workers.loaded(identity_of(loaded, config, caches))
         widest = max(own, key=lambda c: c.slabs.slab_bytes)
-        gpu, info = (_measure_several(config, crew, loaded, caches, log) if device == "cuda" else
+        gpu, info = (_measure_several(config, workers, loaded, caches, log) if device == "cuda" else
                      (None, {}))
         rooms = [NodeMemory(machine.probe().memory_available if not n else min(told[i].free_bytes for i in node),
                       len(node), own[node.start].host) for n, node in enumerate(nodes)]
@@ -397,24 +397,25 @@ def _several(config: Config, log: Callable[[str], object], wakes: Waker,
                            budget=selection.budget if selection else 0, gpu=gpu)
         core = sizes.core
         selector = selector_of(selection, core.largest_hot, loaded.backends)
-        crew.vocabulary(vocabulary, tp_size)
+        workers.vocabulary(vocabulary, tp_size)
         trial = replace(scratch(caches, selector), pp_size=config.device.pp)
-        crew.pools(trial)
-        prove_front(Front(crew.ranks, crew.wait, tp_size=tp_size), trial, loaded.whole.max_position, selector)
+        workers.pools(trial)
+        prove_executor(Executor(workers.ranks, workers.wait, tp_size=tp_size), trial, loaded.whole.max_position,
+                       selector)
         if device == "cuda":
             trial = replace(one_page(caches, core.rows, core.max_len, core.largest_hot), pp_size=core.pp_size)
-            crew.pools(trial)
-            take_each_kind(Front(crew.ranks, crew.wait, tp_size=tp_size), trial,
+            workers.pools(trial)
+            take_each_kind(Executor(workers.ranks, workers.wait, tp_size=tp_size), trial,
                            largest_chunk(caches, core.step_tokens), core.budget)
-        crew.pools(core, capture=crew.captures, serves=True)
-        crew.serves()
+        workers.pools(core, capture=workers.captures, serves=True)
+        workers.serves()
     except BaseException:
-        crew.close()
+        workers.close()
         raise
     if device == "cuda":
-        info["uncaptured_steps"] = uncaptured([rank.uncaptured for rank in crew.ranks], alone=crew.alone,
+        info["uncaptured_steps"] = uncaptured([rank.uncaptured for rank in workers.ranks], alone=workers.alone,
                                               graphs=config.device.cuda_graphs)
-    for i, rank in enumerate(crew.ranks):
+    for i, rank in enumerate(workers.ranks):
         info |= {f"rank_{i}_gpu_{part}_bytes": n for part, n in rank.use.items()}
     info |= {"pp": config.device.pp, "pp_layers": ",".join(map(str, layers[::tp_size])), "tp": tp_size,
              **({"ep": config.device.expert_ranges} if config.device.expert_ranges > 1 else {})}
@@ -422,20 +423,20 @@ def _several(config: Config, log: Callable[[str], object], wakes: Waker,
         used, given = mine.nbytes(core.hbm_pages), widest.nbytes(core.hbm_pages)
         info |= {f"rank_{i}_layers": n, f"rank_{i}_weight_bytes": one.weight_bytes,
                  f"rank_{i}_load_peak_bytes": one.peak_bytes, f"rank_{i}_hbm_bytes": used,
-                 f"rank_{i}_hbm_unused_bytes": given - used, f"rank_{i}_pid": crew.ranks[i].process.pid}
+                 f"rank_{i}_hbm_unused_bytes": given - used, f"rank_{i}_pid": workers.ranks[i].process.pid}
         log(f"rank {i}: {counted(n, 'layer')}, {show_size(one.weight_bytes)} of weights, {show_size(used)} "
             f"of KV ({show_size(given - used)} unused, as the widest rank has no more pages), "
             f"{counted(threads, 'thread')}")
     loaded = replace(loaded, bytes=sum(one.weight_bytes for one in told),
                      peak=max(one.peak_bytes for one in told))
-    pages, dram = crew.seen(core, caches), [own[node.start].host_bytes(core) for node in nodes]
+    pages, dram = workers.seen(core, caches), [own[node.start].host_bytes(core) for node in nodes]
     if len(nodes) > 1:
         info |= {"nnodes": len(nodes), **{f"node_{n}_dram_bytes": size for n, size in enumerate(dram)}}
-    front = Front(crew.ranks, crew.wait, tp_size=tp_size, page_size=core.page_size)
-    return _Parts(front=front, loaded=loaded, caches=caches, sizes=sizes,
+    executor = Executor(workers.ranks, workers.wait, tp_size=tp_size, page_size=core.page_size)
+    return _Parts(executor=executor, loaded=loaded, caches=caches, sizes=sizes,
                   selection=selection, threads=threads, info=info, pages=pages,
                   stages=[[one.layouts[g].num_layers for one in own[::tp_size]] for g in range(len(groups))],
-                  host=crew.host_pages(core, caches), dram_bytes=sum(dram), crew=crew)
+                  host=workers.host_pages(core, caches), dram_bytes=sum(dram), workers=workers)
 
 
 def _sparse_info(selection: Selection | None, caches: Caches, sizes: Sizes) -> Info:

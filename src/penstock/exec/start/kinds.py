@@ -15,7 +15,7 @@ import torch
 from penstock.config.request.params import SamplingParams
 from penstock.core.plan import NO_DRAM, NO_HBM, Bind, DramPage, HbmPage, Hot, RequestId, Row, StepId, StepPlan
 from penstock.core.settings import CoreConfig
-from penstock.exec.front import Front
+from penstock.exec.executor import Executor
 from penstock.exec.load.layout import Caches
 from penstock.kernels.sample import mask
 
@@ -66,11 +66,11 @@ class _Part:
     samples: bool = True
 
 
-def take_each_kind(front: Front, core: CoreConfig, step_tokens: int, budget: int = 0, before: int = 0) -> int:
+def take_each_kind(executor: Executor, core: CoreConfig, step_tokens: int, budget: int = 0, before: int = 0) -> int:
     """Take steps of every kind on pools as `one_page` makes them; return how many.
 
     step_tokens   tokens of the largest step
-    before        steps, and requests, that the front has had
+    before        steps, and requests, that the executor has had
     budget        tokens that a step of a request selects, of a model without an indexer; 0: none selects
 
     Kinds: chunks of CHUNKS tokens and the largest, at the beginning of a prompt and behind more of it; two
@@ -80,11 +80,11 @@ def take_each_kind(front: Front, core: CoreConfig, step_tokens: int, budget: int
     """
     steps = 0
     for host in (False, True)[:1 + (core.hot_pages > 0)]:
-        steps += _of_pages(front, core, step_tokens, budget, host, before + steps)
+        steps += _of_pages(executor, core, step_tokens, budget, host, before + steps)
     return steps
 
 
-def _of_pages(front: Front, core: CoreConfig, step_tokens: int, budget: int, host: bool, before: int) -> int:
+def _of_pages(executor: Executor, core: CoreConfig, step_tokens: int, budget: int, host: bool, before: int) -> int:
     greedy = SamplingParams(temperature=0.0, sparse_top_k=budget)
     drawn = msgspec.structs.replace(greedy, temperature=0.8, top_p=0.9, top_k=20, seed=1)
     longest = core.max_len - DECODED
@@ -107,21 +107,21 @@ def _of_pages(front: Front, core: CoreConfig, step_tokens: int, budget: int, hos
     plans.append([_Part(scored, 0, beside)])
     ids = [RequestId(before + i) for i in range(len(ask))]
     for rid, (params, length) in zip(ids, ask, strict=True):
-        front.open(rid, (0,) * length, params)
+        executor.open(rid, (0,) * length, params)
     rows = {long: Row(0), short: Row(1), other: Row(0), third: Row(1), scored: Row(0)}
     bound: set[int] = set()
     for n, parts in enumerate(plans):
         binds = [_bind(rows[p.request], ids[p.request], core, host) for p in parts if p.request not in bound]
         bound.update(p.request for p in parts)
-        front.submit(StepPlan(
+        executor.submit(StepPlan(
             step=StepId(before + n + 1), rows=tuple(rows[p.request] for p in parts),
             rids=tuple(ids[p.request] for p in parts), start=tuple(p.start for p in parts),
             count=tuple(p.count for p in parts), samples=tuple(p.samples for p in parts),
             tokens=tuple(t for p in parts for t in ((-1,) if p.decodes else (0,) * p.count)),
             grows=(), moves=(), binds=tuple(binds)))
-        front.poll(block=True)
+        executor.poll(block=True)
     for rid in ids:
-        front.close(rid)
+        executor.close(rid)
     return len(plans)
 
 

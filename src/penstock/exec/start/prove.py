@@ -19,21 +19,21 @@ from penstock.core.plan import (
     StepPlan,
 )
 from penstock.core.settings import CoreConfig
-from penstock.exec.front import Front
+from penstock.exec.executor import Executor
 from penstock.exec.load.layout import Caches
-from penstock.exec.rank import Rank, RankParts
 from penstock.exec.sparse.bounds import Selector
+from penstock.exec.worker import Worker, WorkerParts
 
 
-def prove(parts: RankParts, caches: Caches, device: str = "cpu") -> None:
+def prove(parts: WorkerParts, caches: Caches, device: str = "cpu") -> None:
     """Produce a token: what is announced as ready has run, and first-call costs are paid.
 
     With hot buffers the prompt goes to a host page, and a second token reads it from there.
     Raises ConfigError if the logits are not finite.
     """
     core = scratch(caches, parts.selector)
-    rank = Rank(parts, *caches.pools(core, device), rows=core.rows, max_len=core.max_len)
-    prove_front(Front([rank]), core, parts.model.max_position, parts.selector)
+    rank = Worker(parts, *caches.pools(core, device), rows=core.rows, max_len=core.max_len)
+    prove_executor(Executor([rank]), core, parts.model.max_position, parts.selector)
 
 
 def scratch(caches: Caches, selector: Selector | None) -> CoreConfig:
@@ -44,12 +44,12 @@ def scratch(caches: Caches, selector: Selector | None) -> CoreConfig:
                       hot_pages=hot, max_len=2 * size, groups=caches.groups, group_base=1 << 20)
 
 
-def prove_front(front: Front, core: CoreConfig, max_position: int, selector: Selector | None) -> None:
-    """`prove` of a front whose ranks have pools as `core`, which `scratch` made, says."""
+def prove_executor(executor: Executor, core: CoreConfig, max_position: int, selector: Selector | None) -> None:
+    """`prove` of a executor whose ranks have pools as `core`, which `scratch` made, says."""
     size, hosted = core.page_size, core.hot_pages > 0
     budget = selector.least if hosted and selector is not None else 0
     rid, prompt = RequestId(0), (0,) * min(size, max_position)
-    front.open(rid, prompt, SamplingParams(temperature=0.0, sparse_top_k=budget))
+    executor.open(rid, prompt, SamplingParams(temperature=0.0, sparse_top_k=budget))
     first = StepPlan(
         step=StepId(1), rows=(Row(0),), rids=(rid,), start=(0,), count=(len(prompt),), samples=(True,),
         tokens=prompt, grows=(), moves=(), binds=(_bind(rid, core),))
@@ -57,13 +57,13 @@ def prove_front(front: Front, core: CoreConfig, max_position: int, selector: Sel
     if (hosted or core.pp_size > 1) and len(prompt) < max_position:
         plans.append(replace(first, step=StepId(2), start=(len(prompt),), count=(1,), tokens=(-1,), binds=()))
     for plan in plans:
-        front.submit(plan)
-        [retired, *_] = front.poll(block=True)
+        executor.submit(plan)
+        [retired, *_] = executor.poll(block=True)
         assert isinstance(retired, Retired)
         if retired.tokens == ((),):
             raise ConfigError("a first token cannot be produced: the model's logits are not finite. "
                               "Its weights are damaged, or overflow in this --dtype")
-    front.close(rid)
+    executor.close(rid)
 
 
 def _bind(rid: RequestId, core: CoreConfig) -> Bind:

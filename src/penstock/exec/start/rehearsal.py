@@ -18,15 +18,15 @@ import torch
 from penstock.config.base import machine
 from penstock.config.settings.tree import Config
 from penstock.exec.drafts.drafter import drafter_of
-from penstock.exec.front import Front
+from penstock.exec.executor import Executor
 from penstock.exec.graphs.capture import buckets_of, recorded
 from penstock.exec.load.backends import parts_of, selection_for
 from penstock.exec.load.layout import caches_of
 from penstock.exec.load.sizing import groups_of, largest_hot, show_size
 from penstock.exec.load.weights import Sketch
-from penstock.exec.rank import Rank
 from penstock.exec.start.kinds import largest_chunk, masks_rows, one_page, take_each_kind
 from penstock.exec.start.workspace import largest_step
+from penstock.exec.worker import Worker
 from penstock.model import registry as families
 from penstock.model.base import GlobalLayer, Stage
 
@@ -97,14 +97,14 @@ class Rehearsal:
                 hot = largest_hot(kv, budget, schedule.num_drafts, longest) // kv.page_size
             parts, core = parts_of(model, sketch.backends, selection, hot, groups), one_page(
                 caches, rows, longest, hot)
-            ranks = [Rank(parts, *caches.pools(core, "cuda"), rows=rows, max_len=longest,
+            ranks = [Worker(parts, *caches.pools(core, "cuda"), rows=rows, max_len=longest,
                           drafter=drafter_of(self._config)) for _ in range(2)]
             if self._config.device.cuda_graphs:
                 ranks[0].capture(buckets_of(rows), float("inf"), width=1 + schedule.num_drafts,
                                  rehearses=True)
-            front = Front(ranks[1:])
-            largest_step(front, core, self._step_tokens)
-            take_each_kind(front, core, largest_chunk(caches, self._step_tokens), budget, before=1)
+            executor = Executor(ranks[1:])
+            largest_step(executor, core, self._step_tokens)
+            take_each_kind(executor, core, largest_chunk(caches, self._step_tokens), budget, before=1)
             masks_rows(model.vocab_size, parts.mask)
 
 

@@ -12,12 +12,12 @@ from penstock.config.request.params import SamplingParams
 from penstock.core.plan import Bind, HbmPage, RequestId, Retired, Row, StepId, StepPlan
 from penstock.core.settings import CoreConfig
 from penstock.exec.drafts.drafter import Drafter
-from penstock.exec.front import Front
+from penstock.exec.executor import Executor
 from penstock.exec.load.layout import Caches
 from penstock.exec.load.sizing import DeviceMemory
-from penstock.exec.rank import Rank, RankParts
 from penstock.exec.sampling.sampler import Sampler
 from penstock.exec.start.kinds import context_max, one_page
+from penstock.exec.worker import Worker, WorkerParts
 
 # Of the allocator's, for what a mixed step or another order of sizes takes more than the one measured.
 SLACK = 0.1
@@ -33,7 +33,7 @@ class MemoryProfile:
         self._held = torch.cuda.memory_reserved()
         torch.cuda.reset_peak_memory_stats()
 
-    def read(self, vocab_size: int, rows: int, rank: Rank | None = None, width: int = 1, *,
+    def read(self, vocab_size: int, rows: int, rank: Worker | None = None, width: int = 1, *,
              samples: bool = True) -> DeviceMemory:
         """Of the steps since then, of sampling so many rows, if not another stage does, and of the largest
         graphs of `rank`, which keep their memory, with drafts of up to `width` positions; and a tenth."""
@@ -50,20 +50,20 @@ class MemoryProfile:
                             workspace=int(taken * (1 + SLACK)) + SLACK_BYTES)
 
 
-def largest_step(front: Front, core: CoreConfig, step_tokens: int) -> None:
+def largest_step(executor: Executor, core: CoreConfig, step_tokens: int) -> None:
     """The last chunk of a prompt of `core.max_len` tokens, on pools as `one_page` has them."""
     chunk, rid = min(step_tokens, core.max_len), RequestId(0)
-    front.open(rid, (0,) * core.max_len, SamplingParams(temperature=0.0))
+    executor.open(rid, (0,) * core.max_len, SamplingParams(temperature=0.0))
     bind = Bind(Row(0), rid, tuple(
         (HbmPage(g * core.group_base + g * group.slab_pages),)
         * -(-core.max_len // (group.page_tokens or core.page_size))
         for g, group in enumerate(core.groups)), 0)
-    front.submit(StepPlan(
+    executor.submit(StepPlan(
         step=StepId(1), rows=(Row(0),), rids=(rid,), start=(core.max_len - chunk,), count=(chunk,),
         samples=(True,), tokens=(0,) * chunk, grows=(), moves=(), binds=(bind,)))
-    [retired, *_] = front.poll(block=True)
+    [retired, *_] = executor.poll(block=True)
     assert isinstance(retired, Retired)
-    front.close(rid)
+    executor.close(rid)
 
 
 def beyond(caches: Caches, max_len: int) -> int:
@@ -74,7 +74,7 @@ def beyond(caches: Caches, max_len: int) -> int:
         for n in caches.layouts)
 
 
-def device_memory(parts: RankParts, caches: Caches, *, rows: int, step_tokens: int, max_len: int,
+def device_memory(parts: WorkerParts, caches: Caches, *, rows: int, step_tokens: int, max_len: int,
                   capture: bool, width: int = 1, drafter: Drafter | None = None) -> DeviceMemory:
     """Measured with the weights on the device and no pools there. Raises torch's OutOfMemoryError.
 
@@ -83,8 +83,8 @@ def device_memory(parts: RankParts, caches: Caches, *, rows: int, step_tokens: i
     and a tenth; what grows with a context beyond `context_max` is added by its size.
     """
     gauge, core = MemoryProfile(), one_page(caches, rows, max_len)
-    rank = Rank(parts, *caches.pools(core, "cuda"), rows=rows, max_len=core.max_len, drafter=drafter)
-    largest_step(Front([rank]), core, step_tokens)
+    rank = Worker(parts, *caches.pools(core, "cuda"), rows=rows, max_len=core.max_len, drafter=drafter)
+    largest_step(Executor([rank]), core, step_tokens)
     found = gauge.read(parts.model.vocab_size, rows, rank if capture else None, width)
     del rank
     torch.cuda.empty_cache()

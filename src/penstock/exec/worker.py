@@ -4,7 +4,7 @@ On a CPU a step has run when it was launched. A CUDA device is given steps ahead
 waited for: the same code, with the time between launch and landing.
 
 Owns the queue of plans and what flies. How a step runs is `step/eager.py` or `graphs/steps.py`, how its
-next tokens come `sampling/tokens.py`. Decides nothing, and knows no other rank: `front.py` makes an
+next tokens come `sampling/tokens.py`. Decides nothing, and knows no other rank: `executor.py` makes an
 executor of one or several.
 
     T tokens of the step   B rows that sample   D model dim
@@ -102,7 +102,7 @@ class _Flight:
 
 
 @dataclass(frozen=True, slots=True)
-class RankParts:
+class WorkerParts:
     """What a rank computes with.
 
     groups      of its pools; None are the model's. `exec.load.sizing.groups_of` makes those of a selection
@@ -119,7 +119,7 @@ class RankParts:
     mask: str = "reference"
 
 
-class Rank:
+class Worker:
     """One rank in this process, on the device of its pools.
 
     start       queues. A CUDA device gets the plan at once, ahead of the answers of steps in flight, unless
@@ -133,7 +133,7 @@ class Rank:
                 its pages away: where states wait to hear which drafts were right, it is told later.
     """
 
-    def __init__(self, parts: RankParts, hbm: Sequence[HbmPool], dram: Sequence[DramPool] = (), *, rows: int,
+    def __init__(self, parts: WorkerParts, hbm: Sequence[HbmPool], dram: Sequence[DramPool] = (), *, rows: int,
                  max_len: int, row_base: int = 0, seed: int = 0, lateness: Lateness | None = None,
                  links: Links | None = None, wake: Callable[[], None] | None = None,
                  grammars: Grammars | None = None, drafter: Drafter | None = None,
@@ -487,7 +487,7 @@ def right_of(plan: StepPlan, tokens: Sequence[Sequence[int]]) -> dict[Row, int]:
     return {row: len(said) - 1 for row, said in zip(rows, tokens, strict=True)}
 
 
-def _attending(parts: RankParts, groups: Sequence[CacheShape], tables: RowTables, hbm: Sequence[HbmPool],
+def _attending(parts: WorkerParts, groups: Sequence[CacheShape], tables: RowTables, hbm: Sequence[HbmPool],
                dram: Sequence[DramPool]) -> Attending:
     model, attention, selector = parts.model, parts.attention, parts.selector
     if selector is None:

@@ -27,9 +27,9 @@ from penstock.core.plan import (
     Tier,
 )
 from penstock.exec.drafts.narrow import decoding
-from penstock.exec.rank import Report, Stepped, right_of
 from penstock.exec.sampling.sampler import Logprobs
 from penstock.exec.sparse.rows import READS
+from penstock.exec.worker import Report, Stepped, right_of
 from penstock.memory.storage import Storage
 
 log = logging.getLogger(__name__)
@@ -39,8 +39,8 @@ ONCE = ("moves_total", "moves_failed_total")
 HOT_USE_STEPS = 16       # steps after which the core is told what rows on the host have missed
 
 
-class Ranked(Protocol):
-    """What the front needs of a rank, here or in another process."""
+class WorkerHandle(Protocol):
+    """What the executor needs of a rank, here or in another process."""
 
     def open(self, rid: RequestId, prompt: tuple[int, ...], params: SamplingParams, *, choice: int,
              stop_ids: tuple[int, ...]) -> None:
@@ -48,19 +48,19 @@ class Ranked(Protocol):
         every rank."""
 
     def compiled(self, grammar: Grammar) -> bool:
-        """See `Front.compiled`."""
+        """See `Executor.compiled`."""
 
     def close(self, rid: RequestId) -> None:
         """No plan that is still to come names `rid`."""
 
     def given(self, rid: RequestId, tokens: Sequence[int]) -> None:
-        """See `Front.given`."""
+        """See `Executor.given`."""
 
     def start(self, plan: StepPlan) -> None:
         """Queue a plan. Never blocks on the device."""
 
     def checked(self, step: StepId, right: Mapping[Row, int]) -> None:
-        """See `Rank.checked`. Before what it then reports."""
+        """See `Worker.checked`. Before what it then reports."""
 
     def collect(self, *, block: bool) -> list[Report]:
         """Reports since the last call, in order; with `block`, at least one unless nothing that is
@@ -103,17 +103,17 @@ class _Move:
     ok: bool = True
 
 
-class Front:
-    """`core.plan.Executor` over its ranks, plus what the loop asks about open requests.
+class Executor:
+    """`core.plan.PlanExecutor` over its ranks, plus what the loop asks about open requests.
 
     submit      hands the plan on, so that it may be made before the step in front of it has run
-    poll        see `Ranked.collect`. A step has retired, and a move has ended, when all ranks have
+    poll        see `WorkerHandle.collect`. A step has retired, and a move has ended, when all ranks have
                 said so; a move is ok if it is on every rank; tokens are those of the last rank.
     Retired     has () for a row whose logits were not finite; an Aborted for its request follows,
                 and `fault` says why. One request fails, the engine goes on.
     """
 
-    def __init__(self, ranks: Sequence[Ranked], wait: Callable[[], None] | None = None,
+    def __init__(self, ranks: Sequence[WorkerHandle], wait: Callable[[], None] | None = None,
                  storage: Storage | None = None, *, tp_size: int = 1, page_size: int = 0) -> None:
         """wait: blocks until a rank in another process has reported; None: all are in this process, and
         work while they are collected. storage: makes the Moves from and to it, for all ranks. tp_size: the last

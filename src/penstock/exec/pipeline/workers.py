@@ -31,10 +31,10 @@ from penstock.exec.pipeline.local_launcher import LocalRanks
 from penstock.exec.pipeline.nodes import NodePools as Room
 from penstock.exec.pipeline.nodes import Seen, ToAll
 from penstock.exec.pipeline.remote_node import FarProcess, NodeHost, NodePages, Nodes, RemoteNode
-from penstock.exec.rank import Report
 from penstock.exec.sampling.grammar import COMPILED_MAX, NO_TOKENIZER, BadGrammar, Vocabulary
 from penstock.exec.sampling.sampler import check_ids
 from penstock.exec.step.links import nodes_of
+from penstock.exec.worker import Report
 from penstock.memory.storage import HostPages
 from penstock.transfer.pages import PageBytes, PoolPages
 
@@ -45,12 +45,12 @@ STACK_S = 1.0               # what a rank that hangs has to print its stack
 OVERLAPS = 8                # steps of the stage before that a step may overlap with
 
 
-class RankProcess:
-    """`front.Ranked` over a socket. `began` and `ended` of its newest steps are kept for utilisation."""
+class WorkerProcess:
+    """`executor.WorkerHandle` over a socket. `began` and `ended` of its newest steps are kept for utilisation."""
 
-    def __init__(self, crew: Crew, index: int, channel: wire.Channel,
+    def __init__(self, workers: WorkerGroup, index: int, channel: wire.Channel,
                  process: subprocess.Popen[bytes] | FarProcess) -> None:
-        self.index, self.process, self._crew = index, process, crew
+        self.index, self.process, self._workers = index, process, workers
         self._channel = channel
         self._reports: SimpleQueue[wire.Reports] = SimpleQueue()
         self._answers: SimpleQueue[wire.FromRank | None] = SimpleQueue()
@@ -77,30 +77,30 @@ class RankProcess:
                     self.heard.wait, self.heard.step = (number, whom), step
                 case wire.Reports():
                     self._reports.put(message)
-                    self._crew.tell()
+                    self._workers.tell()
                 case wire.Compiled(grammar):
                     self._compiled[grammar] = True
-                    self._crew.tell()
+                    self._workers.tell()
                 case wire.Counters(values):
                     self._counters = values
                 case wire.RendezvousKey():
-                    for other in self._crew.beside(self):
+                    for other in self._workers.beside(self):
                         with contextlib.suppress(RankDied):         # whoever waits for that one hears it
                             other.send(wire.encode(message))
                 case _:
                     if isinstance(message, wire.Loading):
-                        self._crew.loading_at = time.monotonic()
+                        self._workers.loading_at = time.monotonic()
                     elif isinstance(message, wire.StageRefused):
                         self.refused = message.message
                     self._answers.put(message)
         self.died = True
         self._answers.put(None)
-        self._crew.tell()
+        self._workers.tell()
 
-    # ------------------------------------------------------------ Ranked
+    # ------------------------------------------------------------ WorkerHandle
     def open(self, rid: RequestId, prompt: tuple[int, ...], params: SamplingParams, *, choice: int,
              stop_ids: tuple[int, ...]) -> None:
-        check_ids(prompt, params, self._crew.vocab_size)
+        check_ids(prompt, params, self._workers.vocab_size)
         self.send(wire.encode(wire.Open(rid, list(prompt), params, choice, list(stop_ids))))
 
     def compiled(self, grammar: Grammar) -> bool:
@@ -126,10 +126,10 @@ class RankProcess:
 
     def start(self, plan: StepPlan) -> None:
         self.queued.append(time.monotonic())
-        self._crew.hand(self, plan)
+        self._workers.hand(self, plan)
 
     def collect(self, *, block: bool) -> list[Report]:
-        assert not block, "the crew waits for all ranks together"
+        assert not block, "the group waits for all ranks together"
         found: list[Report] = []
         with contextlib.suppress(Empty):
             while True:
@@ -137,13 +137,13 @@ class RankProcess:
                 found += [*reports.stepped, *reports.moved]
                 if reports.stepped:
                     self.queued.popleft()
-                    self._crew.computed(self, reports.began, reports.ended)
+                    self._workers.computed(self, reports.began, reports.ended)
         if not found and self.died:
-            self._crew.fail(self)
+            self._workers.fail(self)
         return found
 
     def stats(self) -> dict[str, float]:
-        stage = f'{{stage="{self._crew.stage_of(self)}"}}'
+        stage = f'{{stage="{self._workers.stage_of(self)}"}}'
         since = time.monotonic() - self.first if self.first else 0.0
         return {**self._counters, f"stage_busy_seconds_total{stage}": self.busy,
                 f"stage_overlap_seconds_total{stage}": self.overlap, f"stage_seconds_total{stage}": since}
@@ -153,7 +153,7 @@ class RankProcess:
         try:
             self._channel.send(frame)
         except ConnectionError:
-            self._crew.fail(self)
+            self._workers.fail(self)
 
     def cut(self) -> None:
         """Whoever waits for it, or sends, finds it gone."""
@@ -162,28 +162,28 @@ class RankProcess:
     def answer(self, timeout_s: float) -> wire.FromRank:
         """What it reports next. Raises ConfigError when a rank refuses, RankDied when one is gone, or when none has
         logged a line (Loading) for `timeout_s`: while they start they wait for each other."""
-        asked_at, crew = time.monotonic(), self._crew
+        asked_at, workers = time.monotonic(), self._workers
         message: wire.FromRank | None = wire.Loading()
         while isinstance(message, wire.Loading):
             try:
                 message = self._answers.get(timeout=LOOK_S)
             except Empty:
-                for rank in crew.ranks:
+                for rank in workers.ranks:
                     if rank.refused:
                         raise ConfigError(rank.refused) from None
                     if rank.died:
-                        crew.fail(rank)
-                if time.monotonic() - max(asked_at, crew.loading_at) >= timeout_s:
+                        workers.fail(rank)
+                if time.monotonic() - max(asked_at, workers.loading_at) >= timeout_s:
                     # It may wait for another: who has plans and does not report is named.
-                    crew.hang([rank for rank in crew.ranks if rank.queued] or [self], timeout_s)
+                    workers.hang([rank for rank in workers.ranks if rank.queued] or [self], timeout_s)
         if message is None:
-            self._crew.fail(self)
+            self._workers.fail(self)
         if isinstance(message, wire.StageRefused):
             raise ConfigError(message.message)
         return message
 
 
-class Crew:
+class WorkerGroup:
     """All ranks of an engine."""
 
     def __init__(self, config: Config, num_layers: int, own: Sequence[Caches], wake: Callable[[], None],
@@ -202,7 +202,7 @@ class Crew:
         self._encoded: tuple[StepPlan | None, bytes] = None, b""
         self._tp_size, self.own = config.device.tp, own
         self.ranges = nodes_of(config)
-        self.ranks: list[RankProcess] = []
+        self.ranks: list[WorkerProcess] = []
         self._nodes = Nodes(config, self.ranges, log) if len(self.ranges) > 1 else None
         self._local = LocalRanks(config, self.ranges[0])
         self.places = [(0, gpu) for gpu in self._local.gpus]
@@ -211,8 +211,8 @@ class Crew:
                             if node.join.gpus]
         self.alone = len(set(self.places)) == config.device.num_ranks
         self.captures = self.alone and config.device.cuda_graphs
-        for sock, process in zip(self._local.fronts, self._local.processes, strict=True):
-            self.ranks.append(RankProcess(self, len(self.ranks), wire.Channel(sock), process))
+        for sock, process in zip(self._local.executor_ends, self._local.processes, strict=True):
+            self.ranks.append(WorkerProcess(self, len(self.ranks), wire.Channel(sock), process))
         if self._nodes is not None:
             try:
                 self._nodes.start(num_layers, self._local)
@@ -221,7 +221,7 @@ class Crew:
                 raise
             for node in self._nodes.all:
                 for channel, far in zip(node.channels, node.processes, strict=True):
-                    self.ranks.append(RankProcess(self, len(self.ranks), channel, far))
+                    self.ranks.append(WorkerProcess(self, len(self.ranks), channel, far))
         for rank in self.ranks:
             at = self._node(rank)
             settings, cores, host = config, config.device.threads or machine.probe().cores, machine.LOOPBACK
@@ -233,7 +233,7 @@ class Crew:
             rank.send(wire.encode(wire.Begin(to_plain(settings), rank.index, num_layers,
                                              max(1, cores // len(mine)), host, self.alone)))
 
-    def _node(self, rank: RankProcess) -> RemoteNode | None:
+    def _node(self, rank: WorkerProcess) -> RemoteNode | None:
         """The machine that it is on, if that is not this one."""
         return None if rank.index in self.ranges[0] or self._nodes is None else self._nodes.of(rank.index)
 
@@ -319,7 +319,7 @@ class Crew:
             found.append(NodeHost(layout, Group(g), pages, [range(a, a + n) for a, n in sorted(spans) if n]))
         return found
 
-    def hand(self, rank: RankProcess, plan: StepPlan) -> None:
+    def hand(self, rank: WorkerProcess, plan: StepPlan) -> None:
         """To a rank here, or once to all of another machine, with the first of them."""
         at = self._node(rank)
         if at is None:
@@ -367,28 +367,28 @@ class Crew:
                     self.ranks[i].cut()
                 return
 
-    def _stacks(self, hung: Sequence[RankProcess], why: str) -> None:
+    def _stacks(self, hung: Sequence[WorkerProcess], why: str) -> None:
         """To stderr."""
         for rank in hung:
             print(f"rank {rank.index}: {why}; its stack:", file=sys.stderr, flush=True)
             rank.process.send_signal(signal.SIGUSR2)
         time.sleep(STACK_S)
 
-    def hang(self, hung: Sequence[RankProcess], silent_s: float) -> NoReturn:
+    def hang(self, hung: Sequence[WorkerProcess], silent_s: float) -> NoReturn:
         """These have said nothing for so long: their stacks go to stderr. Raises RankDied."""
         self._stacks(hung, f"no report for {silent_s:g} s")
         names = ", ".join(str(rank.index) for rank in hung)
         raise RankDied(f"rank {names} hangs: no report for {silent_s:g} s") from None
 
-    def beside(self, rank: RankProcess) -> list[RankProcess]:
+    def beside(self, rank: WorkerProcess) -> list[WorkerProcess]:
         """The other TP ranks of its stage."""
         first = rank.index // self._tp_size * self._tp_size
         return [one for one in self.ranks[first:first + self._tp_size] if one is not rank]
 
-    def stage_of(self, rank: RankProcess) -> int:
+    def stage_of(self, rank: WorkerProcess) -> int:
         return rank.index // self._tp_size
 
-    def computed(self, rank: RankProcess, began: float, ended: float) -> None:
+    def computed(self, rank: WorkerProcess, began: float, ended: float) -> None:
         """Seconds of a step, and those of them in which the stage before computed as well."""
         rank.first = rank.first or began
         rank.busy += ended - began
@@ -405,7 +405,7 @@ class Crew:
         self.news.put(None)
         self._wake()
 
-    def fail(self, rank: RankProcess) -> NoReturn:
+    def fail(self, rank: WorkerProcess) -> NoReturn:
         """Raises RankDied, with what is known of its end."""
         rank = next((one for one in self.ranks if one.hangs), rank)     # the others hear of that one's end
         if rank.hangs:

@@ -20,10 +20,10 @@ from penstock.core.plan import (
     StepPlan,
     Tier,
 )
-from penstock.exec.front import Front, RanksDisagree
-from penstock.exec.rank import Stepped
+from penstock.exec.executor import Executor, RanksDisagree
 from penstock.exec.sampling.sampler import NOT_FINITE, NOTHING_ADMITTED, Sampling, told
 from penstock.exec.sampling.tokens import Answers
+from penstock.exec.worker import Stepped
 
 RID, STEP, MOVE = RequestId(1), StepId(1), MoveId(1)
 
@@ -50,7 +50,7 @@ class Scripted:
 def test_only_a_failed_copy_that_a_step_has_waited_for_excuses_its_rows(ok, waits):
     """One that fails beside it says nothing of what the step has read."""
     rank = Scripted()
-    front = Front([rank])
+    front = Executor([rank])
     front.open(RID, (5,), SamplingParams())
     move = Move(MOVE, Group(0), Tier.DRAM, (DramPage(0),), Tier.HBM, (HbmPage(0),), 4, StepId(0))
     front.submit(StepPlan(STEP, (Row(0),), (RID,), (0,), (1,), (True,), (5,), (), (), (move,),
@@ -66,7 +66,7 @@ def test_only_a_failed_copy_that_a_step_has_waited_for_excuses_its_rows(ok, wait
 def test_lanes_that_sample_apart_stop_the_engine_with_both(other, seen):
     """Of three ranks the last two are TP ranks of the last stage."""
     ranks = [Scripted() for _ in range(3)]
-    front = Front(ranks, tp_size=2)
+    front = Executor(ranks, tp_size=2)
     front.open(RID, (5,), SamplingParams())
     front.submit(StepPlan(STEP, (Row(0),), (RID,), (0,), (1,), (True,), (5,), (), (), ()))
     for rank, tokens in zip(ranks, ((), (other,), ((7,),)), strict=True):
@@ -82,7 +82,7 @@ def test_what_rows_have_missed_is_told_every_sixteen_steps_of_all_ranks():
     """Ranks count from the beginning of a request, the core hears what is new. Who has selected nothing since
     is not named."""
     ranks, told = [Scripted(), Scripted()], []
-    front = Front(ranks)
+    front = Executor(ranks)
     front.open(RID, (5,), SamplingParams())
     for n in range(1, 50):
         front.submit(StepPlan(StepId(n), (Row(0),), (RID,), (n,), (1,), (True,), (-1,), (), (), ()))
@@ -102,7 +102,7 @@ def test_a_grammar_that_admits_no_token_damages_no_page(code):
     told([state], [code], None)
     assert not answers.say(RID, state, 0, code)
     rank = Scripted()
-    front = Front([rank])
+    front = Executor([rank])
     front.open(RID, (5,), SamplingParams())
     front.submit(StepPlan(STEP, (Row(0),), (RID,), (0,), (1,), (True,), (5,), (), (), ()))
     rank.reports = [Stepped(STEP, ((),), faults=tuple(answers.faults))]
