@@ -144,14 +144,14 @@ def test_each_cause_says_which_steps_are_not_captured_and_why(name, monkeypatch)
     """Once steps are captured; and as many are launched as the counter says."""
     make, why = LEFT[name]
     on_a_device.plainly(monkeypatch)
-    engine = make()
+    engine, ahead = make(), None
     if name == "drafts":
         on_a_device.drafting(engine, 3)
-        engine.rank._makes = engine.rank._drafts.ahead
+        ahead = engine.rank._drafts.graphs.ahead
     engine.rank._eager.cause = ""
     assert engine.rank.uncaptured == "" and WHY.keys() - LEFT.keys() == {"off", "stages", "shared", "layer"}
-    assert cause("prompts", engine.rank._attending, engine.rank._makes) == name
-    assert cause("decodes", engine.rank._attending, engine.rank._makes) == ("codes" if name == "codes" else "")
+    assert cause("prompts", engine.rank._attending, ahead) == name
+    assert cause("decodes", engine.rank._attending, ahead) == ("codes" if name == "codes" else "")
     engine.rank._eager.cause = name
     assert engine.rank.uncaptured == why and why.partition(", as ")[0] in ("all", "prompts")
     engine.add(1, PROMPTS[4], 1)

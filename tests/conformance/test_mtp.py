@@ -64,7 +64,7 @@ LAST: list[Engine] = []         # that was made, by its proposals
 def drafting(family: str, **more) -> Engine:
     """Each of its proposals is compared, when the host makes it or hears of it."""
     engine = Engine(family=family, **{"draft_tokens": 3, **more})
-    mtp, engine.proposed, LAST[:] = engine.ex._ranks[-1]._mtp, Counter(), [engine]
+    mtp, engine.proposed, LAST[:] = engine.ex._ranks[-1]._drafts.layer, Counter(), [engine]
     propose = mtp.propose
 
     def compared(asks):
@@ -88,7 +88,7 @@ def heard(monkeypatch):
     LAST[:], learn = [], Answers.learn
 
     def learnt(self):
-        if self.firsts and LAST and LAST[0].rank._drafts is not None:
+        if self.firsts and LAST and LAST[0].rank._drafts.graphs is not None:
             for first, end in pairwise((*self.firsts, len(self.states))):
                 rid, s = self.states[first]
                 took = self.answer_2B[2, first + 1:end]
@@ -176,7 +176,7 @@ def test_speculation_by_a_layer_on_a_device(family, way, num, monkeypatch):
     play(engine, lambda turn: [Paused(RequestId(1 + turn % 7))] if turn % 5 == 4 else [])
     proposed, right, dropped = counts(engine)
     assert 0 < right < proposed == engine.proposed.total() and dropped == 0 < engine.core.stats()["pauses"]
-    captured = engine.rank._drafts is not None
+    captured = engine.rank._drafts.graphs is not None
     assert (engine.rank._launches["ahead"] > len(engine.plans) / 2) is captured is (way == "captured")
     engine.add(8, PROMPTS[1], 5, SamplingParams(temperature=0.0, logprobs=2))
     engine.add(9, PROMPTS[4], 12)
@@ -238,13 +238,13 @@ def test_a_layer_waits_for_its_own_pages(stages, monkeypatch):
     engine, waited = Engine(family="mtp"), []
     eager, groups = engine.rank._steps[-1], range(len(model("mtp").groups))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_event=waited.append))
-    step, own = eager.step, engine.rank._mtp.step
+    step, own = eager.step, engine.rank._drafts.layer.step
     eager.step = lambda plan, _: step(plan, [(g, (g,)) for g in groups])
 
     def behind(*given):
         assert waited[-len(groups):] == [*groups]
         own(*given)
-    engine.rank._mtp.step = behind
+    engine.rank._drafts.layer.step = behind
     engine.add(1, PROMPTS[4], 3)
     engine.drain()
     assert tuple(engine.got[1]) == dense(PROMPTS[4], 3, "mtp") and len(waited) == 3 * len(groups)

@@ -62,10 +62,10 @@ def as_a_device(engine: Any) -> Any:
         rank._ahead, old = True, rank._tokens
         rank._tokens = Drawn(old._sampler, rank._tables,
                              Draws(61, rank._tables.last_R.numel() - 1, torch.device("cpu"), "reference"))
-        narrowing = rank._drafting
+        narrowing = rank._drafts.host
         narrowing._history, narrowing._forced = rank._tokens.history, rank._tokens.forced
         narrowing._beside = False
-        narrowing._at_once = lambda row: rank._attending.at_once(rank._tables.index(row))
+        narrowing._at_once = rank._drafts.at_once
     return engine
 
 
@@ -112,15 +112,13 @@ def drafting(engine: Any, drafts: int) -> Any:
     if where.DEVICE == "cuda":
         return engine
     rows, max_len = rank._tables.last_R.numel() - 1, 64 * 16
-    drafter = rank._drafting._drafter
-    layer = rank._mtp
+    drafter, layer = rank._drafts.host._drafter, rank._drafts.layer
     ahead = Ahead((layer or drafter).on_device(rows, max_len, torch.device("cpu")), rank._tokens.history,
-                  rank._tokens.simple, rank._at_once, rank._tables.index,
+                  rank._tokens.simple, rank._drafts.at_once, rank._tables.index,
                   tp_size=1, beyond=rank._tokens.beyond,
                   keeps=layer is not None or bool(rank._attending.states))
     buckets = every((1, 2, rows), 1 + drafts, 32) if layer else widths(rows, 1 + drafts, 32)
-    rank._drafts = recomputed(DraftGraphs, rank, rank._tokens.draws, buckets, ahead)
-    rank._drafting.leave()
+    rank._drafts.captured(recomputed(DraftGraphs, rank, rank._tokens.draws, buckets, ahead))
     return engine
 
 

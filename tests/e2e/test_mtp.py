@@ -49,7 +49,7 @@ Said = dict[tuple[tuple[int, ...], tuple[int, ...]], Sequence[int]]
 
 def watched(end: End) -> Said:
     """What its layer proposes from now on, by prompt and answer in front."""
-    mtp, said = end.built.executor._ranks[0]._mtp, Said()
+    mtp, said = end.built.executor._ranks[0]._drafts.layer, Said()
     propose = mtp.propose
 
     def heard(asks: Sequence[DraftQuery]) -> Sequence[Sequence[int]]:

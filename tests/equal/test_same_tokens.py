@@ -376,7 +376,7 @@ def test_tokens_are_those_of_one_rank(models: Models, wanted: Callable[..., list
     with engines(models(kind)[0], tmp_path, ends, decode, **options) as tried:
         if kind == "recall-mtp" and layout == "one":        # as on a GPU: no further than hot buffers hold
             [rank] = tried.asked.built.executor._ranks
-            rank._drafting._at_once = rank._at_once
+            rank._drafts.host._at_once = rank._drafts.at_once
         for what in one.rounds:
             kinds = {"paused": Dropped if "untiered" in more else Paused}
             assert tried.say(asked, kinds.get(what), one.turns) == want, what

@@ -171,7 +171,7 @@ def test_an_engine_is_built_with_what_a_folder_drafts(folders: tuple[Path, Path]
     engine = built(*folders)
     groups = {group.name: group for group in engine.core_config.groups}
     assert list(groups) == ["full", "draft", "draft_hidden"] and engine.core_config.draft_tokens == 3
-    assert engine.executor._ranks[0]._mtp.name == "eagle3"
+    assert engine.executor._ranks[0]._drafts.layer.name == "eagle3"
 
 
 @pytest.mark.parametrize(("given", "said"), [

@@ -23,11 +23,10 @@ from penstock.config.request.grammar import Grammar
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.scores import Scores
 from penstock.core.plan import Moved, RequestId, Row, StepId, StepPlan
-from penstock.exec.drafts.device import Ahead
 from penstock.exec.drafts.drafter import Drafter
 from penstock.exec.drafts.mtp import MTP
-from penstock.exec.drafts.narrow import WIDE, Narrowing
-from penstock.exec.graphs.drafts import DraftGraphs
+from penstock.exec.drafts.narrow import WIDE
+from penstock.exec.drafts.speculation import Speculation
 from penstock.exec.graphs.mixed import START_S
 from penstock.exec.graphs.steps import WHY, captured, cause
 from penstock.exec.sampling.grammar import Grammars
@@ -36,7 +35,7 @@ from penstock.exec.sampling.sampler import Logprobs
 from penstock.exec.sampling.tokens import Answers, Drawn, tokens_of
 from penstock.exec.sparse.bounds import Selecting, Selector
 from penstock.exec.sparse.indexer import Indexed
-from penstock.exec.step.attend import ANY, Attending, LatentOps, ReadCounts
+from penstock.exec.step.attend import Attending, LatentOps, ReadCounts
 from penstock.exec.step.dense import Dense
 from penstock.exec.step.eager import Eager, Steps
 from penstock.exec.step.latent import Latent
@@ -154,32 +153,19 @@ class Worker:
         own = [group for group in self._groups if not group.drafts]
         self._counts = all(group.owned for group in [g for g in own if g.offloaded] or own)    # one rank of several
         self._attending = _attending(parts, own, self._tables, hbm[:len(own)], dram[:len(own)])
-        self._mtp = (MTP(model, parts.attention, self._groups, self._tables, hbm)
-                     if model.drafting is not None else None)
-        self._draft_tokens = draft_tokens
-        drafter = self._mtp or drafter
+        layer = MTP(model, parts.attention, self._groups, self._tables, hbm) if model.drafting is not None else None
         self._tokens = tokens_of(self._links, model.vocab_size, rows, self._tables, seed, parts.draw,
                                  parts.mask, grammars)
-        self._drafting: Narrowing | None = None
-        self._makes: Ahead | None = None
-        self._drafts: DraftGraphs | None = None
-        if drafter is not None:
-            cpu = device.type == "cpu"
-            self._drafting = Narrowing(
-                drafter, self._tokens.history, model.vocab_size, WIDE[device.type], beside=cpu,
-                at_once=lambda row: ANY if cpu else self._at_once(row), forced=self._tokens.forced)
-            whole = self._links.before is None and self._links.after is None
-            there = drafter.on_device(rows, max_len, device) if whole and not cpu else None
-            if there is not None:
-                self._makes = Ahead(there, self._tokens.history, self._tokens.simple, self._at_once,
-                                    self._tables.index, beyond=self._tokens.beyond,
-                                    tp_size=model.stage.tp_rank.size,
-                                    keeps=self._mtp is not None or bool(self._attending.states))
+        drafts = layer or drafter
+        self._drafts = None if drafts is None else Speculation(
+            drafts, layer, self._tokens, self._tables, self._attending, rows=rows, max_len=max_len,
+            vocab_size=model.vocab_size, tp_size=model.stage.tp_rank.size, most=draft_tokens,
+            whole=links.before is None and links.after is None)
         self._prompts = PromptReader(model.logits, model.vocab_size) if self._links.after is None else None
-        self._eager = Eager(model, own, self._tables, self._attending, self._links, self._mtp)
+        self._eager = Eager(model, own, self._tables, self._attending, self._links, layer)
         self._steps: list[Steps] = [self._eager]
         self._mover = Mover([*hbm, *dram], lateness, wake)
-        self._ahead = device.type == "cuda" and links.ahead and (links.before is None or self._drafting is None)
+        self._ahead = device.type == "cuda" and links.ahead and (links.before is None or self._drafts is None)
         self._queue: deque[StepPlan] = deque()
         self._flights: deque[_Flight] = deque()
         self._executed = StepId(0)
@@ -188,9 +174,6 @@ class Worker:
         self._forward_s = 0.0
         self._sampling_s = 0.0
         self._launches = Counter[str]()
-
-    def _at_once(self, row: Row) -> int:
-        return self._attending.at_once(self._tables.index(row))
 
     def open(self, rid: RequestId, prompt: tuple[int, ...], params: SamplingParams, *,
              choice: int, stop_ids: tuple[int, ...]) -> None:
@@ -211,8 +194,8 @@ class Worker:
             self._prompts.close(rid)
         self._attending.close(rid)
         self._tokens.close(rid)
-        if self._drafting is not None:
-            self._drafting.forget(rid)
+        if self._drafts is not None:
+            self._drafts.host.forget(rid)
 
     def given(self, rid: RequestId, tokens: Sequence[int]) -> None:
         """The first output tokens of `rid`, which another engine has sampled."""
@@ -226,13 +209,14 @@ class Worker:
         steps take. rehearses: they are launched and not captured, and none can be replayed."""
         assert self._tables.last_R.is_cuda, "only steps of a CUDA device are captured"
         draws = self._tokens.draws if isinstance(self._tokens, Drawn) else None
+        ahead = None if self._drafts is None else self._drafts.ahead
         with pinned.held_back():
-            self._steps[:-1], self._drafts = captured(
+            self._steps[:-1], graphs = captured(
                 self._model, self._tables, self._attending, draws, buckets, seconds, width,
-                WIDE["cuda"], self._makes, rehearses, self._links)
-        self._eager.cause = cause("prompts", self._attending, self._makes, self._links, self._mtp is not None)
-        if self._drafts is not None and self._drafting is not None:
-            self._drafting.leave()
+                WIDE["cuda"], ahead, rehearses, self._links)
+        self._eager.cause = cause("prompts", self._attending, ahead, self._links, self._model.drafting is not None)
+        if self._drafts is not None:
+            self._drafts.captured(graphs)
 
     @property
     def uncaptured(self) -> str:
@@ -287,8 +271,8 @@ class Worker:
         by_index = {self._tables.index(row): n for row, n in right.items()}
         with torch.inference_mode():
             launched = self._attending.states.settle(step, by_index)
-            if self._mtp is not None:
-                launched |= self._mtp.settle(step, by_index)
+            if self._drafts is not None:
+                launched |= self._drafts.settle(step, by_index)
         if launched and self._tables.last_R.is_cuda:
             torch.cuda.current_stream().synchronize()   # who is told copies on other streams
 
@@ -314,18 +298,11 @@ class Worker:
         return self._ahead and bool(self._queue) and not self._flights and not self._arrived(self._queue[0])
 
     def _waits(self, plan: StepPlan) -> bool:
-        if self._drafting is None or plan.waits:
-            return bool(plan.waits)
-        flying = [flight.answers for flight in self._flights if not flight.answers.learnt]
-        if self._by_device(plan):       # of a row's tokens the device has the last, and those behind drafts
-            return sum(bool(answers.states) and not answers.firsts for answers in flying) > 1
-        return self._drafting.asks(plan) or any(answers.firsts for answers in flying)
+        return bool(plan.waits) or (self._drafts is not None and self._drafts.waits(plan, self._unknown()))
 
-    def _by_device(self, plan: StepPlan) -> bool:
-        """Whether the device says where rows are, and drafts."""
-        made = self._drafts
-        return made is not None and made.takes(plan) and (made.ahead.asks(plan) or any(
-            flight.answers.firsts and not flight.answers.learnt for flight in self._flights))
+    def _unknown(self) -> list[Answers]:
+        """Answers of steps in flight that the host does not know yet."""
+        return [flight.answers for flight in self._flights if not flight.answers.learnt]
 
     def _launch(self, plan: StepPlan) -> None:
         if self._flights:                   # its tokens are inputs of this one
@@ -384,10 +361,8 @@ class Worker:
             self._tables.bind(bind, self._tokens.bind(bind))
             budget, num_prompt = self._selects[bind.rid]
             self._attending.bind(bind, budget=budget, num_prompt=num_prompt)
-            if self._drafting is not None:
-                self._drafting.forget(bind.rid)
             if self._drafts is not None:
-                self._drafts.ahead.bind(bind.row)
+                self._drafts.bind(bind)
         for grow in plan.grows:
             self._tables.grow(grow)
         for remap in plan.remaps:
@@ -397,16 +372,15 @@ class Worker:
             self._attending.resize(resize)
         if not plan.rows:
             return Answers(), []
-        flying = [flight.answers for flight in self._flights if not flight.answers.learnt]
+        flying, drafts = self._unknown(), self._drafts
         alone = Counter(rid for answers in flying if not answers.firsts for rid, _ in answers.states)
-        drafts = self._drafts if self._by_device(plan) else None
+        graphs = drafts.graphs if drafts is not None and drafts.by_device(plan, flying) else None
         inputs: Inputs | None = None
         before: Boundary | None = None
-        if self._drafting is not None and drafts is None:
-            if self._drafts is not None:
-                self._drafts.ahead.passed(plan)
+        if drafts is not None and graphs is None:
+            drafts.passed(plan)
             if self._links.before is None:
-                inputs = self._drafting.choose(plan, alone)
+                inputs = drafts.choose(plan, alone)
             else:
                 before = self._links.before.take(plan.step)
                 inputs = before.inputs
@@ -416,9 +390,9 @@ class Worker:
         started = time.perf_counter()
         told = self._prompts if self._prompts is not None and self._prompts.wants(batch) else None
         ways = self._steps[-1:] if told else self._steps            # only an eager step has what that needs
-        if drafts is not None:
+        if graphs is not None:
             out = {rid for answers in flying if answers.firsts for rid, _ in answers.states}
-            ran = drafts.step(plan, arrivals, alone, out)
+            ran = graphs.step(plan, arrivals, alone, out)
         else:
             ran = next(found for way in ways if (found := way.step(batch, arrivals)) is not None)
         stepped = time.perf_counter()
@@ -443,14 +417,12 @@ class Worker:
         self._learn(flight)
         plan, answers = flight.plan, flight.answers
         if answers.states and self._links.tell is not None:
-            with torch.inference_mode():
-                drafts = () if self._drafting is None else self._drafting.next(
-                    plan, answers.tokens, self._draft_tokens, self._mtp, self._tables.end)
+            drafts = () if self._drafts is None else self._drafts.next(plan, answers.tokens)
             self._links.tell.put(plan.step, Sampled(tuple(answers.tokens), drafts))
         self._executed = plan.step
         self._mover.add([m for m in plan.moves if m.id not in plan.waits])
-        if self._drafting is not None and self._counts:
-            self._drafting.count(answers.drafts)
+        if self._drafts is not None and self._counts:
+            self._drafts.host.count(answers.drafts)
         return Stepped(plan.step, tuple(answers.tokens), tuple(answers.logprobs), tuple(answers.faults),
                        flight.tables, flight.reads(answers.counts),
                        landed(flight.prompts), tuple(answers.drafts))
@@ -464,7 +436,7 @@ class Worker:
             out |= {f'executor_steps_total{{launch="{way}"}}': float(n) for way, n in self._launches.items()}
         if self._tables.last_R.is_cuda and self._counts:
             out |= compiles.stats()
-        owned = [self._attending.stats, *([self._drafting.stats] if self._drafting else [])]
+        owned = [self._attending.stats, *([self._drafts.host.stats] if self._drafts else [])]
         for stats in (*(way.stats for way in self._steps), *(owned if self._counts else [])):
             out |= stats()
         for (src, dst, group), traffic in self._mover.traffic.items():

@@ -92,11 +92,12 @@ class Answers:
             counts = counted(token_B, input_B, fine_B == FINE, first_B).tolist()
         for first, end in pairwise((*firsts, len(self.states))):
             says = sum(counts[first:end])
-            drafts = [*takewhile(lambda token: token >= 0, inputs[0][first + 1:end])] if inputs else []
-            self.tokens.append(self._follow(*self.states[first], tokens[first:first + says], fine[first], drafts))
+            rid, s = self.states[first]
+            self.tokens.append(self._follow(rid, s, tokens[first:first + says], fine[first]))
+            if inputs:
+                self.draft(rid, inputs[0][first + 1:end], self.tokens[-1])
 
-    def _follow(self, rid: RequestId, s: Sampling, tokens: Sequence[int], code: int,
-                drafts: Sequence[int]) -> tuple[int, ...]:
+    def _follow(self, rid: RequestId, s: Sampling, tokens: Sequence[int], code: int) -> tuple[int, ...]:
         """What a row says of tokens that count: up to where it ends, which a device does not know."""
         said = list[int]()
         for token in tokens:
@@ -105,11 +106,14 @@ class Answers:
             said.append(token)
             if token in s.stop_ids:
                 break
-        if drafts:
-            right = len([*takewhile(lambda pair: pair[0] == pair[1], zip(said, drafts, strict=False))])
-            self.drafts.append((rid, len(drafts), right))
         s.beyond += len(tokens) - len(said)
         return tuple(said)
+
+    def draft(self, rid: RequestId, inputs: Sequence[int], said: Sequence[int]) -> None:
+        """What the positions of a row behind its first took, -1: padding; and what it has said."""
+        if drafts := [*takewhile(lambda token: token >= 0, inputs)]:
+            right = len([*takewhile(lambda pair: pair[0] == pair[1], zip(said, drafts, strict=False))])
+            self.drafts.append((rid, len(drafts), right))
 
     def say(self, rid: RequestId, s: Sampling, token: int, code: int) -> bool:
         """`token` is the next one of `rid`, if `code` is FINE; else it fails, and this is False."""
@@ -256,12 +260,11 @@ class Chosen(Tokens):
         for its input: so no token depends on drafts. entries: whose each is, and that input; those of a row
         that are padding come last, with -1."""
         assert ran.logits_BV is not None
-        states = [self._open[rid] for rid, _ in entries]
+        states, inputs = [self._open[rid] for rid, _ in entries], [token for _, token in entries]
         first = [i for i, (rid, _) in enumerate(entries) if not i or rid != entries[i - 1][0]]
-        ends = [next((i for i in range(begin + 1, end) if entries[i][1] < 0), end)
-                for begin, end in pairwise((*first, len(entries)))]
+        first_B, input_B = torch.zeros(len(entries), dtype=torch.bool), torch.tensor(inputs)
+        first_B[first] = True
         pairs = [(entries[i][0], states[i]) for i in first]
-        right = [0] * len(pairs)
         said: list[list[int]] = [[] for _ in pairs]
         live = list(enumerate(first))
         while live:
@@ -269,24 +272,22 @@ class Chosen(Tokens):
             if late := [i for i in at if self._late(states[i])]:
                 recorded = self._sampler.choose(ran.logits_BV, answer_2B, states, ran.rows, late,
                                                 self._redraw)
-            tokens, fine = answer_2B[:, at].tolist()
+            token_B, fine_B = answer_2B[:, :len(entries)].cpu()         # behind them: padding
+            tokens, fine = token_B[at].tolist(), fine_B[at].tolist()
             told([states[i] for i in at], fine, recorded if late else None)
+            counts = (counted(token_B, input_B, fine_B == FINE, first_B) & ~first_B).tolist()
             more: list[tuple[int, int]] = []
             for (n, i), token, code in zip(live, tokens, fine, strict=True):
-                rid, s = pairs[n]
-                if code != FINE and said[n]:        # the next step fails, if it is so again
-                    continue
-                if not answers.say(rid, s, token, code):
-                    continue
-                said[n].append(token)
-                if i + 1 < ends[n] and entries[i + 1][1] == token:
-                    right[n] += 1
-                    more += [(n, i + 1)] * (token not in s.stop_ids)
+                # Behind its first token a row does not fail: the next step does, if it is so again.
+                if (code == FINE or not said[n]) and answers.say(*pairs[n], token, code):
+                    said[n].append(token)
+                    goes_on = i + 1 < len(counts) and counts[i + 1] and token not in pairs[n][1].stop_ids
+                    more += [(n, i + 1)] * goes_on
             live = more
         answers.learnt = True
         answers.tokens += map(tuple, said)
-        answers.drafts += [(rid, end - begin - 1, good) for (rid, _), begin, end, good in
-                           zip(pairs, first, ends, right, strict=True) if end > begin + 1]
+        for (rid, _), begin, end, new in zip(pairs, first, (*first[1:], len(entries)), said, strict=True):
+            answers.draft(rid, inputs[begin + 1:end], new)
         some = [n for n, new in enumerate(said) if new]
         self._tables.sampled([ran.rows[first[n]] for n in some], torch.tensor(
             [said[n][-1] for n in some], dtype=torch.int64, device=answer_2B.device))

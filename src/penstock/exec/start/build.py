@@ -400,13 +400,12 @@ def _several(config: Config, log: Callable[[str], object], wakes: Waker,
         workers.vocabulary(vocabulary, tp_size)
         trial = replace(scratch(caches, selector), pp_size=config.device.pp)
         workers.pools(trial)
-        prove_executor(Executor(workers.ranks, workers.wait, tp_size=tp_size), trial, loaded.whole.max_position,
-                       selector)
+        made = functools.partial(Executor, workers.ranks, workers.wait, tp_size=tp_size)
+        prove_executor(made(), trial, loaded.whole.max_position, selector)
         if device == "cuda":
             trial = replace(one_page(caches, core.rows, core.max_len, core.largest_hot), pp_size=core.pp_size)
             workers.pools(trial)
-            take_each_kind(Executor(workers.ranks, workers.wait, tp_size=tp_size), trial,
-                           largest_chunk(caches, core.step_tokens), core.budget)
+            take_each_kind(made(), trial, largest_chunk(caches, core.step_tokens), core.budget)
         workers.pools(core, capture=workers.captures, serves=True)
         workers.serves()
     except BaseException:
