@@ -41,11 +41,13 @@ SCANS = {delta: dict(CHANNELS=8192, KEYS=16, KEY_DIM=128, VALUE_DIM=128, TAPS=4,
 # (module, kernel): (types of arguments, :16 of multiples, constants, warps, stages); one or more ways each
 COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], int, int]]] = {
     ("attention.paged_attention.triton_decode", "attend_parts"): [
-        (dict(q=BF16, k=BF16, v=BF16, table=I32, row=I32, context=I32, sinks=F32, out=BF16, part=F32,
-              peak=F32, scale="fp32", cap="fp32", **STRIDES),
+        (dict(q=BF16, k=pages, v=pages, k_words=words, v_words=words, table=I32, row=I32, context=I32, sinks=F32,
+              out=BF16, part=F32, peak=F32, scale="fp32", cap="fp32", **STRIDES),
          dict(GROUP=4, GROUP_PAD=16, BLOCK=64, PARTS=4, EXACT=False, WINDOW=window, CAPPED=special,
-              SINKS=special, FIRST=first, **PAGED), 4, 5)
-        for window, special, first in ((0, False, 0), (128, True, 0), (0, False, 1))],
+              SINKS=special, FIRST=first, CODED=pages == U8, **{**PAGED, **dims}), 4, 5)
+        for window, special, first, pages, words, dims in (
+            (0, False, 0, BF16, BF16, {}), (128, True, 0, BF16, BF16, {}), (0, False, 1, BF16, BF16, {}),
+            (0, False, 0, U8, F32, {}), (0, False, 0, U8, F32, dict(DIM=256, DIM_PAD=256)))],
     ("attention.paged_attention.triton_decode", "join_parts"): [
         (dict(part=F32, peak=F32, out=BF16), dict(DIM=80, DIM_PAD=128, PARTS=3, PARTS_PAD=4), 1, 3)],
     ("attention.paged_attention.triton_decode", "write_rows"): [
@@ -62,15 +64,16 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
          dict(WORD="int64", HOST_UNITS=2, POOL_UNITS=2, PLANES=2, WORDS_PAD=256, LINES=8, ANYWHERE=anywhere,
               BESIDE=beside), 4, 3) for anywhere in (False, True) for beside in (False, True)],
     ("kv.write_kv.triton_places", "write_tokens"): [
-        (dict(x0=BF16, x1=BF16, device=BF16, host=BF16, bounds=bounds, scales=scales, device_T="*i64",
-              host_T="*i64",
+        (dict(x0=pages, x1=pages, device=pages, host=pages, words0=words, device_words=words, host_words=words,
+              bounds=bounds, scales=scales, device_T="*i64", host_T="*i64",
               bounds_T="*i64", row_T=I32, position_T=I32, hot_slot=I32, hot_page=I32, UNITS="i32",
               HOT_PAGES="i32", x_token="i32", x_head="i32",
               **{f"{pool}_{part}": "i32" for pool in "dhb" for part in ("page", "head", "plane")}),
-         dict(HEADS=8, HEADS_PAD=8, DIM=128, DIM_PAD=128, SIZE=64, UNIT=8, SUMMARIES=summaries, PLANES=2,
-              HOT=summaries > 0, VECTOR=vector, FORMAT=form), 4, 3)
-        for summaries, bounds, scales, vector, form in (
-            (0, BF16, BF16, 128, 0), (8, BF16, BF16, 128, 0), (8, U8, F32, 132, 2))],
+         dict(HEADS=8, HEADS_PAD=8, DIM=wide, DIM_PAD=wide if key == 0 else 256, SIZE=64, UNIT=8,
+              SUMMARIES=summaries, PLANES=2, HOT=summaries > 0, VECTOR=vector, FORMAT=form, KEY=key), 4, 3)
+        for summaries, bounds, scales, vector, form, pages, words, wide, key in (
+            (0, BF16, BF16, 128, 0, BF16, BF16, 128, 0), (8, BF16, BF16, 128, 0, BF16, BF16, 128, 0),
+            (8, U8, F32, 132, 2, BF16, BF16, 128, 0), (8, BF16, BF16, 128, 1, U8, F32, 144, 128))],
     ("choose.select.triton_bounds", "score_units"): [
         (dict(q=BF16, bounds=f"{bounds}:16", scales=f"{scales}:16", table=I32, row=I32, position=I32,
               score=F32, q_row="i32", q_head="i32", b_page="i32:16", b_head="i32", b_plane="i32",
@@ -121,6 +124,11 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
     ("triton.triton_codes", "encode_rows"): [
         (dict(x=BF16, codes=U8, scales=F32, rests=BF16, x_row="i32"),
          dict(DIM=576, CODED=512, WIDTH=656, REST_PAD=64), 1, 3)],
+    ("triton.triton_codes", "encode_pairs"): [
+        (dict(x=BF16, codes=U8, scales=F32, x_token="i32", x_plane="i32", x_head="i32"),
+         dict(HEADS=8, DIM=128, WIDTH=144), 1, 3)],
+    ("triton.triton_codes", "decode_vectors"): [
+        (dict(codes=U8, scales=F32, out=BF16, NUM="i32"), dict(DIM=128, DIM_PAD=128, WIDTH=144, LINES=32), 4, 3)],
     ("choose.resolve.triton_map", "clear_one"): [(dict(num=I32), {}, 1, 3)],
     ("choose.resolve.triton_map", "resolve_units"): [
         (dict(chosen=I32, row=I32, turn=I32, device=I32, host=I32, hot_slot=I32, hot_unit=I32, hot_stamp=I32,
@@ -129,10 +137,11 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
          dict(PAGE_UNITS=8, CHOSEN_PAD=256, SLOTS_PAD=512, PAGES_PAD=64, HOT=hot, TURNS=turns), 4, 3)
         for hot, turns in ((True, False), (True, True), (False, False))],
     ("attention.sparse_attention.triton_units", "attend_units"): [
-        (dict(q=BF16, k=BF16, v=BF16, chosen=I32, slot=I32, position=I32, part=F32, peak=F32, scale="fp32",
-              q_row="i32", q_head="i32", kv_page="i32", kv_head="i32", CHOSEN="i32"),
+        (dict(q=BF16, k=pages, v=pages, k_words=words, v_words=words, chosen=I32, slot=I32, position=I32, part=F32,
+              peak=F32, scale="fp32", q_row="i32", q_head="i32", kv_page="i32", kv_head="i32", CHOSEN="i32"),
          dict(UNIT=8, OF_PAGE=8, GROUP=4, GROUP_PAD=16, DIM=128, DIM_PAD=128, BLOCK=64, BLOCKS=4,
-              EXACT=False), 4, 3)],
+              EXACT=False, TOKEN=token, CODED=pages == U8), 4, 3)
+        for pages, words, token in ((BF16, BF16, 128), (U8, F32, 144))],
     ("attention.sparse_attention.triton_units", "join_units"): [
         (dict(part=F32, peak=F32, out=BF16, lse=F32), dict(PARTS=16, PARTS_PAD=16, DIM=512, BLOCK=512), 4,
          3)],
@@ -234,7 +243,7 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
 # Bytes of stack that a thread of the worst way takes, of kernels that have any: what registers do not hold.
 TRITON = "3.9.0"
 STACK = {"attend_rows": 11312, "score_keys": 336, "take_keys": 8, "experts_in": 1632, "experts_out": 272,
-         "attend_units": 64, "attend_parts": 72, "choose_units": 32, "scaled_rows": 32, "walk": 24}
+         "attend_units": 64, "attend_parts": 176, "choose_units": 32, "scaled_rows": 32, "walk": 24}
 FRAME_SIZE, SIZED = 0x11, 4         # of an entry of .nv.info: its kind, and the form with a length
 
 
@@ -375,7 +384,7 @@ def test_kernel_in_cpp_that_does_not_compile_says_why(tmp_path: Path) -> None:
         device.compiled(tmp_path / "x.cu")
 
 
-INTERPRETED = ["latent draw attention ranks ends", "hosted experts mask states",
+INTERPRETED = ["latent draw attention ranks ends", "hosted experts mask states heads",
                "scaled layer linear gather chunks merge"]
 
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -79,6 +80,40 @@ def attention() -> None:
                     q, k, v, seen, rows, torch.tensor(contexts, dtype=torch.int32), spec=spec,
                     cut=triton_decode.Tuning(block=16, parts=parts), sinks_N=sinks_N)
                 check(got, want, dtype, ("decode", kv_heads, group, dim, size, parts, spec))
+
+
+def heads() -> None:
+    """KV heads in codes: into them and out of them, to the bit, and decodes over them."""
+    from cases import paged_attention as cases
+
+    from penstock.kernels.attention import hidden
+    from penstock.kernels.attention.paged_attention import reference, triton_decode
+    from penstock.kernels.triton import triton_codes
+    from penstock.kernels.types import fp8
+
+    for dtype, dim in product(DTYPES, (16, 64, 128, 256, 576)):
+        # Exact ones: where others carry, the interpreter rounds wrong.
+        kv = torch.randint(0, 0x7f, (5, 4, 2, dim)).to(torch.uint8).view(torch.float8_e4m3fn).float()
+        kv[..., ::64] = 448
+        kv = (kv * -2.0 ** torch.arange(-6, 4, 2)[:, None, None, None]).to(dtype).transpose(1, 2)
+        kv[1, 1, 2], kv[2, 0, 1, 3], kv[3, 1, 0, 7] = 0, float("inf"), float("nan")
+        want = fp8.encode_heads(torch.stack(hidden.marked(*kv.unbind(1)), 1))
+        got = triton_codes.encode_heads(kv, fp8.head_width(dim))
+        sound = [fp8.decode_heads(x).isfinite() for x in (got, want)]
+        assert torch.equal(*sound) and not sound[0].all() and torch.equal(got[3, 1], want[3, 1]), ("faults", dtype, dim)
+        assert torch.equal(got[[0, 1, 4]], want[[0, 1, 4]]), ("codes", dtype, dim)
+        assert fp8.head_dim_of(fp8.head_width(dim)) == dim
+        check(triton_codes.decode_heads(want[[0, 1, 4], 1:], dim, dtype),
+              fp8.decode_heads(want[[0, 1, 4], 1:], dtype), torch.float32, ("floats", dtype, dim))
+    rows = ((1, 47), (1, 1), (1, 16))
+    for dtype, shape, scores, parts in product(DTYPES, cases._CODED, (cases._PLAIN, *cases._SCORES[:4]), (1, 3)):
+        inputs = cases.make(dtype, rows, shape, 16, True, "cpu", scores)
+        layout, spec = inputs.layout, replace(inputs.spec, coded=True)
+        pools = cases.codes_of(inputs.k_PKGH, inputs.v_PKGH)
+        got = triton_decode.decode(
+            inputs.q_TNH, *pools, layout.pages_RM, torch.tensor(layout.rows).int(), torch.tensor(layout.context).int(),
+            spec=spec, cut=triton_decode.Tuning(block=16, parts=parts), sinks_N=inputs.sinks_N)
+        check(got, reference.prepare(layout, spec)(inputs.q_TNH, *pools, inputs.sinks_N), dtype, (shape, scores, parts))
 
 
 def chunks() -> None:
@@ -420,8 +455,8 @@ def ends() -> None:
         count += 1
 
 
-PARTS = {part.__name__: part for part in (attention, chunks, merge, gather, hosted, layer, linear, scaled, experts,
-                                          draw, mask, latent, ranks, states, ends)}
+PARTS = {part.__name__: part for part in (attention, heads, chunks, merge, gather, hosted, layer, linear, scaled,
+                                          experts, draw, mask, latent, ranks, states, ends)}
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:

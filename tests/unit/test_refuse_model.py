@@ -29,7 +29,6 @@ CASES: tuple[tuple[ModelFacts, dict[str, object], dict[str, object]], ...] = (
     (DENSE, {"sparse_top_k": 512, "sparse_dense_layers": ["0", "1", "2", "3"]}, ALL_BUT),
     (DENSE, {"host_decode": "always"}, {"host_decode": "off"}),
     (DENSE, {"hot_buffer_tokens": 512}, {"hot_buffer_tokens": 512, "sparse_top_k": 512}),
-    (DENSE, {"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "auto"}),
     (DENSE, {"sparse_metadata_dtype": "fp8"}, {"sparse_metadata_dtype": "fp8", "sparse_top_k": 512}),
     (DENSE, {"gpu_layers": 3}, {"gpu_layers": 4}),
     (DENSE, {"pp": 5}, {"pp": 4}),

@@ -31,6 +31,7 @@ class Shape:
 
     groups: tuple[CacheShape, ...] = (CacheShape(
         name="full", layers=tuple(map(LocalLayer, range(30))), num_kv_heads=3, head_dim=64),)
+    kv_format: str = ""
     stage: Stage = Stage(GlobalLayer(0), GlobalLayer(30), embeds=True, heads=True)
     softcap: float = 0.0
 

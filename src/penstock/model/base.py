@@ -137,7 +137,8 @@ class CacheShape:
     selector    only what chooses tokens reads it; not what attention reads
     resident    attention reads all of it at each step, so it stays on the device
     owned       no TP rank before this one has the same: what all TP ranks see is written and counted by this one
-    dtype       of its pages, None: the model's; of uint8 `head_dim` is bytes, as `kernels.types.fp8` lays out
+    dtype       of its pages, None: the model's; of uint8 `head_dim` is bytes, as `kernels.types.fp8` lays out, and
+                `values` those of a vector
     window      tokens that a query of its layers sees, itself and those before it; 0: all
     snapshot    what is kept is a state behind a token, one vector that stands for all tokens up to it
     page_tokens of snapshots, tokens from one that stays to the next; 0: `exec.load.layout` says
@@ -154,6 +155,7 @@ class CacheShape:
     resident: bool = False
     owned: bool = True
     dtype: torch.dtype | None = None
+    values: int = 0
     window: int = 0
     snapshot: bool = False
     page_tokens: int = 0
@@ -177,9 +179,10 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reads:
-    """How one layer attends. Queries of one token, of this TP rank: `num_heads` x `CacheShape.head_dim` of the
+    """How one layer attends. Queries of one token, of this TP rank: `num_heads` x the values of a vector of the
     group that has the entries of `source`. Scores are q.k times `scale`.
 
+    dtype        of queries, keys and values
     softcap      0, or: what scores are capped with, as in `paged_attention.AttentionSpec`
     sinks        the layer gives a logit of each query head, as there
     shared       other TP ranks have queries to the same KV head, see `Model.queries`
@@ -189,6 +192,7 @@ class Reads:
     source: Source
     num_heads: int
     scale: float
+    dtype: torch.dtype = torch.float32
     softcap: float = 0.0
     sinks: bool = False
     shared: bool = False
@@ -204,6 +208,7 @@ class Model(Protocol):
     reads: Mapping[LocalLayer, Reads]   # of each layer of this stage that attends
     drafting: Reads | None         # of the layer that drafts; None: there is none
     drafter: str                   # what that is
+    kv_format: str                 # that the checkpoint asks for its KV: fp8_e4m3, one that is not known, or "": none
     vocab_size: int
     hidden: int
     max_position: int              # context length of the checkpoint, tokens

@@ -40,7 +40,7 @@ from penstock.model.spec import Spec
 from penstock.model.transformer import Transformer
 from penstock.model.weights.fields import Fields
 from penstock.model.weights.formats.reader import Format
-from penstock.model.weights.formats.table import format_of
+from penstock.model.weights.formats.table import format_of, kv_format_of
 from penstock.model.weights.slots import LinearFactory
 
 # Of which random weights have 1.
@@ -99,7 +99,7 @@ def build(
 def read_spec_of(config: dict[str, Any]) -> Spec:
     """The shape of the model that a config.json describes. Raises ConfigError as `build` does."""
     family = _family(config)
-    return FAMILIES[family][1](Fields(config, family))
+    return replace(FAMILIES[family][1](Fields(config, family)), kv_format=kv_format_of(config))
 
 
 def drafting_stage(config: dict[str, Any]) -> Stage:

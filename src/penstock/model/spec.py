@@ -31,8 +31,8 @@ class Spec:
     experts; None: all layers mix, then feed forward. `window_attention`: of layers with a window; None: the
     others'. `sources`: of each layer the layer whose KV it reads, (): its own; MLPs of layers that read another's
     are `reader_width` wide. `token_width`: of what each layer adds of the token itself, 0: nothing. `scaled`:
-    files have a factor of the residual stream behind each layer. `files`: beginnings of names in files, and what
-    they are here, of one name each that fits."""
+    files have a factor of the residual stream behind each layer. `kv_format`: as of `base.Model`. `files`: beginnings
+    of names in files, and what they are here, of one name each that fits."""
 
     vocab_size: int
     hidden: int
@@ -66,6 +66,7 @@ class Spec:
     reader_width: int = 0
     token_width: int = 0
     scaled: bool = False
+    kv_format: str = ""
     files: tuple[tuple[str, str], ...] = ()
 
     @property

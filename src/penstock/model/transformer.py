@@ -186,7 +186,7 @@ def _draft_layer(slots: Slots, spec: Spec, stage: Stage, tp_group: TpGroup | Non
     [kv] = own.attention.groups(replace(stage, first=GlobalLayer(0), end=GlobalLayer(1)), ())
     return DraftLayer(slots, spec.mtp, spec.hidden, spec.norm_eps, spec.norm_plus,
                       Layer(slots, index, LocalLayer(0), own, tp_group, spec.mtp.layer), kv,
-                      own.attention.reads(stage.tp_rank, LocalLayer(0)))
+                      replace(own.attention.reads(stage.tp_rank, LocalLayer(0)), dtype=slots.dtype))
 
 
 class Transformer:
@@ -204,8 +204,10 @@ class Transformer:
         assert 0 <= stage.first < stage.end <= spec.num_layers, f"{stage} of {spec.num_layers} layers"
         self.dtype = dtype
         self.groups = spec.groups(stage)
-        self.reads: Mapping[LocalLayer, Reads] = spec.reads(stage)
+        self.reads: Mapping[LocalLayer, Reads] = {
+            layer: replace(by, dtype=dtype) for layer, by in spec.reads(stage).items()}
         self.drafting: Reads | None = None
+        self.kv_format = spec.kv_format
         self.drafter = ""
         self.vocab_size, self.hidden = spec.vocab_size, spec.hidden
         self.max_position = spec.rope.max_position

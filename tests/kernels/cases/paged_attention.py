@@ -1,4 +1,4 @@
-"""Inputs of paged_attention: chunks, decodes and mixes over scattered and contiguous pages.
+"""Inputs of paged_attention: chunks, decodes and mixes over scattered and contiguous pages, of floats and of codes.
 
 Every slot that holds no token of a row is NaN, so reading one shows in the output, and so is each page that
 lies before all windows of a row; their entries in its table are -1. Pools are one
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from cases import TOLERANCE, Case, Workload
 from penstock.kernels.attention import hidden
 from penstock.kernels.attention.paged_attention import AttentionSpec, Prepare
+from penstock.kernels.types import fp8
 from penstock.kernels.types.ragged import Ragged
 
 # name: (queries, context) of each row
@@ -36,6 +37,7 @@ _STEPS: dict[str, tuple[tuple[int, int], ...]] = {
 }
 # (KV heads, group, head dim)
 _HEADS = ((3, 3, 64), (2, 1, 80), (1, 8, 16), (2, 4, 128))
+_CODED = (*_HEADS, (2, 2, 256))
 _PAGE_SIZES = (1, 3, 16, 64)
 # (window, softcap, sinks, first)
 Scores: TypeAlias = tuple[int, float, bool, int]
@@ -66,9 +68,15 @@ def cases(device: str) -> Iterator[Case]:
         for step in ("eight decodes", "blocks of queries", "mixed"):
             yield Case(f"{name}-{step}-wide heads",
                        partial(_run, device, dtype, _STEPS[step], (2, 4, 512), 16, True, _PLAIN), TOLERANCE[dtype])
+            for i, scores in enumerate((_PLAIN, _PLAIN, *_SCORES)):
+                heads, page_size = _CODED[(i + len(rows)) % len(_CODED)], (16, 3, 1, 64)[(i + len(rows)) % 4]
+                yield Case(f"{name} over fp8-{i}-{step}-{heads}-pages of {page_size}-scores {scores}",
+                           partial(_run, device, dtype, rows, heads, page_size, bool(i), scores, coded=True),
+                           TOLERANCE[dtype])
         for scores in (_PLAIN, *_SCORES[:1], *_SCORES[4:]):
-            yield Case(f"{name}-hidden faults-scores {scores}", partial(_hidden, device, dtype, scores),
-                       TOLERANCE[dtype])
+            for coded in (False, True):
+                yield Case(f"{name}{' over fp8' * coded}-hidden faults-scores {scores}",
+                           partial(_hidden, device, dtype, scores, coded), TOLERANCE[dtype])
         rows = ((1, 1500), (1, 20), (300, 1400), (5, 1037))
         yield Case(f"{name}-long windows", partial(_run, device, dtype, rows, (3, 3, 64), 16, True,
                                                    (512, 0.0, True, 0)), TOLERANCE[dtype])
@@ -147,10 +155,23 @@ def pool(dtype: torch.dtype, num_pages: int, layers: int, num_kv_heads: int, pag
 
 def _run(device: str, dtype: torch.dtype, rows: tuple[tuple[int, int], ...],
          heads: tuple[int, int, int], page_size: int, scattered: bool, scores: Scores,
-         prepare: Prepare) -> Tensor:
+         prepare: Prepare, coded: bool = False) -> Tensor:
     inputs = make(dtype, rows, heads, page_size, scattered, device, scores)
-    attend = prepare(inputs.layout, inputs.spec)
-    return attend(inputs.q_TNH, inputs.k_PKGH, inputs.v_PKGH, inputs.sinks_N)
+    attend = prepare(inputs.layout, replace(inputs.spec, coded=coded))
+    pools = inputs.k_PKGH, inputs.v_PKGH
+    return attend(inputs.q_TNH, *(codes_of(*pools) if coded else pools), inputs.sinks_N)
+
+
+def codes_of(k_PKGH: Tensor, v_PKGH: Tensor) -> tuple[Tensor, Tensor]:
+    """The same in codes, of the second of two layers, where all that a query does not see is NaN: vectors that were,
+    and the bytes behind each vector."""
+    kv_PK2GH = torch.stack((k_PKGH, v_PKGH), 2).cpu()
+    dim, kept_PK2GW = kv_PK2GH.shape[-1], fp8.encode_heads(kv_PK2GH)
+    kept_PK2GW[kv_PK2GH.isnan().all(-1)] = 255
+    kept_PK2GW[..., fp8.width(dim, dim):] = 255
+    pages = torch.full((len(kept_PK2GW), 2, *kept_PK2GW.shape[1:]), 255, dtype=torch.uint8, device=k_PKGH.device)
+    pages[:, 1] = kept_PK2GW.to(pages.device)
+    return pages[:, 1, :, 0], pages[:, 1, :, 1]
 
 
 # What is put where a query may not look: of a key, of a value; and whether who sees it cannot miss it.
@@ -158,12 +179,13 @@ FAULTS = ((float("nan"), 0.0, True), (float("inf"), 0.0, False), (0.0, float("na
           (0.0, float("-inf"), True), (3e38, 0.0, False))
 
 
-def _hidden(device: str, dtype: torch.dtype, scores: Scores, prepare: Prepare) -> tuple[Tensor, Tensor]:
+def _hidden(device: str, dtype: torch.dtype, scores: Scores, coded: bool,
+            prepare: Prepare) -> tuple[Tensor, Tensor]:
     """A chunk for each fault, and a decode: what queries get that do not see it, and 1 of each other one
     whose result is not finite, where its fault is one that it cannot miss."""
     rows = (*((37, 37 + 5 * i) for i in range(len(FAULTS))), (1, 50))
     inputs = make(dtype, rows, (2, 3, 32), 16, True, device, scores)
-    layout, spec = inputs.layout, inputs.spec
+    layout, spec = inputs.layout, replace(inputs.spec, coded=coded)
     sound, missed = (torch.ones(layout.query_start[-1], dtype=torch.bool) for _ in range(2))
     for i, (key, value, shows) in enumerate(FAULTS):
         first, end, context = *layout.query_start[i:i + 2], layout.context[i]
@@ -179,6 +201,8 @@ def _hidden(device: str, dtype: torch.dtype, scores: Scores, prepare: Prepare) -
     k_PKGH, v_PKGH = inputs.k_PKGH, inputs.v_PKGH
     if device != "cpu":                         # as `write_kv` stores them
         k_PKGH, v_PKGH = hidden.marked(k_PKGH, v_PKGH)
+    if coded:
+        k_PKGH, v_PKGH = codes_of(k_PKGH, v_PKGH)
     out_TNH = prepare(layout, spec)(inputs.q_TNH, k_PKGH, v_PKGH, inputs.sinks_N)
     missed &= out_TNH.isfinite().flatten(1).all(1).cpu()
     return out_TNH.where(sound.to(device)[:, None, None], 0), 1 - missed.float()

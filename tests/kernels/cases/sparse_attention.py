@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cases import DTYPES, TOLERANCE, Case, Workload, unseen
 from penstock.kernels.attention.sparse_attention import SparseAttention
+from penstock.kernels.types import fp8
 
 # name: (position, units chosen) of each query; -1: all that it sees
 _QUERIES: dict[str, tuple[tuple[int, int], ...]] = {
@@ -33,6 +34,10 @@ def cases(device: str = "cpu") -> Iterator[Case]:
                         yield Case(f"{kind}-{name}-{heads}-{unit} x {page_units}",
                                    partial(_run, dtype, queries, heads, unit, page_units, device),
                                    TOLERANCE[dtype])
+            for heads, unit, page_units in ((_HEADS[0], 8, 2), (_HEADS[1], 4, 4), (_HEADS[2], 16, 1), (_HEADS[3], 8, 2),
+                                            ((2, 2, 256), 12, 3)):
+                yield Case(f"{kind} over fp8-{name}-{heads}-{unit} x {page_units}",
+                           partial(_run, dtype, queries, heads, unit, page_units, device, coded=True), TOLERANCE[dtype])
 
 
 def make(dtype: torch.dtype, queries: tuple[tuple[int, int], ...], heads: tuple[int, int, int],
@@ -67,11 +72,21 @@ def make(dtype: torch.dtype, queries: tuple[tuple[int, int], ...], heads: tuple[
 
 
 def _run(dtype: torch.dtype, queries: tuple[tuple[int, int], ...], heads: tuple[int, int, int],
-         unit: int, page_units: int, device: str, attend: SparseAttention) -> Tensor:
-    out, lse = attend(*make(dtype, queries, heads, unit, page_units, device), unit=unit,
-                      scale=heads[2] ** -0.5)
+         unit: int, page_units: int, device: str, attend: SparseAttention, coded: bool = False) -> Tensor:
+    q, pool, *where = make(dtype, queries, heads, unit, page_units, device)
+    if coded:
+        pool = codes_of(pool)
+    out, lse = attend(q, pool, *where, unit=unit, scale=heads[2] ** -0.5)
     assert out.dtype == dtype and out.is_contiguous() and lse.dtype == torch.float32
     return torch.cat((out.float(), lse.clamp_min(-10.0)[..., None]), -1)
+
+
+def codes_of(pool_PK2GH: Tensor) -> Tensor:
+    """The same in codes, of the second of two layers: what a query may not see is NaN, as bytes behind vectors are."""
+    dim, kept_PK2GW = pool_PK2GH.shape[-1], fp8.encode_heads(pool_PK2GH.cpu())
+    kept_PK2GW[~pool_PK2GH.cpu().isfinite().all(-1)] = 255
+    kept_PK2GW[..., fp8.width(dim, dim):] = 255
+    return torch.stack((torch.full_like(kept_PK2GW, 255), kept_PK2GW), 1).to(pool_PK2GH.device)[:, 1]
 
 
 def workloads() -> Iterator[Workload]:

@@ -28,17 +28,25 @@ def cases(device: str = "cpu") -> Iterator[Case]:
             for dim in (20, 64, 256) if kept != dtype else ():
                 yield Case(f"{name}-heads of {dim}-bounds as {kept}",
                            partial(_run, dtype, kept, 2, 3, dim, 16, 8, 31, device), 0.0)
+    for kept in (torch.float32, torch.bfloat16, torch.uint8):
+        for dim in (16, 64, 128, 256):
+            for chunk in (1, 5, 31):
+                yield Case(f"codes of {dim}-bounds as {kept}-{chunk} at once",
+                           partial(_run, torch.uint8, kept, 2, 3, dim, 16, 8, chunk, device), 0.0)
     yield Case("rows of 656 bytes", partial(_bytes, device), 0.0)
 
 
 def _run(dtype: torch.dtype, kept: torch.dtype, planes: int, heads: int, dim: int, size: int, unit: int,
          chunk: int, on: str, write_kv: WriteKV) -> Tensor:
     """Two rows of 62 tokens, `chunk` of each at once: pages on the device, on the host or on both, some
-    units of what is on the host alone hot. Pools are the second of two layers'. kept: the type of bounds."""
+    units of what is on the host alone hot. Pools are the second of two layers'. kept: the type of bounds.
+    dtype: of rows, uint8 for keys and values in codes."""
     generator = torch.Generator().manual_seed(size + chunk)
     length, rows = 62, 2
     pages = -(-length // size)
-    device = torch.full((3 * rows * pages, 2, heads, planes, size, dim), 3.0, dtype=dtype, device=on)
+    coded = dtype == torch.uint8
+    wide = fp8.head_width(dim) if coded else dim
+    device = torch.full((3 * rows * pages, 2, heads, planes, size, wide), 3.0, dtype=dtype, device=on)
     host = host_memory(device.cpu().clone(), on)
     row = fp8.width(dim, dim) if kept == torch.uint8 else dim
     bounds = torch.full((rows * pages, 2, heads, 2, size // unit, row), 3.0, dtype=kept, device=on)
@@ -55,7 +63,7 @@ def _run(dtype: torch.dtype, kept: torch.dtype, planes: int, heads: int, dim: in
     x = torch.randn(planes, rows, length, heads + 1, dim, generator=generator)
     x[..., ::7] *= 1000                                     # what scales and roundings of bounds are about
     x[..., 1::7] /= 10000
-    x = x.to(on, dtype)
+    x = fp8.encode_heads(x).to(on) if coded else x.to(on, dtype)
     for first in range(0, length, chunk):
         at = torch.arange(first, min(first + chunk, length))
         device_T, host_T = (

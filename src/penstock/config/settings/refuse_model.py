@@ -115,9 +115,6 @@ OF_MODEL: tuple[Refusal[ModelFacts], ...] = (
     Refusal(lambda c, m: c.kv.hot_buffer_tokens is not None and _reads_all(c, m), ("kv.hot_buffer_tokens",),
             "this model reads all of its KV in each step, from the GPU: also give --sparse-top-k N, or leave "
             "this out"),
-    Refusal(lambda c, m: c.kv.kv_cache_dtype != "auto" and m.kv_heads, ("kv.kv_cache_dtype",),
-            "applies to an MLA KV cache, and this model has KV heads, whose cache has the compute type: "
-            "leave it out"),
     Refusal(lambda c, m: c.kv.sparse_metadata_dtype != "auto" and _reads_all(c, m), ("kv.sparse_metadata_dtype",),
             "this model reads all of its KV in each step: also give --sparse-top-k N, or leave this out"),
     Refusal(lambda c, m: 0 < (c.device.gpu_layers or 0) < m.layers, ("device.gpu_layers",),

@@ -25,6 +25,7 @@ from penstock.model.base import Model
 WHY = {         # by cause: which steps are launched kernel by kernel
     "codes": "all, as KV of MLA layers is fp8",
     "drafts": "prompts, as a layer drafts behind each step",
+    "fp8": "prompts, as KV is fp8",
     "latent": "prompts, as layers are MLA",
     "selects": "prompts, as requests select what they read",
     "states": "prompts, as layers keep a state",

@@ -83,14 +83,17 @@ def groups_of(model: Model, selection: Selection | None,
 def _selected(model: Model, selection: Selection | None, kv: KVConfig,
               own: tuple[CacheShape, ...]) -> tuple[CacheShape, ...]:
     """As `groups_of`, of what does not draft."""
-    if selection is None and not value_dim_of(model):
-        return own
+    dtype = kv_format(model, kv)
+    if not value_dim_of(model):
+        kept = [_kept_heads(group, dtype, model) for group in own]
+        if selection is None or selection.native:
+            return tuple(kept)
     if selection is None or selection.native:
-        index = kv.kv_cache_dtype if kv.sparse_metadata_dtype == "auto" else kv.sparse_metadata_dtype
+        index = dtype if kv.sparse_metadata_dtype == "auto" else kv.sparse_metadata_dtype
         return tuple(_kept(group, index, group.head_dim, "--sparse-metadata-dtype") if group.selector else
-                     _kept(group, kv.kv_cache_dtype, value_dim_of(model), "--kv-cache-dtype")
+                     _kept(group, dtype, value_dim_of(model), "--kv-cache-dtype")
                      for group in own)
-    full, *windows = own
+    (full, *_), (of_pages, *windows) = own, kept
     if full.window:
         raise ConfigError(f"--sparse-top-k: every layer of this model sees its last {full.window} tokens "
                           "only, and keeps no more: leave the flag out")
@@ -104,11 +107,32 @@ def _selected(model: Model, selection: Selection | None, kv: KVConfig,
         raise ConfigError("--sparse-dense-layers: of this model's layers that see all none is left to select "
                           "in: name fewer, or leave --sparse-top-k out")
     bounds = replace(full, name="bounds", layers=rest, unit=selection.unit, selector=True)
-    groups = [replace(full, layers=rest),
+    groups = [replace(of_pages, layers=rest),
               _kept(bounds, kv.sparse_metadata_dtype, full.head_dim, "--sparse-metadata-dtype")]
     if dense:
-        groups.append(replace(full, name="dense", layers=dense, resident=True))
+        groups.append(replace(of_pages, name="dense", layers=dense, resident=True))
     return (*groups, *windows)
+
+
+def kv_format(model: Model, kv: KVConfig) -> str:
+    """Of a KV cache: --kv-cache-dtype, or for `auto` what the checkpoint asks for where that is known."""
+    asks = kv.kv_cache_dtype == "auto" and model.kv_format == "fp8_e4m3"
+    return model.kv_format if asks else kv.kv_cache_dtype
+
+
+def _kept_heads(shape: CacheShape, dtype: str, model: Model) -> CacheShape:
+    """A group of KV heads in this format; states stay floats."""
+    if dtype == "auto" or shape.snapshot:
+        return shape
+    if dtype == "bfloat16":
+        if any(reads.dtype != torch.bfloat16 for reads in model.reads.values()):
+            raise ConfigError("--kv-cache-dtype bfloat16: KV heads have the type that is computed in, here float32, or "
+                              "fp8: leave the flag out, or also give --dtype bfloat16")
+        return shape
+    if shape.head_dim % 16:
+        raise ConfigError(f"--kv-cache-dtype fp8: heads of this model have {shape.head_dim} values, and fp8 is for "
+                          "multiples of 16: leave the flag out, or give bfloat16 where the checkpoint asks for fp8")
+    return replace(shape, dtype=torch.uint8, head_dim=fp8.head_width(shape.head_dim), values=shape.head_dim)
 
 
 def _kept(shape: CacheShape, dtype: str, coded: int, flag: str) -> CacheShape:
@@ -122,7 +146,7 @@ def _kept(shape: CacheShape, dtype: str, coded: int, flag: str) -> CacheShape:
         raise ConfigError(
             f"{flag} {dtype}: this model's {shape.name} vectors have {coded} values to code, and fp8 is for "
             f"{'powers of two from 16 on' if mixed else 'multiples of 16'}: leave the flag out")
-    return replace(shape, dtype=torch.uint8, head_dim=fp8.width(shape.head_dim, coded))
+    return replace(shape, dtype=torch.uint8, head_dim=fp8.width(shape.head_dim, coded), values=shape.head_dim)
 
 
 def size_pools(config: Config, caches: Caches, max_position: int, free: int | Sequence[NodeMemory], *,

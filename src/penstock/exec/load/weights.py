@@ -23,7 +23,7 @@ from penstock.config.settings.refuse_model import ModelFacts, check_model
 from penstock.config.settings.tree import Config
 from penstock.exec.load.backends import backends_of, kept_packed, packer, selection_for
 from penstock.exec.load.layout import Caches
-from penstock.exec.load.sizing import groups_of, show_size
+from penstock.exec.load.sizing import groups_of, kv_format, show_size
 from penstock.exec.step.links import nodes_of, of_config
 from penstock.kernels import registry
 from penstock.kernels.fused import layer
@@ -86,6 +86,18 @@ def dtype_of(config: Config, files: ModelFiles, checkpoint: Mapping[str, object]
     own = "" if files.gguf is not None else str(
         checkpoint.get("dtype") or checkpoint.get("torch_dtype") or "").removeprefix("torch.")
     return DTYPES[asked] if asked != "auto" else DTYPES.get(own, torch.bfloat16)
+
+
+def _kv_asked(config: Config, model: Model) -> list[str]:
+    """A line for the log, where the checkpoint asks for a KV cache of its own."""
+    asked, kept = model.kv_format, kv_format(model, config.kv)
+    if not asked:
+        return []
+    if asked == kept:
+        return ["its KV cache is fp8, as the checkpoint asks; each vector has a scale of its own, in place of the "
+                "checkpoint's static ones"]
+    return [f"the checkpoint asks for a KV cache in {asked}, and gets one in "
+            f"{'the compute type' if kept == 'auto' else kept}"]
 
 
 def facts_of(files: ModelFiles) -> ModelFacts:
@@ -188,7 +200,7 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object], tp_g
     log(f"model: {name} has {show_size(need)} of weights to load" +
         f"; {become} become {show_dtype(dtype)}" * bool(become))
     if stage is None or (stage.embeds and stage.tp_rank.index == 0):    # once, of several ranks
-        for line in checkpoint.unread(whole.ignores):
+        for line in (*_kv_asked(config, whole), *checkpoint.unread(whole.ignores)):
             log(f"model: {line}")
     if beside is not None:
         beside(Sketch(checkpoint, dtype, backends, made))

@@ -38,6 +38,7 @@ from penstock.kernels.attention.paged_attention import Prepare
 from penstock.kernels.choose.select import SelectRule
 from penstock.kernels.fused.step import Queries
 from penstock.kernels.kv.write_kv import WriteAt
+from penstock.kernels.types import fp8
 from penstock.kernels.types.ragged import Ragged, on_device
 from penstock.memory.pool import BlockPool
 from penstock.model.base import Attend, CacheShape, LocalLayer, Model
@@ -89,6 +90,7 @@ class Selecting(Selects):
                 self.readers[i] += 1
         self._dense = Dense(model.reads, groups, prepare, device, tables.groups, others=self.local)
         self.states, layout = self._dense.states, device[g].layout
+        self._dtype = layout.dtype
         self._spec = self._dense.specs.get(g)       # None: a stage without layers that select
         scale = 1.0 if self._spec is None else self._spec.scale
         self._unit = rule.unit
@@ -166,6 +168,10 @@ class Selecting(Selects):
                                    whole(q_TNH, *self._pools(place), sinks_N))
         return _SelectingStep(self, at, [(slice(None), read)], self._dense.decode(kind, queries, turn_NW))
 
+    def kept(self, kv_TCKH: Tensor) -> Tensor:
+        """As pages have them: a chunk's own keys are what the next one reads."""
+        return fp8.kept_heads(kv_TCKH, self._dtype)
+
     def write_kv(self, layer: int, k_TKH: Tensor, v_TKH: Tensor, at: WriteAt) -> None:
         self._layers.write_kv(layer, (k_TKH, v_TKH), at)
 
@@ -218,14 +224,15 @@ class _SelectingStep(KeepsStates):
         assert chosen_TS is None, "what is read of KV heads is chosen here"
         i, reader = place
         if kv_TCKH is None:
-            kv_TCKH = self._written[i]
+            kept_TCKH = self._written[i]
         else:
-            self._of.write_kv(i, kv_TCKH[:, 0], kv_TCKH[:, 1], self._at)
+            kept_TCKH = self._of.kept(kv_TCKH)
+            self._of.write_kv(i, kept_TCKH[:, 0], kept_TCKH[:, 1], self._at)
             if self._of.readers[i] > 1:
-                self._written[i] = kv_TCKH
+                self._written[i] = kept_TCKH
         if reader == self._of.readers[i] - 1:
             self._written.pop(i, None)
-        given = place, q_TNH, kv_TCKH[:, 0], kv_TCKH[:, 1], sinks_N
+        given = place, q_TNH, kept_TCKH[:, 0], kept_TCKH[:, 1], sinks_N
         if len(self._parts) == 1:
             [(_, read)] = self._parts
             return read(*given)

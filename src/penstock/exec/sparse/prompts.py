@@ -19,6 +19,7 @@ from penstock.exec.step.tables import GroupTable
 from penstock.kernels.attention import chunk_attention, merge
 from penstock.kernels.attention.paged_attention.spec import beside_sinks
 from penstock.kernels.kv import gather
+from penstock.kernels.types import fp8
 from penstock.kernels.types.ragged import on_device
 
 # Tokens that are read at once of pages on a GPU: a copy of them is made, of one layer, and what is read of
@@ -110,16 +111,17 @@ class HostedPrompts:
     def attend(self, layer: int, chunk: PromptChunk, windows: Sequence[Window], q_TNH: Tensor, k_TKH: Tensor,
                v_TKH: Tensor, sinks_N: Tensor | None = None) -> Tensor:
         """Attention of prompt positions to all before them: their own chunk as it was computed, and what is
-        earlier a window of pages at a time."""
+        earlier a window of pages at a time. k, v: as pages have them, floats or codes."""
+        k_TKH, v_TKH = (fp8.heads_of(x, q_TNH.dtype) for x in (k_TKH, v_TKH))
         out_TNH, lse_TN = self._chunk_attention(q_TNH, k_TKH, v_TKH, causal=True, scale=self._scale)
         for window in windows:
-            k_SKH, v_SKH = self._bring(layer, chunk.row, window)
+            k_SKH, v_SKH = self._bring(layer, chunk.row, window, q_TNH.dtype)
             self._merge(out_TNH, lse_TN, *self._chunk_attention(q_TNH, k_SKH, v_SKH, causal=False,
                                                                 scale=self._scale))
         return out_TNH if sinks_N is None else beside_sinks(out_TNH, lse_TN, sinks_N)
 
-    def _bring(self, layer: int, row: int, window: Window) -> tuple[Tensor, Tensor]:
-        """k and v of a window, [S, K, H]; what has no device page comes into the row's hot pages."""
+    def _bring(self, layer: int, row: int, window: Window, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """k and v of a window, [S, K, H], in `dtype`; what has no device page comes into the row's hot pages."""
         pool_PK2GH = self._device[layer]
         if window.brought:
             self._gather(self._host[layer], pool_PK2GH, window.miss_E3, window.num_1, unit=self._kv.size)
@@ -128,5 +130,5 @@ class HostedPrompts:
         kv_2KPGH = pool_PK2GH.new_empty(planes, heads, len(window.page_W), size, dim)
         for plane, head in itertools.product(range(planes), range(heads)):      # a head's tokens side by side
             torch.index_select(pool_PK2GH[:, head, plane], 0, window.page_W, out=kv_2KPGH[plane, head])
-        k_SKH, v_SKH = kv_2KPGH.flatten(2, 3)[:, :, :window.keys].transpose(1, 2)
+        k_SKH, v_SKH = fp8.heads_of(kv_2KPGH, dtype).flatten(2, 3)[:, :, :window.keys].transpose(1, 2)
         return k_SKH, v_SKH

@@ -67,10 +67,11 @@ def largest_step(executor: Executor, core: CoreConfig, step_tokens: int) -> None
 
 
 def beyond(caches: Caches, max_len: int) -> int:
-    """Bytes of one layer's KV behind `context_max`: it lies together while a prompt's chunk attends to it. Of
-    rows of codes the floats too, which take at most twice their bytes in bfloat16."""
+    """Bytes of one layer's KV behind `context_max`: it lies together while a prompt's chunk attends to it. Of codes
+    the floats too, which take at most twice their bytes in bfloat16; of KV heads once more, where torch's kernel has
+    them side by side."""
     return max(0, max_len - context_max(caches)) * max(
-        n.unit_bytes // n.num_layers * (3 if n.planes == 1 and n.dtype == torch.uint8 else 1)
+        n.unit_bytes // n.num_layers * (1 if n.dtype != torch.uint8 else 3 if n.planes == 1 else 5)
         for n in caches.layouts)
 
 

@@ -165,10 +165,12 @@ def places_of(reads: Mapping[LocalLayer, Reads], groups: Sequence[CacheShape]) -
 
 def spec_of(reads: Reads, group: CacheShape, pool: BlockPool, first: int = 0) -> AttentionSpec:
     """Attention of a layer that reads a cache group with KV heads. first: as there."""
+    coded = pool.layout.dtype == torch.uint8
+    assert coded or pool.layout.dtype == reads.dtype, f"queries in {reads.dtype} of pages in {pool.layout.dtype}"
     return AttentionSpec(
-        num_heads=reads.num_heads, num_kv_heads=group.num_kv_heads, head_dim=group.head_dim,
-        dtype=pool.layout.dtype, scale=reads.scale, window=group.window, softcap=reads.softcap,
-        sinks=reads.sinks, first=first)
+        num_heads=reads.num_heads, num_kv_heads=group.num_kv_heads, head_dim=group.values or group.head_dim,
+        dtype=reads.dtype, scale=reads.scale, window=group.window, softcap=reads.softcap,
+        sinks=reads.sinks, first=first, coded=coded)
 
 
 class NoIndexer:

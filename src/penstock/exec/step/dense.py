@@ -20,6 +20,7 @@ from penstock.exec.step.tables import GroupTable, Lowered
 from penstock.kernels.attention.paged_attention import AttentionSpec, Prepare, Prepared, flash, write_kv
 from penstock.kernels.attention.paged_attention.native import NativeDecodes, Paged
 from penstock.kernels.fused.step import Queries
+from penstock.kernels.types import fp8
 from penstock.kernels.types.ragged import Ragged
 from penstock.memory.pool import BlockPool
 from penstock.model.base import CacheShape, LocalLayer, Reads
@@ -125,6 +126,8 @@ class Dense(Attending):
         """What prompts attend to is captured where it is read out of pages in one call, whatever their lengths."""
         if steps != "prompts":
             return ""
+        if any(spec.coded for spec in self.specs.values()):
+            return "fp8"
         one_call = all(spec.plain and flash.ready(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype,
                                                   self._tables[g].size, len(self._tables[g].device_RM))
                        for g, spec in self.specs.items())
@@ -167,6 +170,7 @@ class DenseStep(KeepsStates):
         group, k_PKGH, v_PKGH = self._places[layer]
         pages = self._pages[group]
         if kv_TCKH is not None:
+            kv_TCKH = fp8.kept_heads(kv_TCKH, k_PKGH.dtype)
             pages.write_kv(kv_TCKH[:, 0], kv_TCKH[:, 1], k_PKGH, v_PKGH)
         return pages(q_TNH, k_PKGH, v_PKGH, sinks_N)
 
@@ -177,5 +181,7 @@ class DenseStep(KeepsStates):
         [pages] = self._pages.values()
         if not isinstance(pages, RaggedPages) or not isinstance(pages.prepared, NativeDecodes):
             return None
-        ragged = pages.ragged
-        return pages.prepared.paged(self._pools, self._places[LocalLayer(0)][1], ragged.page_T, ragged.offset_T)
+        ragged, k_PKGH = pages.ragged, self._places[LocalLayer(0)][1]
+        if k_PKGH.dtype == torch.uint8:             # that kernel writes floats
+            return None
+        return pages.prepared.paged(self._pools, k_PKGH, ragged.page_T, ragged.offset_T)

@@ -27,6 +27,7 @@ typedef struct {                                /* attention of decode rows (pag
     int64_t window;                 /* tokens that a query sees; 0: all */
     const float *sinks;             /* [N], or NULL: none */
     int64_t first;                  /* 1: the first token is seen by its own query alone; without a window */
+    int64_t codes;                  /* pools are of codes, uint8 [P, K, G, W], as in types/fp8.py; strides in bytes */
 } Decode;
 
 #endif

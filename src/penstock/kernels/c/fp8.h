@@ -39,4 +39,13 @@ INLINE void unpack(const char *kept, int64_t dim, int64_t coded, int format, flo
     }
 }
 
+/* BLOCK slots of keys or values of a KV head in codes into floats [BLOCK, dim], and where each begins there. */
+INLINE void unpack_block(const void *pool, const int64_t *at, int64_t dim, float *tile, int64_t *place)
+{
+    for (int i = 0; i < BLOCK; i++) {
+        unpack((const char *)pool + at[i], dim, dim, FP8, tile + i * dim);
+        place[i] = i * dim;
+    }
+}
+
 #endif

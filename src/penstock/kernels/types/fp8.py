@@ -8,10 +8,13 @@ An MLA KV entry of 512 and 64 takes 656 bytes, an indexer key of 128 takes 132. 
 of its block / 448, so that this one is kept up to the rounding of a float; a code is to nearest, ties to
 even. Pages of these are uint8: copies, moves and a pair carry bytes.
 
+A key or value of a KV head is coded whole, and followed by zeros up to a multiple of 16 bytes: 64 values take 80
+bytes, 128 take 144, 256 take 272. See ADR 0099.
+
 Bounds of keys lie alike, all of them coded. A bound is rounded outward, so that it still is one; its scale is
 the least power of two that keeps the largest amount within 448: a code times it is exact in any type.
 
-    H values of a vector   W bytes of one that is kept   J index head dim
+    H values of a vector   W bytes of one that is kept   J index head dim   T tokens   C planes   K KV heads
 """
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ from torch import Tensor
 
 BLOCK = 128
 LARGEST = 448.0             # that e4m3 has
+_ALIGN = 16                 # bytes, of vectors of KV heads
 
 
 def blocks_of(coded: int) -> int:
@@ -56,6 +60,46 @@ def decode(kept_W: Tensor, coded: int) -> Tensor:
     scale_b = scale.view(torch.float32).repeat_interleave(BLOCK, -1)[..., :coded]
     coded_H = code.view(torch.float8_e4m3fn).float() * scale_b
     return torch.cat((coded_H, rest.view(torch.bfloat16).float()), -1)
+
+
+def head_width(dim: int) -> int:
+    """W of keys and values of `dim` values, a multiple of 16."""
+    return -(-width(dim, dim) // _ALIGN) * _ALIGN
+
+
+def head_dim_of(wide: int) -> int:
+    """The inverse of `head_width`, for multiples of 16: each 512 values have 16 bytes of scales or fewer."""
+    return wide - _ALIGN * -(-wide // (4 * BLOCK + _ALIGN))
+
+
+def encode_heads(kv_TCKH: Tensor) -> Tensor:
+    """Return keys and values, C = 2, f32|bf16, dense in H, as pages of codes have them: uint8 [T, C, K, W], dense.
+    What is not finite stays that; on a CUDA device such a value is zeros, and its key NaN (`attention.hidden`)."""
+    dim = kv_TCKH.shape[-1]
+    assert dim % _ALIGN == 0, f"heads of {dim} values"
+    if kv_TCKH.is_cuda:
+        from penstock.kernels.triton import triton_codes  # needs Triton
+        return triton_codes.encode_heads(kv_TCKH, head_width(dim))
+    return F.pad(encode(kv_TCKH, dim), (0, head_width(dim) - width(dim, dim)))
+
+
+def kept_heads(kv_TCKH: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys and values as pages of `dtype` have them: coded where that is uint8, else as they are."""
+    return encode_heads(kv_TCKH) if dtype == torch.uint8 else kv_TCKH
+
+
+def heads_of(kept_W: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `kept_heads` has made, in `dtype`."""
+    return decode_heads(kept_W, dtype) if kept_W.dtype == torch.uint8 else kept_W
+
+
+def decode_heads(kept_W: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return uint8 [.., W] of `encode_heads` as floats [.., H], dense: code times scale in f32, rounded to `dtype`."""
+    dim = head_dim_of(kept_W.shape[-1])
+    if kept_W.is_cuda:
+        from penstock.kernels.triton import triton_codes  # needs Triton
+        return triton_codes.decode_heads(kept_W, dim, dtype)
+    return decode(kept_W[..., :width(dim, dim)], dim).to(dtype)
 
 
 def by_power(x_H: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,6 +153,12 @@ SAME, BF16, FP8 = range(3)      # as in c/fp8.h
 def format_of(pool: Tensor, q: Tensor) -> int:
     """What a page has, seen by queries of their type."""
     return FP8 if pool.dtype == torch.uint8 else SAME if pool.dtype == q.dtype else BF16
+
+
+def format_of_bounds(bounds: Tensor, pool: Tensor) -> int:
+    """What bounds are, seen by the keys of a pool; keys in codes become f32."""
+    return (format_of(bounds, pool) if pool.dtype != torch.uint8 or bounds.dtype == torch.uint8 else
+            SAME if bounds.dtype == torch.float32 else BF16)
 
 
 @functools.cache

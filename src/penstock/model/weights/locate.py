@@ -102,6 +102,8 @@ class ModelFiles:
             given, where = given if isinstance(given, dict) else {"quant_algo": given}, other
             if given.get("quant_algo") is not None:
                 config = {**config, "quantization_config": {**given, "quant_method": "modelopt"}}
+            elif given.get("kv_cache_quant_algo") is not None:
+                config = {**config, "kv_cache_quant_algo": given["kv_cache_quant_algo"]}
         reader_of(config, str(where))
         return config
 

@@ -41,7 +41,8 @@ def prepare(layout: Ragged, spec: AttentionSpec, *, backend: str) -> Prepared:
                 over the first `context` slots of the row's pages, or with `spec.window` as many of the last
                 of them, scaled by `spec.scale` and capped by `spec.softcap`.
     q_TNH       f32|bf16, dense in N and H, any stride in T    out_TNH   dtype of q, dense
-    k, v_PKGH   dtype of q, dense in H, the same strides: one layer's pools
+    k, v_PKGH   dtype of q, or with `spec.coded` uint8 [P, K, G, W] of `types.fp8.encode_heads`; dense in H or W, the
+                same strides: one layer's pools
     sinks_N     f32, dense; given where the spec has `sinks`
     Reads       only slots that hold tokens of the row, of pages that a query of it sees some of: a NaN
                 anywhere else stays there, and entries of the table before that are not looked at.
@@ -61,7 +62,7 @@ def write_kv(k_TKH: Tensor, v_TKH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor, page_
     """Write each new token's k and v into its slot of one layer's pools. On a CUDA device a value that is not
     finite becomes zeros, and its key NaN.
 
-    k_TKH, v_TKH        dtype of the pools, any strides; on a CUDA device the same ones, dense in H
+    k_TKH, v_TKH        dtype of the pools, be it uint8, any strides; on a CUDA device the same ones, dense in H
     page_T, offset_T    `Ragged.page_T`, `Ragged.offset_T`; no slot twice
     """
     if k_PKGH.is_cuda:

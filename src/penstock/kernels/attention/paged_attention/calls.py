@@ -17,4 +17,5 @@ class Step(ctypes.Structure):
           for name in ("num_queries", "num_chunks", "heads", "kv_heads", "page_size")),
         ("scale", ctypes.c_float), ("softcap", ctypes.c_float), ("window", ctypes.c_int64),
         ("sinks", ctypes.c_void_p), ("first", ctypes.c_int64),
+        ("codes", ctypes.c_int64),
     )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention.paged_attention import flash
+from penstock.kernels.attention.paged_attention.decoded import of_floats
 from penstock.kernels.attention.paged_attention.spec import (
     AttentionSpec,
     Prepared,
@@ -44,25 +45,29 @@ def probe_triton(_: Platform) -> str:
 def prepare(layout: Ragged, spec: AttentionSpec) -> Prepared:
     rows = rows_of(layout)
     several, single = [r for r in rows if r.count > 1], [r for r in rows if r.count == 1]
-    return compose([(found, make(found, layout, spec))
+    return compose([(found, make(found, spec, layout))
                     for found, make in ((several, prompts), (single, _Decodes)) if found], layout)
 
 
 prepare_in_triton = alone(prepare)
 
 
-def prompts(rows: Sequence[Row], layout: Ragged, spec: AttentionSpec) -> Prepared:
+def prompts(rows: Sequence[Row], spec: AttentionSpec, layout: Ragged) -> Prepared:
     """Attention of rows of several tokens: their queries, one behind the other."""
+    return of_floats(_prompts, rows, spec, layout)
+
+
+def _prompts(rows: Sequence[Row], spec: AttentionSpec, layout: Ragged) -> Prepared:
     if spec.plain and flash.ready(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype,
                                   layout.page_size, len(layout.pages_RM)):
-        return _Paged(rows, layout, spec)
+        return _Paged(rows, spec, layout)
     wide = spec.head_dim > flash.DIM_MAX                # for which torch has a kernel without windows
     fused = spec.dtype in flash.TYPES and spec.head_dim % 8 == 0 and not (wide and (spec.window or spec.sinks))
-    return (_Gathered if fused and not spec.softcap and not spec.first else _Masked)(rows, layout, spec)
+    return (_Gathered if fused and not spec.softcap and not spec.first else _Masked)(rows, spec, layout)
 
 
 class _Decodes:
-    def __init__(self, rows: Sequence[Row], layout: Ragged, spec: AttentionSpec) -> None:
+    def __init__(self, rows: Sequence[Row], spec: AttentionSpec, layout: Ragged) -> None:
         from penstock.kernels.attention.paged_attention import triton_decode
         device = layout.pages_RM.device
         self._decode, self._table, self._spec = triton_decode.decode, layout.pages_RM, spec
@@ -96,7 +101,7 @@ class _Lengths:
 
 
 class _Paged:
-    def __init__(self, rows: Sequence[Row], layout: Ragged, spec: AttentionSpec) -> None:
+    def __init__(self, rows: Sequence[Row], spec: AttentionSpec, layout: Ragged) -> None:
         self._of, self._scale = _Lengths(rows, layout.pages_RM.device), spec.scale
         most = -(-max(self._of.contexts) // layout.page_size)
         # An entry without a page is not read, and may be looked at.
@@ -112,7 +117,7 @@ class _Paged:
 
 
 class _Gathered:
-    def __init__(self, rows: Sequence[Row], layout: Ragged, spec: AttentionSpec) -> None:
+    def __init__(self, rows: Sequence[Row], spec: AttentionSpec, layout: Ragged) -> None:
         device, begins = layout.pages_RM.device, [begin_of(row, spec, layout) for row in rows]
         self._of, self._spec = _Lengths(rows, device, begins), spec
         of, size, total = self._of, layout.page_size, sum(self._of.contexts)
@@ -159,7 +164,7 @@ class _Masked:
 
     _QUERIES = 256
 
-    def __init__(self, rows: Sequence[Row], layout: Ragged, spec: AttentionSpec) -> None:
+    def __init__(self, rows: Sequence[Row], spec: AttentionSpec, layout: Ragged) -> None:
         self._spec = spec
         self._parts: list[tuple[Row, int, Tensor]] = []         # with the position that its pages begin at
         for row in rows:

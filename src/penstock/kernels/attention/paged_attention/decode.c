@@ -8,7 +8,7 @@
  *   N query heads   K KV heads   g = N / K   H head dim, a multiple of 16   P pages   G page size
  */
 #include "calls.h"
-#include "vectors.h"
+#include "fp8.h"
 
 /* The first position that a query of this context sees. */
 INLINE int64_t seen_from(const Decode *s, int64_t context)
@@ -53,9 +53,8 @@ INLINE int64_t ahead(const Decode *s, const int64_t *slot, int64_t j, int64_t pa
 
 /* Ask for the block `step` elements behind this one: blocks of other heads and pages lie too far apart
  * for the CPU to guess. Up to twice as fast where a pool is larger than the caches. */
-INLINE void fetch(const void *pool, const int64_t *at, int64_t step, int64_t dim, int bf16)
+INLINE void fetch(const void *pool, const int64_t *at, int64_t step, int64_t dim, int64_t size)
 {
-    const int64_t size = bf16 ? 2 : 4;
     for (int i = 0; i < BLOCK; i++)
         for (int64_t byte = 0; byte < dim * size; byte += 64)
             __builtin_prefetch((const char *)pool + (at[i] + step) * size + byte, 0, 2);
@@ -72,14 +71,16 @@ INLINE void run_chunk(const Decode *s, int64_t index, int64_t dim, int bf16)
     const int64_t padded = (count + BLOCK - 1) / BLOCK * BLOCK, width = dim + 2;
     float q[heads * dim], weight[heads * CHUNK];
     float *partial = s->partial + index * heads * width;
-    int64_t slot[CHUNK], at[BLOCK];
+    const int64_t bytes = s->codes ? 1 : bf16 ? 2 : 4;
+    float tile[s->codes ? BLOCK * dim : 1];
+    int64_t slot[CHUNK], at[BLOCK], place[BLOCK];
 
     for (int64_t i = 0; i < heads * dim; i += LANES)
         put(q, i, load(s->q, token * s->q_stride + i, bf16) * s->scale, 0);
-    for (int64_t j = 0, page = first / size, place = first % size; j < count; j++) {
-        slot[j] = pages[page] * s->page_stride + place * s->token_stride;
-        if (++place == size) {
-            place = 0;
+    for (int64_t j = 0, page = first / size, token = first % size; j < count; j++) {
+        slot[j] = pages[page] * s->page_stride + token * s->token_stride;
+        if (++token == size) {
+            token = 0;
             page++;
         }
     }
@@ -90,9 +91,14 @@ INLINE void run_chunk(const Decode *s, int64_t index, int64_t dim, int bf16)
         for (int64_t h = 0; h < kv_heads; h++) {
             for (int i = 0; i < BLOCK; i++)
                 at[i] = slot[j + i] + h * s->head_stride;
-            fetch(s->k, at, ahead(s, slot, j, padded, h), dim, bf16);
+            fetch(s->k, at, ahead(s, slot, j, padded, h), dim, bytes);
+            if (s->codes)
+                unpack_block(s->k, at, dim, tile, place);
             for (int64_t n = h * group; n < (h + 1) * group; n++)
-                score_block(q + n * dim, s->k, at, dim, bf16, weight + n * CHUNK + j);
+                if (s->codes)
+                    score_block(q + n * dim, tile, place, dim, 0, weight + n * CHUNK + j);
+                else
+                    score_block(q + n * dim, s->k, at, dim, bf16, weight + n * CHUNK + j);
         }
     for (int64_t n = 0; n < heads; n++) {
         if (s->softcap > 0.0f)
@@ -103,9 +109,15 @@ INLINE void run_chunk(const Decode *s, int64_t index, int64_t dim, int bf16)
         for (int64_t h = 0; h < kv_heads; h++) {
             for (int i = 0; i < BLOCK; i++)
                 at[i] = slot[j + i] + h * s->head_stride;
-            fetch(s->v, at, ahead(s, slot, j, padded, h), dim, bf16);
-            value_heads(partial + h * group * width + 2, width, weight + h * group * CHUNK + j,
-                        s->v, at, group, dim, bf16);
+            fetch(s->v, at, ahead(s, slot, j, padded, h), dim, bytes);
+            if (s->codes) {
+                unpack_block(s->v, at, dim, tile, place);
+                value_heads(partial + h * group * width + 2, width, weight + h * group * CHUNK + j, tile, place, group,
+                            dim, 0);
+            } else {
+                value_heads(partial + h * group * width + 2, width, weight + h * group * CHUNK + j, s->v, at, group,
+                            dim, bf16);
+            }
         }
 }
 

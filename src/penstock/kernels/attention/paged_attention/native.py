@@ -18,18 +18,19 @@ from torch import Tensor
 
 from penstock.kernels.attention.paged_attention import reference, sdpa, tiled
 from penstock.kernels.attention.paged_attention.calls import Step
+from penstock.kernels.attention.paged_attention.decoded import of_floats, sound_of
 from penstock.kernels.attention.paged_attention.spec import (
     AttentionSpec,
     Part,
     Prepared,
     Row,
-    Sound,
     compose,
     rows_of,
 )
 from penstock.kernels.c.build import library
 from penstock.kernels.op import WrongResult
 from penstock.kernels.platform import Platform
+from penstock.kernels.types import fp8
 from penstock.kernels.types.ragged import Ragged
 
 _CHUNK, _LANES = 128, 16            # as in decode.c
@@ -48,12 +49,13 @@ def probe(platform: Platform) -> str:
     layout = Ragged((0, 1, 2, 42), (150, 3, 150), (0, 1, 0), tables, torch.cat([
         torch.tensor([0, 10]), tables[0][where // 16]]), torch.cat([torch.tensor([5, 2]), where % 16]), 16)
     q, kv = (torch.randn(shape, generator=generator) for shape in ((42, 6, 32), (11, 2, 2, 16, 32)))
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.02)):
-        spec = AttentionSpec(num_heads=6, num_kv_heads=2, head_dim=32, dtype=dtype, scale=0.2)
-        out, want = (made(layout, spec)(q.to(dtype), *kv.to(dtype).unbind(2)).float()
-                     for made in (prepare, reference.prepare))
+    for dtype, tolerance, coded in ((torch.float32, 1e-5, False), (torch.bfloat16, 0.02, False),
+                                    (torch.float32, 1e-5, True)):
+        spec = AttentionSpec(num_heads=6, num_kv_heads=2, head_dim=32, dtype=dtype, scale=0.2, coded=coded)
+        pools = (fp8.encode_heads(kv) if coded else kv.to(dtype)).unbind(2)
+        out, want = (made(layout, spec)(q.to(dtype), *pools).float() for made in (prepare, reference.prepare))
         if not (gap := (out - want).abs().max()) <= tolerance:
-            raise WrongResult(f"{compiler}: {dtype} differs by {gap:.2g} on a small case")
+            raise WrongResult(f"{compiler}: {dtype}{' of codes' * coded} differs by {gap:.2g} on a small case")
     return f"{'amx_bf16, ' if tiles else ''}{platform.best('avx512_f', 'avx2', 'sve')}, {compiler}"
 
 
@@ -66,7 +68,7 @@ def prepare(layout: Ragged, spec: AttentionSpec) -> Prepared:
     for row in rows:
         if row.count > _QUERIES_MAX:
             chunk = tiled.TiledChunk if tiled.takes(row, spec) else sdpa.SdpaChunk
-            parts.append(([row], Sound(chunk, row, spec, layout)))
+            parts.append(([row], of_floats(sound_of(chunk), [row], spec, layout)))
     return compose(parts, layout)
 
 
@@ -103,14 +105,14 @@ class NativeDecodes:
             queries=queries_T3.data_ptr(), partial=partial.data_ptr(), num_queries=len(queries),
             num_chunks=chunks, heads=spec.num_heads, kv_heads=spec.num_kv_heads,
             page_size=layout.page_size, scale=spec.scale, softcap=spec.softcap, window=spec.window,
-            first=spec.first)
+            first=spec.first, codes=int(spec.coded))
         self._constants = (spec.head_dim, int(spec.dtype == torch.bfloat16),
                            torch.get_num_threads())
 
     @staticmethod
     @functools.cache
     def kernel() -> Callable[..., None]:
-        """`penstock_decode` of decode.c: (step, head dim, whether it is bf16, threads)."""
+        """`penstock_decode` of decode.c: (step, head dim, whether queries are bf16, threads)."""
         function = library(_SOURCE)[0].penstock_decode
         function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int)
         function.restype = None

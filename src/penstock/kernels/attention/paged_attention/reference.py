@@ -11,7 +11,13 @@ from penstock.kernels.attention.paged_attention.spec import (
     pages_of,
     rows_of,
 )
+from penstock.kernels.types import fp8
 from penstock.kernels.types.ragged import Ragged
+
+
+def floats_of(page_nKGH: Tensor, spec: AttentionSpec) -> Tensor:
+    """f32 [.., H] of pages."""
+    return fp8.decode_heads(page_nKGH) if spec.coded else page_nKGH.float()
 
 
 def prepare(layout: Ragged, spec: AttentionSpec) -> Prepared:
@@ -23,7 +29,7 @@ def prepare(layout: Ragged, spec: AttentionSpec) -> Prepared:
         for row in rows:
             begin = begin_of(row, spec, layout)
             k_NSH, v_NSH = (
-                pool[pages_of(row, layout, begin).long()].transpose(0, 1).flatten(1, 2).float()
+                floats_of(pool[pages_of(row, layout, begin).long()], spec).transpose(0, 1).flatten(1, 2)
                 .repeat_interleave(spec.group, 0) for pool in (k_PKGH, v_PKGH))
             for j in range(row.count):
                 position = row.context - row.count + j

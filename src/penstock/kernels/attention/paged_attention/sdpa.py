@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.kernels.attention.paged_attention.decoded import of_floats, sound_of
 from penstock.kernels.attention.paged_attention.spec import (
     AttentionSpec,
     Prepared,
     Row,
-    Sound,
     begin_of,
     beside_sinks,
     compose,
@@ -37,7 +37,7 @@ def probe(platform: Platform) -> str:
 
 
 def prepare(layout: Ragged, spec: AttentionSpec) -> Prepared:
-    return compose([([row], Sound(SdpaChunk, row, spec, layout)) for row in rows_of(layout)], layout)
+    return compose([([row], of_floats(sound_of(SdpaChunk), [row], spec, layout)) for row in rows_of(layout)], layout)
 
 
 def _gather(pool_PKGH: Tensor, pages_n: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ from penstock.kernels.types.ragged import Ragged, on_device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """Heads, head dim, type and scale. `group` query heads share one KV head.
+    """Heads, head dim, type of queries, and scale. `group` query heads share one KV head.
 
+    coded     pages are uint8, of `types.fp8.encode_heads`; else of the type of queries
     window    tokens that a query sees, itself and those just before it; 0: all
     softcap   scores s become softcap * tanh(s / softcap), scaled before; 0: they stay
     sinks     each call has a logit of each query head, which counts in the weights' sum and has no value
@@ -31,6 +32,7 @@ class AttentionSpec:
     softcap: float = 0.0
     sinks: bool = False
     first: int = 0
+    coded: bool = False
 
     def __post_init__(self) -> None:
         assert self.first in (0, 1) and not (self.first and self.window), "a first token beside a window"

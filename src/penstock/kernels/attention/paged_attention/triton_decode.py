@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.attention.paged_attention.spec import AttentionSpec
+from penstock.kernels.triton.coded import kept_vectors, words_of
 from penstock.kernels.triton.depend import early, follow
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -30,14 +31,16 @@ def _capped(x, cap):
 
 
 @triton.jit(do_not_specialize_on_alignment=["row", "context"])
-def attend_parts(q, k, v, table, row, context, sinks, out, part, peak, scale, cap,
+def attend_parts(q, k, v, k_words, v_words, table, row, context, sinks, out, part, peak, scale, cap,
                  q_row, q_head, kv_page, kv_head, kv_token, table_row,
                  GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
                  PAGE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, EXACT: tl.constexpr,
-                 WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, FIRST: tl.constexpr):
+                 WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, FIRST: tl.constexpr,
+                 CODED: tl.constexpr):
     """Part `s` of row `b`, all query heads of one KV head. One part: straight into `out`; several:
     the mean into `part` and log2 of the weights' sum into `peak`, -inf for an empty one. What is before a
-    window is not looked at; a sink is in the sum of part 0."""
+    window is not looked at; a sink is in the sum of part 0. CODED: k and v are bytes of codes, the words
+    they as f32."""
     b, head, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
     n = tl.load(context + b)
@@ -62,8 +65,10 @@ def attend_parts(q, k, v, table, row, context, sinks, out, part, peak, scale, ca
         page = tl.load(pages + t // PAGE, mask=seen, other=0).to(tl.int64)
         at = page * kv_page + head * kv_head + (t % PAGE) * kv_token
         inside = seen[:, None] & (d[None, :] < DIM)
-        k_tH = tl.load(k + at[:, None] + d[None, :], mask=inside, other=0.0)
+        k_tH, k_scale_t = kept_vectors(k, k_words, at, d, seen, inside, q_gH.dtype, DIM, CODED)
         scores = tl.dot(q_gH, tl.trans(k_tH), input_precision=precision)
+        if CODED:
+            scores *= k_scale_t[None, :]
         scores = _capped(scores * scale, cap) * _LOG2E if CAPPED else scores * (scale * _LOG2E)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         new_g = tl.maximum(top_g, tl.max(scores, 1))
@@ -71,8 +76,10 @@ def attend_parts(q, k, v, table, row, context, sinks, out, part, peak, scale, ca
         keep_g = tl.exp2(top_g - new_g)
         sum_g = sum_g * keep_g + tl.sum(weight, 1)
         # A slot that holds no token may hold a NaN, which times 0 is one.
-        v_tH = tl.load(v + at[:, None] + d[None, :], mask=inside, other=0.0)
+        v_tH, v_scale_t = kept_vectors(v, v_words, at, d, seen, inside, q_gH.dtype, DIM, CODED)
         acc_gH = acc_gH * keep_g[:, None]
+        if CODED:
+            weight *= v_scale_t[None, :]
         acc_gH = tl.dot(weight.to(v_tH.dtype), v_tH, acc_gH, input_precision=precision)
         top_g = new_g
     if SINKS:
@@ -140,7 +147,7 @@ def decode(q_BNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor, table_RP: Tensor, row_
     """out_BNH: each row's one query over the first `context` slots of the pages in its table row, of a window
     the last of them. Of the spec that `prepare` is given.
 
-    q_BNH      f32|bf16, dense in H       k, v_PKGH   dtype of q, dense in H, equal strides
+    q_BNH      f32|bf16, dense in H       k, v_PKGH   as there, dense, equal strides
     table_RP   int32, dense in P, page indices         row_B, context_B   int32, dense
     sinks_N    f32, dense, where the spec has them
     A context of 0 gives zeros. Reads only slots of the row's tokens that its query sees. Capturable.
@@ -158,13 +165,14 @@ def decode(q_BNH: Tensor, k_PKGH: Tensor, v_PKGH: Tensor, table_RP: Tensor, row_
     dim_pad = max(16, triton.next_power_of_2(dim))
     # Not early: begun beside the kernels in front, its programs fill the processors unevenly.
     attend_parts[(rows, kv_heads, cut.parts)](
-        q_BNH, k_PKGH, v_PKGH, table_RP, row_B, context_B, out_BNH if sinks_N is None else sinks_N, out_BNH,
+        q_BNH, k_PKGH, v_PKGH, *words_of(k_PKGH, v_PKGH), table_RP, row_B, context_B,
+        out_BNH if sinks_N is None else sinks_N, out_BNH,
         part, peak, spec.scale, spec.softcap,
         q_BNH.stride(0), q_BNH.stride(1), k_PKGH.stride(0), k_PKGH.stride(1), k_PKGH.stride(2),
         table_RP.stride(0), GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)), DIM=dim,
         DIM_PAD=dim_pad, PAGE=page_size, BLOCK=cut.block, PARTS=cut.parts,
         EXACT=q_BNH.dtype == torch.float32, WINDOW=spec.window, CAPPED=spec.softcap > 0, SINKS=spec.sinks,
-        FIRST=spec.first, num_warps=cut.warps, num_stages=cut.stages)
+        FIRST=spec.first, CODED=k_PKGH.dtype == torch.uint8, num_warps=cut.warps, num_stages=cut.stages)
     if cut.parts > 1:
         join_parts[(rows * heads,)](part, peak, out_BNH, DIM=dim, DIM_PAD=dim_pad, PARTS=cut.parts,
                                     PARTS_PAD=triton.next_power_of_2(cut.parts), num_warps=1, **early())

@@ -21,7 +21,8 @@ class SparseAttention(Protocol):
         """Attend to the tokens of the chosen units that are not after the query.
 
         q_BNH        f32|bf16, dense in N and H, any stride in B
-        pool_PK2GH   dtype of q: k and v of one layer of the device pool, dense in G and H
+        pool_PK2GH   dtype of q, or uint8 [P, K, 2, G, W] of `types.fp8.encode_heads`: k and v of one layer of the
+                     device pool, dense in G and H
         chosen_BKC   int32: ascending units, -1 after the last (`select`); unit u is the positions
                      [u * unit, u * unit + unit)
         slot_BKC     int32: where each is: tokens [n % (G / unit) * unit, + unit) of page n // (G / unit)

@@ -11,6 +11,7 @@ from penstock.kernels.attention.sparse_attention import reference
 from penstock.kernels.c.build import entry, library, packed
 from penstock.kernels.op import WrongResult
 from penstock.kernels.platform import Platform
+from penstock.kernels.types import fp8
 
 _CHUNK, _LANES = 128, 16            # as in vectors.h, its widest
 _SOURCE = Path(__file__).with_name("sparse.c")
@@ -25,12 +26,14 @@ def probe(platform: Platform) -> str:
     chosen[0], chosen[1, :, :3] = torch.arange(40), torch.tensor([0, 5, 7])
     slot = torch.randint(0, 36, (2, 2, 40), generator=generator).int()
     position = torch.tensor([158, 30], dtype=torch.int32)
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.02)):
-        got, want = (run(q.to(dtype), pool.to(dtype), chosen, slot, position, unit=4, scale=0.2)
+    codes = fp8.encode_heads(pool)
+    for dtype, pages, tolerance in ((torch.float32, pool, 1e-5), (torch.bfloat16, pool.bfloat16(), 0.02),
+                                    (torch.float32, codes, 1e-5)):
+        got, want = (run(q.to(dtype), pages, chosen, slot, position, unit=4, scale=0.2)
                      for run in (sparse_attention, reference.sparse_attention))
         gap = max((a.float() - b.float()).abs().max() for a, b in zip(got, want, strict=True))
         if not gap <= tolerance:
-            raise WrongResult(f"{compiler}: {dtype} differs by {gap:.2g} on a small case")
+            raise WrongResult(f"{compiler}: {dtype} of {pages.dtype} differs by {gap:.2g} on a small case")
     return f"{platform.best('avx512_f', 'avx2', 'sve')}, {compiler}"
 
 
@@ -46,8 +49,8 @@ def sparse_attention(q_BNH: Tensor, pool_PK2GH: Tensor, chosen_BKC: Tensor, slot
     lse_BN = torch.empty(queries, heads)
     partial = torch.empty(queries * heads * chunks * (dim + 2))
     args = packed((q_BNH, pool_PK2GH, out_BNH, lse_BN, partial, chosen_BKC, slot_BKC, position_B), (
-        q_BNH.stride(0), *pool_PK2GH.stride()[:3], queries, kv_heads, heads // kv_heads, chosen,
-        chunks, unit, pool_PK2GH.shape[3] // unit), (scale,))
+        q_BNH.stride(0), *pool_PK2GH.stride()[:4], pool_PK2GH.dtype == torch.uint8, queries, kv_heads,
+        heads // kv_heads, chosen, chunks, unit, pool_PK2GH.shape[3] // unit), (scale,))
     entry(_SOURCE, "penstock_sparse", ctypes.c_int64, ctypes.c_int)(
         args, dim, q_BNH.dtype is torch.bfloat16, torch.get_num_threads())
     return out_BNH, lse_BN

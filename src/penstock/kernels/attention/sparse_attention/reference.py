@@ -4,6 +4,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from penstock.kernels.types import fp8
+
 
 def sparse_attention(q_BNH: Tensor, pool_PK2GH: Tensor, chosen_BKC: Tensor, slot_BKC: Tensor,
                      position_B: Tensor, *, unit: int, scale: float) -> tuple[Tensor, Tensor]:
@@ -22,7 +24,8 @@ def sparse_attention(q_BNH: Tensor, pool_PK2GH: Tensor, chosen_BKC: Tensor, slot
             seen = position_S <= position_B[b]
             if not seen.any():
                 continue
-            k_SH, v_SH = (pool_PK2GH[page[seen], k, c, token[seen]].float() for c in (0, 1))
+            k_SH, v_SH = (fp8.decode_heads(x) if x.dtype == torch.uint8 else x.float() for x in (
+                pool_PK2GH[page[seen], k, c, token[seen]] for c in (0, 1)))
             heads = slice(k * group, (k + 1) * group)
             score_gS = (q_BNH[b, heads, None].float() * k_SH).sum(-1) * scale
             out_BNH[b, heads] = (torch.softmax(score_gS, -1)[..., None] * v_SH).sum(1).to(q_BNH.dtype)

@@ -6,14 +6,15 @@
  *   N query heads   K KV heads   g = N / K   H head dim, a multiple of 16   C chosen units
  */
 #include <math.h>
-#include "vectors.h"
+#include "fp8.h"
 
 typedef struct {
     const void *q, *pool;           /* q [B, N, H], strided in B; pool [P, K, 2, G, H] */
     void *out;                      /* [B, N, H] */
     float *lse, *partial;           /* [B, N]; [B, N, chunks, H + 2] */
     const int32_t *chosen, *slot, *position;
-    int64_t q_stride, page_stride, head_stride, plane_stride;                   /* elements */
+    int64_t q_stride, page_stride, head_stride, plane_stride, token_stride;     /* elements */
+    int64_t codes;                  /* whether the pool is of codes, uint8 [P, K, 2, G, W], as in types/fp8.py */
     int64_t queries, kv_heads, group, chosen_width, chunks, unit, page_units;
     float scale;
 } Sparse;
@@ -45,16 +46,17 @@ INLINE void run_chunk(const Sparse *s, int64_t b, int64_t k, int64_t c, int64_t 
         return;
     const int64_t padded = (count + BLOCK - 1) / BLOCK * BLOCK, next = s->chunks * width;
     const int32_t *slot = s->slot + (b * s->kv_heads + k) * s->chosen_width;
-    const void *v = (const char *)s->pool + s->plane_stride * (bf16 ? 2 : 4);
+    const void *v = (const char *)s->pool + s->plane_stride * (s->codes ? 1 : bf16 ? 2 : 4);
     float q[group * dim], weight[group * CHUNK];
     float *partial = s->partial + ((b * s->kv_heads + k) * group * s->chunks + c) * width;
-    int64_t at[CHUNK];
+    float tile[s->codes ? BLOCK * dim : 1];
+    int64_t at[CHUNK], lies[BLOCK];
 
     for (int64_t i = 0; i < group * dim; i += LANES)
         put(q, i, load(s->q, b * s->q_stride + k * group * dim + i, bf16) * s->scale, 0);
     for (int64_t j = 0, n = first / s->unit, place = first % s->unit; j < count; j++) {
         at[j] = slot[n] / s->page_units * s->page_stride + k * s->head_stride
-                + (slot[n] % s->page_units * s->unit + place) * dim;
+                + (slot[n] % s->page_units * s->unit + place) * s->token_stride;
         if (++place == s->unit) {
             place = 0;
             n++;
@@ -63,13 +65,24 @@ INLINE void run_chunk(const Sparse *s, int64_t b, int64_t k, int64_t c, int64_t 
     /* The last block repeats the first slot, with weight zero: nothing else may be read. */
     for (int64_t j = count; j < padded; j++)
         at[j] = at[0];
-    for (int64_t j = 0; j < padded; j += BLOCK)
+    for (int64_t j = 0; j < padded; j += BLOCK) {
+        if (s->codes)
+            unpack_block(s->pool, at + j, dim, tile, lies);
         for (int64_t n = 0; n < group; n++)
-            score_block(q + n * dim, s->pool, at + j, dim, bf16, weight + n * CHUNK + j);
+            if (s->codes)
+                score_block(q + n * dim, tile, lies, dim, 0, weight + n * CHUNK + j);
+            else
+                score_block(q + n * dim, s->pool, at + j, dim, bf16, weight + n * CHUNK + j);
+    }
     for (int64_t n = 0; n < group; n++)
         begin_part(weight + n * CHUNK, count, padded, partial + n * next, dim);
     for (int64_t j = 0; j < padded; j += BLOCK)
-        value_heads(partial + 2, next, weight + j, v, at + j, group, dim, bf16);
+        if (s->codes) {
+            unpack_block(v, at + j, dim, tile, lies);
+            value_heads(partial + 2, next, weight + j, tile, lies, group, dim, 0);
+        } else {
+            value_heads(partial + 2, next, weight + j, v, at + j, group, dim, bf16);
+        }
 }
 
 /* The chunks of one query and query head into its output. */

@@ -13,18 +13,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.triton.coded import kept_vectors, words_of
 from penstock.kernels.triton.depend import early, follow
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit(do_not_specialize_on_alignment=["position"])
-def attend_units(q, k, v, chosen, slot, position, part, peak, scale, q_row, q_head, kv_page, kv_head, CHOSEN,
-                 UNIT: tl.constexpr, OF_PAGE: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
-                 DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-                 EXACT: tl.constexpr):
+def attend_units(q, k, v, k_words, v_words, chosen, slot, position, part, peak, scale, q_row, q_head, kv_page,
+                 kv_head, CHOSEN, UNIT: tl.constexpr, OF_PAGE: tl.constexpr, GROUP: tl.constexpr,
+                 GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
+                 BLOCKS: tl.constexpr, EXACT: tl.constexpr, TOKEN: tl.constexpr, CODED: tl.constexpr):
     """Part `s` of query `b`, all query heads of one KV head: the mean of its values into `part`, log2 of
-    the weights' sum into `peak`, -inf for a part that sees nothing."""
+    the weights' sum into `peak`, -inf for a part that sees nothing. A slot has TOKEN elements. CODED: k and v are bytes
+    of codes, the words they as f32."""
     follow()
     s, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     parts, heads = tl.num_programs(0), tl.num_programs(1)
@@ -47,10 +49,12 @@ def attend_units(q, k, v, chosen, slot, position, part, peak, scale, q_row, q_he
         seen = (unit >= 0) & (unit * UNIT + n % UNIT <= p)
         here = seen & (at >= 0)
         token = at % OF_PAGE * UNIT + n % UNIT
-        token = (at // OF_PAGE).to(tl.int64) * kv_page + head * kv_head + token * DIM
+        token = (at // OF_PAGE).to(tl.int64) * kv_page + head * kv_head + token * TOKEN
         inside = here[:, None] & (d[None, :] < DIM)
-        k_nH = tl.load(k + token[:, None] + d[None, :], mask=inside, other=0.0)
+        k_nH, k_scale_n = kept_vectors(k, k_words, token, d, here, inside, q_gH.dtype, DIM, CODED)
         scores = tl.dot(q_gH, tl.trans(k_nH), input_precision=precision) * (scale * _LOG2E)
+        if CODED:
+            scores *= k_scale_n[None, :]
         # A unit that is nowhere must show.
         scores = tl.where(here[None, :], scores, tl.where(seen[None, :], float("nan"), float("-inf")))
         new_g = tl.maximum(top_g, tl.max(scores, 1))
@@ -58,8 +62,10 @@ def attend_units(q, k, v, chosen, slot, position, part, peak, scale, q_row, q_he
         weight = tl.exp2(scores - base_g[:, None])
         keep_g = tl.exp2(top_g - base_g)
         sum_g = sum_g * keep_g + tl.sum(weight, 1)
-        v_nH = tl.load(v + token[:, None] + d[None, :], mask=inside, other=0.0)
+        v_nH, v_scale_n = kept_vectors(v, v_words, token, d, here, inside, q_gH.dtype, DIM, CODED)
         acc_gH = acc_gH * keep_g[:, None]
+        if CODED:
+            weight *= v_scale_n[None, :]
         acc_gH = tl.dot(weight.to(v_nH.dtype), v_nH, acc_gH, input_precision=precision)
         top_g = new_g
     at_g = ((b * heads + head) * GROUP + i) * parts + s
@@ -113,7 +119,8 @@ def sparse_attention(q_BNH: Tensor, pool_PK2GH: Tensor, chosen_BKC: Tensor, slot
     queries, heads, dim = q_BNH.shape
     _, kv_heads, _, size, _ = pool_PK2GH.shape
     group, chosen = heads // kv_heads, chosen_BKC.shape[2]
-    assert q_BNH.stride(2) == pool_PK2GH.stride(4) == 1 and pool_PK2GH.stride(3) == dim, "not dense"
+    k_PKGH, v_PKGH, wide = pool_PK2GH[:, :, 0], pool_PK2GH[:, :, 1], pool_PK2GH.shape[4]
+    assert q_BNH.stride(2) == pool_PK2GH.stride(4) == 1 and pool_PK2GH.stride(3) == wide, "not dense"
     assert chosen_BKC.is_contiguous() and slot_BKC.is_contiguous(), "choices must be dense"
     dim_pad = max(16, triton.next_power_of_2(dim))
     block = BLOCK if dim_pad * q_BNH.element_size() <= 512 else BLOCK // 2
@@ -128,10 +135,11 @@ def sparse_attention(q_BNH: Tensor, pool_PK2GH: Tensor, chosen_BKC: Tensor, slot
         at = slice(first, first + most)
         num = len(position_B[at])
         attend_units[(parts, kv_heads, num)](
-            q_BNH[at], pool_PK2GH[:, :, 0], pool_PK2GH[:, :, 1], chosen_BKC[at], slot_BKC[at], position_B[at],
+            q_BNH[at], k_PKGH, v_PKGH, *words_of(k_PKGH, v_PKGH), chosen_BKC[at], slot_BKC[at], position_B[at],
             part, peak, scale, q_BNH.stride(0), q_BNH.stride(1), pool_PK2GH.stride(0), pool_PK2GH.stride(1),
             chosen, UNIT=unit, OF_PAGE=size // unit, GROUP=group,
             GROUP_PAD=max(16, triton.next_power_of_2(group)), DIM=dim, DIM_PAD=dim_pad, BLOCK=block,
-            BLOCKS=BLOCKS, EXACT=q_BNH.dtype == torch.float32, num_warps=4, num_stages=3, **early())
+            BLOCKS=BLOCKS, EXACT=q_BNH.dtype == torch.float32, TOKEN=wide, CODED=pool_PK2GH.dtype == torch.uint8,
+            num_warps=4, num_stages=3, **early())
         join(part, peak, out_BNH[at], lse_BN[at])
     return out_BNH, lse_BN

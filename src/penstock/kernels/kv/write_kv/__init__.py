@@ -31,8 +31,9 @@ class WriteKV(Protocol):
         device, host   one layer's pages of both tiers, dense in G and H. No host: `host_T` is -1
         hot            one layer's hot buffers, whose slots are pages of the device pool; a unit that
                        is not in one is not brought there
-        bounds         elementwise minimum and maximum over the unit's keys (plane 0), as `types.fp8.outward`
-                       has them in the pool's dtype: bf16, uint8 or the keys' own; always computed
+        bounds         elementwise minimum and maximum over the unit's keys (plane 0), of codes
+                       (`types.fp8.encode_heads`) over what these stand for, as `types.fp8.outward`
+                       has them in the pool's dtype: bf16, uint8 or the keys' own, f32 of codes; always computed
                        from all of them, read from the device page if the token has one, else from the
                        host page: what was there before never enters. A unit that is not full yet is
                        left as it is: it is never read

@@ -54,9 +54,10 @@ def write_kv(values: Sequence[Tensor], at: WriteAt, device_PKCGH: Tensor,
         *(x.stride(1) * itemsize for x in values), *more,
         *_strides(device_PKCGH), *_strides(host_PKCGH), *_strides(bounds_PK2SH),
         tokens, heads, planes, width, device_PKCGH.shape[3],
-        *((1, at.unit, 0, 0) if bounds_PK2SH is None else
+        *((1, at.unit, 0, 0, 0) if bounds_PK2SH is None else
           (bounds_PK2SH.shape[3], at.unit, bounds_PK2SH.shape[4] * bounds_PK2SH.element_size(),
-           fp8.format_of(bounds_PK2SH, device_PKCGH))),
+           fp8.format_of_bounds(bounds_PK2SH, device_PKCGH),
+           fp8.head_dim_of(width) if device_PKCGH.dtype == torch.uint8 else 0)),
         *((0, 0) if hot is None else (hot.slot_RKM.shape[2], hot.page_RW.shape[1]))))
     error = entry(_SOURCE, "penstock_write_kv", ctypes.c_int64)(
         args, itemsize, torch.get_num_threads())

@@ -38,6 +38,8 @@ def write_kv(values: Sequence[Tensor], at: WriteAt, device_PKCGH: Tensor,
         assert pool is not None and slot >= 0, "a unit with a summary and without keys"
         first = slot % size - unit + 1
         keys_KuH = pool[slot // size, :, 0, first:first + unit]
+        if keys_KuH.dtype == torch.uint8:
+            keys_KuH = fp8.decode_heads(keys_KuH)
         of_page = bounds_PK2SH.shape[3]
         bounds_PK2SH[summary // of_page, :, :, summary % of_page] = torch.stack(
             (fp8.outward(keys_KuH.amin(1), bounds_PK2SH.dtype, up=False),

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.kv.write_kv.spec import WriteAt
+from penstock.kernels.triton.coded import floats_of
 from penstock.kernels.triton.depend import early, follow
 from penstock.kernels.types import fp8
 from penstock.kernels.types.hot import HotLayer
@@ -51,15 +52,26 @@ def _store_bound(bounds, scales, at, x, own, k, d, UP: tl.constexpr, FORMAT: tl.
         tl.store(bounds + at + d, code.to(tl.uint8), mask=own)
 
 
+@triton.jit
+def _key(codes, words, at, d, own, KEY: tl.constexpr):
+    """f32 of keys [HEADS_PAD, DIM_PAD], 0 where not `own`: KEY values of each in codes, which are also seen as f32 by
+    `words`; 0: it has floats. at: where each head's begins, in the elements of `codes`."""
+    if KEY == 0:
+        x = tl.load(codes + at + d, mask=own, other=0.0).to(tl.float32)
+    else:
+        x = floats_of(codes, words, at, d, own, KEY)
+    return x
+
+
 @triton.jit(do_not_specialize_on_alignment=["device_T", "host_T", "bounds_T", "row_T", "position_T"])
-def write_tokens(x0, x1, device, host, bounds, scales, device_T, host_T, bounds_T, row_T, position_T,
-                 hot_slot, hot_page, x_token, x_head, d_page, d_head, d_plane, h_page, h_head, h_plane,
-                 b_page, b_head, b_plane, UNITS, HOT_PAGES, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr,
-                 DIM: tl.constexpr, DIM_PAD: tl.constexpr, SIZE: tl.constexpr, UNIT: tl.constexpr,
-                 SUMMARIES: tl.constexpr, PLANES: tl.constexpr, HOT: tl.constexpr, VECTOR: tl.constexpr,
-                 FORMAT: tl.constexpr):
+def write_tokens(x0, x1, device, host, words0, device_words, host_words, bounds, scales, device_T, host_T,
+                 bounds_T, row_T, position_T, hot_slot, hot_page, x_token, x_head, d_page, d_head, d_plane,
+                 h_page, h_head, h_plane, b_page, b_head, b_plane, UNITS, HOT_PAGES, HEADS: tl.constexpr,
+                 HEADS_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SIZE: tl.constexpr,
+                 UNIT: tl.constexpr, SUMMARIES: tl.constexpr, PLANES: tl.constexpr, HOT: tl.constexpr,
+                 VECTOR: tl.constexpr, FORMAT: tl.constexpr, KEY: tl.constexpr):
     """One token. SUMMARIES: units of a page of summaries, 0 if there are none; VECTOR elements of each, in a
-    FORMAT of types/fp8.py; `scales` are they as f32.
+    FORMAT of types/fp8.py; `scales` are they as f32. KEY: as of `_key`, of which the `words` are as f32.
 
     A condition that is one for the block goes into a mask by `where`: Triton 3.9 interpreted takes no `&`.
     """
@@ -88,24 +100,28 @@ def write_tokens(x0, x1, device, host, bounds, scales, device_T, host_T, bounds_
     if SUMMARIES > 0:
         summary = tl.load(bounds_T + t)
         if (summary >= 0) & ((position + 1) % UNIT == 0):
-            low = tl.load(x0 + t * x_token + at_x, mask=own, other=0.0).to(tl.float32)
+            values: tl.constexpr = KEY if KEY > 0 else DIM
+            valued = (k < HEADS) & (d < values)
+            low = _key(x0, words0, t * x_token + k * x_head, d, valued, KEY)
             high = low
             for j in range(1, UNIT):
                 before = tl.maximum(t - j, 0)
                 slot_device, slot_host = tl.load(device_T + before), tl.load(host_T + before)
                 mine = (t >= j) & tl.where(on_device >= 0, slot_device == on_device - j,
                                            slot_host == on_host - j)
-                here, there = tl.where(mine, own, False), tl.where(mine, False, own)
+                here, there = tl.where(mine, valued, False), tl.where(mine, False, valued)
                 near, far = tl.where(on_device >= 0, there, False), tl.where(on_device < 0, there, False)
-                new = tl.load(x0 + before * x_token + at_x, mask=here, other=0.0).to(tl.float32)
-                y = tl.load(device + at_device - j * DIM, mask=near, other=0.0)
-                z = tl.load(host + at_host - j * DIM, mask=far, other=0.0)
-                key = tl.where(mine, new, tl.where(on_device >= 0, y, z).to(tl.float32))
+                new = _key(x0, words0, before * x_token + k * x_head, d, here, KEY)
+                y = _key(device, device_words, on_device // SIZE * d_page + k * d_head + (on_device % SIZE - j) * DIM,
+                         d, near, KEY)
+                z = _key(host, host_words, on_host // SIZE * h_page + k * h_head + (on_host % SIZE - j) * DIM,
+                         d, far, KEY)
+                key = tl.where(mine, new, tl.where(on_device >= 0, y, z))
                 low, high = tl.minimum(low, key), tl.maximum(high, key)
             at = summary // SUMMARIES * b_page + k * b_head + summary % SUMMARIES * VECTOR
-            low, high = tl.where(own, low, 0.0), tl.where(own, high, 0.0)
-            _store_bound(bounds, scales, at, low, own, k, d, False, FORMAT, DIM, DIM_PAD, HEADS_PAD)
-            _store_bound(bounds, scales, at + b_plane, high, own, k, d, True, FORMAT, DIM, DIM_PAD, HEADS_PAD)
+            low, high = tl.where(valued, low, 0.0), tl.where(valued, high, 0.0)
+            _store_bound(bounds, scales, at, low, valued, k, d, False, FORMAT, values, DIM_PAD, HEADS_PAD)
+            _store_bound(bounds, scales, at + b_plane, high, valued, k, d, True, FORMAT, values, DIM_PAD, HEADS_PAD)
 
 
 def write_kv(values: Sequence[Tensor], at: WriteAt, device_PKCGH: Tensor, host_PKCGH: Tensor | None = None,
@@ -121,8 +137,10 @@ def write_kv(values: Sequence[Tensor], at: WriteAt, device_PKCGH: Tensor, host_P
     for pool in (device_PKCGH, host):
         assert pool.stride(4) == 1 and pool.stride(3) == dim, "tokens of a page must be dense"
     assert bounds.stride(4) == 1 and bounds.stride(3) == bounds.shape[4], "units of a page must be dense"
-    form = fp8.format_of(bounds, device_PKCGH)
-    if form == fp8.FP8 and bounds_PK2SH is not None:
+    codes = bounds_PK2SH is not None and device_PKCGH.dtype == torch.uint8
+    words = [pool.view(torch.float32) if codes else pool for pool in (x0, device_PKCGH, host)]
+    form = fp8.SAME if bounds_PK2SH is None else fp8.format_of_bounds(bounds, device_PKCGH)
+    if form == fp8.FP8:
         assert not any(stride % 4 for stride in bounds.stride()[:4]), f"scales behind {dim} codes"
         scales = bounds.view(torch.float32)
     else:
@@ -130,9 +148,10 @@ def write_kv(values: Sequence[Tensor], at: WriteAt, device_PKCGH: Tensor, host_P
     slots, pages = (at.row_T, at.row_T) if hot is None else (hot.slot_RKM, hot.page_RW)
     assert slots.is_contiguous() and pages.is_contiguous(), "state that is not dense"
     write_tokens[(tokens,)](
-        x0, x1, device_PKCGH, host, bounds, scales, at.device_T, at.host_T, at.bounds_T, at.row_T,
+        x0, x1, device_PKCGH, host, *words, bounds, scales, at.device_T, at.host_T, at.bounds_T, at.row_T,
         at.position_T, slots, pages, x0.stride(0), x0.stride(1), *device_PKCGH.stride()[:3],
         *host.stride()[:3], *bounds.stride()[:3], slots.shape[-1], pages.shape[-1], HEADS=heads,
         HEADS_PAD=triton.next_power_of_2(heads), DIM=dim, DIM_PAD=triton.next_power_of_2(dim), SIZE=size,
         UNIT=at.unit, SUMMARIES=0 if bounds_PK2SH is None else bounds.shape[3], PLANES=planes,
-        HOT=hot is not None, VECTOR=bounds.shape[4], FORMAT=form, num_warps=4, **early())
+        HOT=hot is not None, VECTOR=bounds.shape[4], FORMAT=form,
+        KEY=fp8.head_dim_of(dim) if codes else 0, num_warps=4, **early())

@@ -12,7 +12,8 @@ typedef struct {
     int64_t device_page, device_head, device_plane, host_page, host_head, host_plane;
     int64_t bounds_page, bounds_head, bounds_plane;
     int64_t tokens, heads, planes, width, page_size, summaries, unit;
-    int64_t bounds_row, format, units, hot_pages;           /* bytes of a bound; which, as in fp8.h */
+    int64_t bounds_row, format, codes;          /* bytes of a bound; which, as in fp8.h; values of a key in codes, or 0 */
+    int64_t units, hot_pages;
 } WriteKV;
 
 INLINE uint32_t bits_of(float x)
@@ -57,10 +58,17 @@ INLINE void outward(const float *x, char *out, int64_t width, int format, int up
     }
 }
 
-/* Keys of one unit, rows of `width` values from `keys` on, into its lower and upper bound. */
-INLINE void bound(const char *keys, char *low, char *high, int64_t unit, int64_t width, int format, int bf16)
+/* Keys of one unit, rows of `width` values from `keys` on, into its lower and upper bound. codes: bytes of a key in
+ * codes, whose values are decoded; 0: it has floats. */
+INLINE void bound(const char *keys, char *low, char *high, int64_t unit, int64_t width, int format, int bf16,
+                  int64_t codes)
 {
-    float ends[2][width];
+    float ends[2][width], decoded[codes ? unit * width : 1];
+    if (codes) {
+        for (int64_t j = 0; j < unit; j++)
+            unpack(keys + j * codes, width, width, FP8, decoded + j * width);
+        keys = (const char *)decoded;
+    }
     for (int64_t d = 0; d < width; d++) {
         float least = one(keys, d, bf16), most = least;
         for (int64_t j = 1; j < unit; j++) {
@@ -125,10 +133,10 @@ INLINE void write_bounds(const WriteKV *s, int64_t t, int64_t k, int64_t bytes, 
     char *low = s->bounds + unit / s->summaries * s->bounds_page + k * s->bounds_head
                 + unit % s->summaries * s->bounds_row;
     bound(keys + (slot % s->page_size - s->unit + 1) * bytes, low, low + s->bounds_plane, s->unit,
-          s->width, s->format, bf16);
+          s->codes ? s->codes : s->width, s->format, bf16, s->codes ? bytes : 0);
 }
 
-/* itemsize   bytes of a value; with bounds 4 (f32) or 2 (bf16) */
+/* itemsize   bytes of a value; with bounds 4 (f32), 2 (bf16) or 1 (codes) */
 int penstock_write_kv(const WriteKV *s, int64_t itemsize, int threads)
 {
     const int64_t bytes = s->width * itemsize, pairs = s->tokens * s->heads;

@@ -30,6 +30,17 @@ def method_of(config: Mapping[str, Any]) -> str:
     return str(given.get("quant_method", "") if isinstance(given, dict) else given)
 
 
+def kv_format_of(config: Mapping[str, Any]) -> str:
+    """Return the format that a checkpoint asks for its KV: "fp8_e4m3", another one in the words of its file, or "": it
+    asks for none. Its static scales are not needed, as each vector has its own."""
+    given = config.get("quantization_config")
+    given = {**config, **(given if isinstance(given, dict) else {})}
+    scheme = given.get("kv_cache_scheme")
+    said = str(f"{scheme.get('type')}{scheme.get('num_bits')}" if isinstance(scheme, dict) else
+               given.get("kv_cache_quant_algo") or "")
+    return "fp8_e4m3" if said.lower() in ("fp8", "float8") else said
+
+
 def reader_of(config: Mapping[str, Any], where: str) -> WeightReader | None:
     """Return the reader of a model's quantised weights; None: they are floats. Raises ConfigError: a format
     that is not read."""
