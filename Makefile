@@ -82,6 +82,7 @@ gpu:  ## on a machine with a CUDA device, PYTHON's own torch and triton: kernels
 		tests/conformance/test_executor_core.py tests/conformance/test_executor_plans.py \
 		tests/conformance/test_executor_hosted.py tests/conformance/test_executor_mixed.py \
 		tests/conformance/test_executor_latent.py tests/conformance/test_executor_storage.py \
+		tests/conformance/test_executor_fp8.py \
 		tests/conformance/test_executor_states.py tests/conformance/test_executor_windows.py \
 		tests/conformance/test_executor_drafts.py tests/conformance/test_hosted_drafts.py \
 		tests/conformance/test_mtp.py \

@@ -1,6 +1,7 @@
 """Decode through host memory: requests of 64k tokens on a device whose KV memory holds one of them.
 
     PYTHONPATH=src python bench/device/hosted.py OUT [--layers 36] [--bounds fp8_e4m3 --hot 8192]
+    PYTHONPATH=src python bench/device/hosted.py OUT --kv fp8_e4m3 --hot 7168       # the bytes of 4,032 in bfloat16
     PYTHONPATH=src python bench/device/hosted.py OUT --layers 12 --oversubscribed 2
 
 Two engines with the same weights take turns: one reads all of one request's KV, from device pages, the other
@@ -27,6 +28,7 @@ from penstock.config.settings.tree import KVConfig
 from penstock.exec.load.sizing import HOT_BUDGETS
 from penstock.kernels.fused import layer
 from penstock.kernels.gemm import linear
+from penstock.kernels.types import fp8
 from penstock.model import registry as families
 
 LAYERS, DEVICE_BYTES = 36, 16e9
@@ -107,6 +109,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--hot", type=int, default=4096)
+    parser.add_argument("--kv", default="auto", help="--kv-cache-dtype of the engine that selects")
     parser.add_argument("--bounds", default="auto", help="--sparse-metadata-dtype")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--noise", type=float, default=0.3)
@@ -121,7 +124,8 @@ def main() -> None:
     model = build_model(config, args.noise)
     torch.cuda.synchronize()
     print(f"model {time.perf_counter() - began:.1f} s", flush=True)
-    token_bytes = args.layers * 4 * config["num_key_value_heads"] * config["head_dim"]    # k and v in bf16
+    vectors, dim = 2 * args.layers * config["num_key_value_heads"], config["head_dim"]      # k and v of a token
+    token_bytes = vectors * (2 * dim if args.kv == "auto" else fp8.head_width(dim))
     device = DEVICE_BYTES * args.layers / LAYERS
     max_len = args.tokens + args.steps + 256
     rule = Selection(selector="bounds", version=1, unit=8, budget=args.budget, sinks=16, window=64)
@@ -133,7 +137,7 @@ def main() -> None:
     hosted = Direct(model, rows=args.requests, max_len=max_len, hbm_tokens=int(device / token_bytes),
                     dram_tokens=args.requests * (max_len + 64), buckets=(args.requests,), selection=rule,
                     hot_tokens=args.hot, hosted=True, page_size=args.page_size, step_tokens=16384,
-                    kv=KVConfig(sparse_metadata_dtype=args.bounds))
+                    kv=KVConfig(kv_cache_dtype=args.kv, sparse_metadata_dtype=args.bounds))
     print(f"engine {time.perf_counter() - began:.1f} s, pools {hosted.pools_s:.1f} s, "
           f"capture {hosted.capture_s:.1f} s", flush=True)
     rng = random.Random(0)
@@ -173,7 +177,7 @@ def main() -> None:
     weights = bytes_of(config, 0, 0)
     context = args.tokens + args.steps / 2
     chosen = args.requests * args.budget * token_bytes
-    bounds = token_bytes / (8 if args.bounds == "auto" else 16)         # of a token, scales not counted
+    bounds = vectors * dim * (2 if args.bounds == "auto" else 1) / 8    # of a token, scales not counted
     memory = (weights + args.requests * context * bounds + chosen) / hbm_bytes_s()
     link = chosen * (1 - hit) / LINK_BYTES_S
     alone = bytes_of(config, 1, context) / hbm_bytes_s()
@@ -184,10 +188,11 @@ def main() -> None:
     bound = max(memory, link)
     write("hosted", args.out, [{
         "layers": args.layers, "requests": args.requests, "context": args.tokens, "budget": args.budget,
-        "unit": 8, "hot_tokens": args.hot, "bounds": args.bounds, "page_size": args.page_size,
+        "unit": 8, "hot_tokens": args.hot, "kv": args.kv, "bounds": args.bounds, "page_size": args.page_size,
         "noise": args.noise, "device_kv_bytes": device,
         "host_bytes": args.requests * (max_len + 64) * token_bytes,
-        "steps": len(steps["hosted"]), "hit_rate": hit, "units": told, "step_ms": took,
+        "steps": len(steps["hosted"]), "tokens_s": 1e3 * args.requests / took["hosted"]["median"],
+        "hit_rate": hit, "units": told, "step_ms": took,
         "bound_memory_ms": 1e3 * memory, "bound_link_ms": 1e3 * link, "share_of_bound":
             1e3 * bound / took["hosted"]["median"],
         "dense_bound_ms": 1e3 * alone, "dense_share_of_bound": 1e3 * alone / took["dense"]["median"],
