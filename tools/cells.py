@@ -16,6 +16,7 @@ from typing import NamedTuple
 REPORT = Path(__file__).parents[1] / "tests/data/cells.json"
 DIMENSIONS: dict[str, dict[str, str]] = {
     "kind": {"ordinary": "full attention", "selecting": "sparse decode (`--sparse-top-k`)",
+             "fp8kv": "fp8 KV (`--kv-cache-dtype fp8`; with `--sparse-top-k` from host memory)",
              "latent": "MLA with an indexer (DSA)", "experts": "MoE",
              "states": "hybrid with recurrent states"},
     "place": {"resident": "device", "hosted": "host memory"},          # where decode reads KV from

@@ -33,8 +33,8 @@ from penstock.model.weights import gguf_config
 # A machine on which only what is refused by design is refused.
 _MACHINE = Machine(system="Linux", machine="x86_64", python="3", cpu="any", features=("avx2", "fma"), cores=8,
                    memory_total=1 << 40, memory_available=1 << 40, gpus=("any",), torch_cuda="any")
-_FAMILY = {"ordinary": "llama", "selecting": "llama", "latent": "deepseek_v32", "experts": "qwen3_moe",
-           "states": "qwen3_next"}
+_FAMILY = {"ordinary": "llama", "selecting": "llama", "fp8kv": "llama", "latent": "deepseek_v32",
+           "experts": "qwen3_moe", "states": "qwen3_next"}
 _DTYPE = {"float32": "float32", "bfloat16": "bfloat16", "fp8": "auto", "gguf": "auto", "packed": "gguf"}
 
 
@@ -54,8 +54,10 @@ def options(cell: Cell) -> dict[str, object]:
         "kv_cache_memory_bytes": "1G", "kv_offloading_size": "auto" if hosted or tier else "0",
         "prefix_cache": True,                   # as by default
         "host_decode": "always" if hosted else "off"}
-    if cell.kind == "selecting" or (cell.kind in ("experts", "states") and hosted):
+    if cell.kind == "selecting" or (cell.kind in ("fp8kv", "experts", "states") and hosted):
         asked["sparse_top_k"] = 512
+    if cell.kind == "fp8kv":
+        asked["kv_cache_dtype"] = "fp8"
     if cell.feature == "stored":
         asked["kv_storage"] = "file:///DIR"
     if cell.across in ("pp", "both"):
@@ -117,6 +119,7 @@ _VIEW: tuple[tuple[str, tuple[dict[str, str], ...]], ...] = (
      ({"kind": "selecting", "place": "resident hosted"},)),
     ("DSA models (DeepSeek-V3.2, GLM-5), KV on the device or in host memory",
      ({"kind": "latent", "place": "resident hosted"},)),
+    ("fp8 KV (`--kv-cache-dtype fp8`)", ({"kind": "fp8kv", "place": "resident hosted"},)),
     ("MoE; hybrid models with recurrent states (Qwen3-Next and others)", ({"kind": "experts states"},)),
     ("KV offloading to host memory, preemption by swap", tuple(
         {**one, "feature": "tier paused"} for one in (_ORDINARY, _HOSTED))),

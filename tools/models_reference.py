@@ -98,8 +98,9 @@ _END = """
   `v_scale`, `input_scale`) are skipped. The log says in one line what was not read.
 - A weight or bias in a layer of the model that its family does not have is refused by name: without it the
   model would be another one. Biases of zeros, which AutoGPTQ writes for every matrix, are skipped.
-- `hf_quant_config.json` counts as `quantization_config` where config.json has none. Its `kv_cache_quant_algo` is not
-  used: the KV cache has the type of `--kv-cache-dtype`."""
+- `hf_quant_config.json` counts as `quantization_config` where config.json has none. 
+- A checkpoint that asks for fp8 KV (`kv_cache_scheme`, `kv_cache_quant_algo`) gets it with `--kv-cache-dtype auto`.
+  Its static scales are not used: each vector has a scale of its own. Another format is named in the log."""
 
 # Published repositories, by family; those of tests/data/configs are read by a test.
 EXAMPLES: dict[str, tuple[str, ...]] = {

@@ -14,8 +14,6 @@ from penstock.exec.sparse.prompts import HostedPrompts
 from penstock.kernels.types import fp8
 
 CODES = KVConfig(kv_cache_dtype="fp8_e4m3")
-# As tools/cells.py names them.
-KINDS = {"bounds": "fp8 KV", "windowed": "fp8 KV", "sinks": "fp8 KV", "states": "fp8 KV"}
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +25,8 @@ def pauses(turn: int) -> list[Paused]:
     return [Paused(RequestId(1 + turn % 4))] if turn % 5 == 0 and turn < 60 else []
 
 
-@pytest.mark.parametrize("of", KINDS)
+@pytest.mark.covers(kind="fp8kv", place="resident hosted", feature="tier paused")
+@pytest.mark.parametrize("of", ["bounds", "windowed", "sinks", "states"])
 @pytest.mark.parametrize("num", [1, pytest.param(2, marks=pytest.mark.sweep)], ids=["whole", "stages"])
 def test_codes_on_both_tiers_with_pauses(of, num, monkeypatch):
     monkeypatch.setattr(hosted, "KIND", [of])

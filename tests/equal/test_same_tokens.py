@@ -141,6 +141,8 @@ EXPERTS_IN = "int4 asymmetric", "awq", "gptq", "modelopt nvfp4"
 KINDS = {
     "ordinary": Kind(make=of_config(ODD), covers=("ordinary", "ordinary")),
     "selecting": Kind(make=of_config(ODD), covers=("selecting", "selecting"), selects=TOPK, always=True),
+    "fp8kv": Kind(make=of_config({**ODD, "head_dim": 16}), covers=("fp8kv", "fp8kv"), selects=TOPK, always=True,
+                  options={"kv_cache_dtype": "fp8_e4m3"}),
     "shared": Kind(make=of_config(SHARED), covers=("ordinary", "selecting"), selects=TOPK),
     "latent": Kind(make=of_config(LATENT), covers=("latent", "latent"), selects={}, always=True),
     "experts": Kind(make=of_config(MOE), covers=("experts", "experts"), selects=TOPK),
@@ -195,6 +197,8 @@ TABLE: dict[tuple[str, str], tuple[str, str, str]] = {
     ("selecting", "hosted"): (
         "pp2 tp2.pp2 tp2.pp2.n2 one>one+ngram",
         "one tp2 pp2.n2 one>one pp2>tp2 pp3 tp2.pp2+ngram one+serial", "tp3 tp3.pp2 pp2+serial pp3+serial pp3+ngram"),
+    ("fp8kv", "resident"): ("one>one", "one pp2 tp2 pp2.n2 pp2>tp2", "tp3.pp2"),
+    ("fp8kv", "hosted"): ("tp2", "one pp2 one>one pp2>tp2 one>one+ngram", "tp2.pp2.n2"),
     ("shared", "resident"): ("", "tp3 tp4 tp2.g64>pp2 g64>tp3 tp3.g64>tp2.pp2 pp2.n2.g64>tp3.n2 pp2.l31.g64>pp2",
                              "pp2.l31.g64>one g64>pp2"),
     ("shared", "hosted"): ("tp2.g64>tp2", "tp3 tp4.n2 pp2.g64>tp2 tp2.n2.g64>pp2.n2 pp2.l31.g64>one g64>pp2",
@@ -241,6 +245,7 @@ TABLE: dict[tuple[str, str], tuple[str, str, str]] = {
 ALSO_GPU = {f"{kind}-{place}-{layout}" for kind, place, layouts in (
     ("ordinary", "resident", "one pp2 tp2 pp2>tp2"), ("selecting", "resident", "one pp2 tp2 pp2.n2 one>one pp2>tp2"),
     ("selecting", "hosted", "one tp2 pp2.n2 one>one pp2>tp2 tp2.pp2+ngram"),
+    ("fp8kv", "resident hosted", "one tp2 one>one"),
     ("experts", "resident", "one pp2 tp2 pp2.n2 one>one pp2>tp2 tp3+ngram"),
     ("experts", "hosted", "pp2 tp2 pp2.n2 one>one pp2>tp2 tp2.ep0 tp3.ep3.pp2 tp4.ep2"),
     ("latent", "resident", "one pp2 tp2 pp2.n2 one>one pp2>tp2"),
@@ -273,7 +278,7 @@ def across(ends: Sequence[Options]) -> str:
 
 def stored(kind: str, layout: str) -> bool:
     return layout in STORED and kind in (
-        "ordinary", "selecting", "latent", "experts", "states", "states-3", "granite", "nemotron", "gemma4")
+        "ordinary", "selecting", "fp8kv", "latent", "experts", "states", "states-3", "granite", "nemotron", "gemma4")
 
 
 def row(kind: str, place: str, layout: str, marks: Sequence[pytest.MarkDecorator]) -> Any:
