@@ -18,7 +18,7 @@ from penstock.exec.load.sizing import groups_of
 from penstock.exec.start.build import kinds_of
 from penstock.kernels.types import fp8
 from penstock.model import registry
-from penstock.model.base import AttentionShape, CacheShape, GlobalLayer, Stage
+from penstock.model.base import CacheShape, GlobalLayer, LocalLayer, Reads, Source, Stage
 from penstock.model.weights.formats.table import kv_format_of
 from penstock.model.weights.locate import locate
 from penstock.transfer import facts
@@ -37,7 +37,13 @@ class Shape:
 
     groups: tuple[CacheShape, ...] = (FULL,)
     stage: Stage = Stage(GlobalLayer(0), GlobalLayer(2), embeds=True, heads=True)
-    attention: AttentionShape = AttentionShape(num_heads=4, scale=.125)
+    dtype: torch.dtype = torch.float32
+    kv_format: str = ""
+
+    @property
+    def reads(self) -> dict[LocalLayer, Reads]:
+        return {layer: Reads(source=Source(layer), num_heads=4, scale=.125, dtype=self.dtype)
+                for group in self.groups for layer in group.layers}
 
 
 @pytest.mark.parametrize(("dim", "wide"), [(16, 32), (64, 80), (80, 96), (128, 144), (256, 272), (512, 528),
@@ -79,7 +85,7 @@ def test_a_file_of_modelopt_may_ask_for_fp8_kv_alone(tmp_path: Path) -> None:
     ("NVFP4", KVConfig(), None, "asks for a KV cache in NVFP4, and gets one in the compute type")])
 def test_auto_is_what_the_checkpoint_asks_for_and_the_log_says_so(
         asked: str, kv: KVConfig, kept: torch.dtype | None, line: str | None) -> None:
-    model = Shape(attention=AttentionShape(num_heads=9, scale=.125, dtype=torch.bfloat16, kv_format=asked))
+    model = Shape(dtype=torch.bfloat16, kv_format=asked)
     [group] = groups_of(model, None, kv)
     assert group.dtype == kept and (group.head_dim, group.values) == ((80, 64) if kept else (64, 0))
     said = weights._kv_asked(Config(model=ModelConfig(model="m"), kv=kv), model)

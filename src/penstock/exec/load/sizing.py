@@ -115,7 +115,7 @@ def _selected(model: Model, selection: Selection | None, kv: KVConfig,
 
 
 def kv_format(model: Model, kv: KVConfig) -> str:
-    """Of a KV cache: --kv-cache-dtype, or for `auto` what the checkpoint asks for where that is known."""
+    """Return the format of a KV cache: --kv-cache-dtype, or for `auto` what the checkpoint asks for, if it is known."""
     asks = kv.kv_cache_dtype == "auto" and model.kv_format == "fp8_e4m3"
     return model.kv_format if asks else kv.kv_cache_dtype
 

@@ -30,7 +30,7 @@ class _Some:
 
 
 class Decoded(Prepared):
-    """Of rows whose pages are codes. make: of floats, whose queries are those of its rows, in order."""
+    """Attend to rows whose pages are codes. make: of floats, whose queries are those of its rows, in order."""
 
     def __init__(self, make: Make, rows: Sequence[Row], spec: AttentionSpec, layout: Ragged) -> None:
         self._dtype, self._some = spec.dtype, list[_Some]()

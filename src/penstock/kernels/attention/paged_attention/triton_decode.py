@@ -39,8 +39,7 @@ def attend_parts(q, k, v, k_words, v_words, table, row, context, sinks, out, par
                  CODED: tl.constexpr):
     """Part `s` of row `b`, all query heads of one KV head. One part: straight into `out`; several:
     the mean into `part` and log2 of the weights' sum into `peak`, -inf for an empty one. What is before a
-    window is not looked at; a sink is in the sum of part 0. CODED: k and v are bytes of codes, the words
-    they as f32."""
+    window is not looked at; a sink is in the sum of part 0. CODED: bytes, which `words` are as f32."""
     b, head, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
     n = tl.load(context + b)
