@@ -14,10 +14,13 @@ if TYPE_CHECKING:
     from penstock.config.request.params import SamplingParams
     from penstock.engine.client.client import EngineDied
     from penstock.llm.llm import LLM, AsyncLLM
+    from penstock.llm.outputs import Session
 
-__all__ = ["LLM", "AsyncLLM", "ConfigError", "EngineDied", "Grammar", "RequestError", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "ConfigError", "EngineDied", "Grammar", "RequestError", "SamplingParams",
+           "Session"]
 
 _HOME = {"LLM": "llm.llm", "AsyncLLM": "llm.llm",
+         "Session": "llm.outputs",
          "Grammar": "config.request.grammar", "SamplingParams": "config.request.params",
          "ConfigError": "config.base.errors",
          "RequestError": "config.base.errors", "EngineDied": "engine.client.client"}

@@ -1,10 +1,13 @@
-"""`session_id` and `POST /v1/sessions/ID`: what ends is evicted first, what warms is in host memory."""
+"""`session_id` and `POST /v1/sessions/ID`: what ends is evicted first, what is retained last, what warms is in host
+memory."""
 from __future__ import annotations
 
 import httpx
 import pytest
 from pair_server import PAIR, SERVED, Server, serving
 from pipeline_engine import checkpoint
+
+from penstock import LLM, RequestError, SamplingParams, Session
 
 HOST = ("--kv-offloading-size", "8M")
 
@@ -157,3 +160,60 @@ def test_both_engines_of_a_pair_know_a_session(model, tmp_path, place):
         assert change(pair, "s", end=True).status_code == 200
         pair.until(quiet)
         pair.flushed()
+
+
+@pytest.mark.parametrize(("seconds", "stays"), [(600, True), (1, False), (None, False)])
+def test_a_retained_session_outlives_later_prompts_until_its_time_is_over(model, tmp_path, seconds, stays):
+    with serving(model, tmp_path, *SERVED["resident"], "--retained-share", ".5") as server:
+        room = int(server.stats()["hbm_pages"]) * server.info()["page_size"]
+        mine, more = tokens(3, room // 3), {} if seconds is None else {"session_retain_s": seconds}
+        assert cached(server, mine, session_id="a", **more)["all"] == 0
+        if seconds is not None:
+            assert server.stats()["retained_pages"] >= len(mine) // server.info()["page_size"]
+            server.until(lambda: stays or server.stats()["retained_pages"] == 0)
+        for seed in range(4, 10):
+            cached(server, tokens(seed, room // 4))
+        assert (cached(server, mine, session_id="a")["all"] > len(mine) - 20) is stays
+        change(server, "a", end=True)
+        server.until(lambda: server.stats()["retained_pages"] == 0)
+
+
+def test_a_server_that_retains_no_sessions_says_how_it_would(model, tmp_path):
+    with serving(model, tmp_path, *SERVED["resident"]) as server:
+        refused = server.ask(tokens(3, 40), session_id="a", session_retain_s=60)
+        assert refused["status"] == 400 and "--retained-share" in refused["error"]["message"], refused
+        assert server.ask(tokens(3, 40), session_id="a", session_retain_s=0)["status"] == 200
+        assert server.ask(tokens(3, 40), session_retain_s=60)["status"] == 400
+
+
+def test_both_engines_of_a_pair_retain_a_session(model, tmp_path):
+    with serving(model, tmp_path, *SERVED["resident"], *HOST, *PAIR, "--retained-share", ".5") as pair:
+        def retained() -> list[float]:
+            return [float(line.split()[1]) for line in pair.http.get("/metrics").text.splitlines()
+                    if line.split(" ")[0] in ("penstock:retained_pages", "penstock:prefill_retained_pages")]
+
+        cached(pair, tokens(8, 400), session_id="s", session_retain_s=600)
+        pair.until(lambda: len(found := retained()) == 2 and min(found) >= 24)
+        assert change(pair, "s", end=True).status_code == 200
+        pair.until(lambda: retained() == [0, 0])
+
+
+def test_a_session_of_the_library_is_retained_and_ends(model):
+    with LLM(model, threads=1, kv_cache_memory_bytes="4M", retained_share=0.5) as llm:
+        once, room = SamplingParams(max_tokens=1), 900
+
+        def found(prompt: list[int], session: Session | None = None) -> int:
+            return llm.generate({"prompt_token_ids": prompt}, once, session=session)[0].num_cached_tokens
+
+        def others() -> None:
+            for seed in range(40, 60):
+                found(tokens(seed, room))
+
+        found(tokens(3, 400), Session("a", retain_s=600))
+        others()
+        assert found(tokens(3, 400), Session("a")) > 380
+        llm.end_session("a")
+        others()
+        assert found(tokens(3, 400), Session("a")) < 380
+        with pytest.raises(RequestError, match="0 to 86400"):
+            found([1, 2], Session("a", retain_s=-1))

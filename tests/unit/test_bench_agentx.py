@@ -4,7 +4,7 @@ from __future__ import annotations
 import asyncio
 import json
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,14 +23,17 @@ def played(monkeypatch: pytest.MonkeyPatch, answers: list[Answer], *, text: bool
            ) -> tuple[list[Sequence[int] | str], Played]:
     sent: list[Sequence[int] | str] = []
 
-    async def send(_: object, prompt: Sequence[int] | str, output_len: int, *, ids: bool = False) -> Answer:
+    async def send(_: object, prompt: Sequence[int] | str, output_len: int, *, ids: bool = False,
+                   more: Mapping[str, object]) -> Answer:
+        assert not more
         assert output_len == 32 and ids != text
         sent.append(prompt)
         return answers[len(sent) - 1]
 
     monkeypatch.setattr(agentx, "send", send)
     bar = Namespace(update=lambda: None)
-    found = Played(None, Text(50), Seen(1 if text else 16), Namespace(scale=1.0, text=text), bar)  # type: ignore[arg-type]
+    found = Played(None, Text(50), Seen(1 if text else 16), Namespace(
+        scale=1.0, text=text, session_retain_s=None), bar)  # type: ignore[arg-type]
     asyncio.run(found.session(0, SESSION))
     return sent, found
 
@@ -78,3 +81,24 @@ def test_what_no_answer_has_a_value_for_is_a_dash_and_null(
 def test_what_cannot_be_measured_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "agentx", "--base-url", "http://127.0.0.1:1", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_sessions_of_several_turns_ask_to_be_retained_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Mapping[str, object]] = []
+    ended: list[tuple[str, object]] = []
+
+    async def send(_: object, prompt: object, output_len: int, *, ids: bool, more: Mapping[str, object]) -> Answer:
+        asked.append(more)
+        return Answer(tokens=[1] * output_len)
+
+    async def post(path: str, json: object) -> None:
+        ended.append((path, json))
+
+    monkeypatch.setattr(agentx, "send", send)
+    server = Namespace(client=Namespace(post=post))
+    found = Played(server, Text(50), Seen(16), Namespace(  # type: ignore[arg-type]
+        scale=1.0, text=False, session_retain_s=60), Namespace(update=lambda: None))
+    asyncio.run(found.session(4, SESSION))
+    asyncio.run(found.session(5, Session(0.0, SESSION.turns[:1])))
+    assert asked == [{"session_id": "agentx-4", "session_retain_s": 60}] * 2 + [{}]
+    assert ended == [("/v1/sessions/agentx-4", {"end": True})]

@@ -5,8 +5,20 @@ import pytest
 from driver import Driver
 
 from penstock.core.core import Core
-from penstock.core.plan import Aborted, Flushed, Listed, Lookup, Outcome, RequestId, SessionEnded, Started
-from penstock.core.policy.sessions import SHARED, Session, Sessions
+from penstock.core.kv.prefix_tree import unpack
+from penstock.core.plan import (
+    NAME_BITS,
+    Aborted,
+    Flushed,
+    Listed,
+    Lookup,
+    Outcome,
+    RequestId,
+    RetentionEnded,
+    SessionEnded,
+    Started,
+)
+from penstock.core.policy.sessions import SHARED, Retained, Session, Sessions
 from penstock.core.settings import CoreConfig
 
 SHARED_PROMPT = list(range(1000, 1016))         # four pages
@@ -108,13 +120,149 @@ def test_marking_the_pages_of_a_long_session_takes_several_turns() -> None:
 
 
 def test_of_many_sessions_the_latest_are_known() -> None:
-    sessions = Sessions(2)
+    sessions = Sessions(2, Retained())
     first, second = sessions.begin(1), sessions.begin(2)
     assert sessions.begin(1) is first and sessions.begin(0) is SHARED
     sessions.begin(3)
     sessions.end(2)
     assert not second.ended and sessions.begin(1) is first
     assert isinstance(first, Session) and not SHARED.ends
+
+
+# ---------------------------------------------------------------- retained
+def host_pages(d: Driver) -> list[int]:
+    """Tokens that each page begins with, the next to be evicted first."""
+    return [unpack(copy.node.key)[0] for copy in d.core.kv.host[0].order]
+
+
+def conversation(n: int, pages: int) -> list[int]:
+    """A prompt of so many whole pages, and a token."""
+    return [*range(1000 * n, 1000 * n + 4 * pages + 1)]
+
+
+def retaining(most: int, **settings: object) -> Driver:
+    return Driver(hbm_pages=40, dram_pages=40, retained_pages=most, **settings)
+
+
+def test_pages_of_retained_sessions_outlive_later_prompts_and_another_sessions_pages() -> None:
+    d = retaining(8)
+    asked(d, 1, conversation(1, 8), session=7, retains=True)
+    asked(d, 2, conversation(2, 8), session=8)
+    for rid in range(3, 9):
+        asked(d, rid, conversation(rid, 16))
+    assert asked(d, 9, conversation(1, 8), session=7) == 32
+    assert asked(d, 10, conversation(2, 8), session=8) == 0
+    assert d.core.stats()["retained_pages"] == 8
+
+
+def test_pages_that_a_session_gives_up_go_as_others_by_their_last_use() -> None:
+    d = retaining(8)
+    asked(d, 1, conversation(1, 4), session=7, retains=True)
+    asked(d, 2, conversation(2, 4))
+    assert host_pages(d)[-4:] == [1012, 1008, 1004, 1000]
+    d.tell(RetentionEnded(7))
+    assert host_pages(d) == [1012, 1008, 1004, 1000, 2012, 2008, 2004, 2000]
+    asked(d, 3, conversation(1, 4), session=7)
+    assert host_pages(d)[-4:] == [1012, 1008, 1004, 1000], "it was used last"
+    asked(d, 4, conversation(2, 4))
+    assert host_pages(d)[-4:] == [2012, 2008, 2004, 2000], "nothing asks for it any more"
+    assert d.core.stats()["retained_pages"] == 0
+
+
+def test_what_sessions_share_is_retained_while_one_of_them_is() -> None:
+    d = retaining(16)
+    asked(d, 1, [*SHARED_PROMPT, *range(100, 109)], session=7, retains=True)
+    asked(d, 2, [*SHARED_PROMPT, *range(200, 209)], session=8, retains=True)
+    assert d.core.stats()["retained_pages"] == 4 + 2 + 2
+    d.tell(SessionEnded(7))
+    asked(d, 3, conversation(3, 4))
+    assert host_pages(d)[:2] == [104, 100] and host_pages(d)[-6:] == [204, 200, 1012, 1008, 1004, 1000]
+    d.tell(SessionEnded(8))
+    assert d.core.stats()["retained_pages"] == 0
+
+
+def test_a_session_that_goes_another_way_retains_its_latest_request_only() -> None:
+    d = retaining(16)
+    asked(d, 1, [*SHARED_PROMPT, *range(100, 117)], session=7, retains=True)
+    asked(d, 2, [*SHARED_PROMPT, *range(200, 209)], session=7)
+    assert sorted(unpack(page.key)[0] for page in d.core.sessions.retained.users) == [
+        200, 204, 1000, 1004, 1008, 1012]
+    asked(d, 3, SHARED_PROMPT, session=7)
+    assert d.core.stats()["retained_pages"] == 4
+
+
+def test_beyond_the_bound_the_tenant_with_the_most_loses_its_newest_session() -> None:
+    d, other = retaining(12), 1 << NAME_BITS
+    asked(d, 1, conversation(1, 4), session=1, retains=True)
+    asked(d, 2, conversation(2, 4), session=2, retains=True)
+    asked(d, 3, conversation(3, 5), session=other | 3, retains=True)
+
+    def retained() -> list[int]:
+        return sorted({unpack(page.key)[0] // 1000 for page in d.core.sessions.retained.users})
+
+    assert retained() == [1, 3]
+    asked(d, 4, conversation(2, 4), session=2)
+    assert retained() == [1, 3], "it does not fit"
+    asked(d, 5, conversation(1, 8), session=1)
+    assert retained() == [3], "its tenant has the most"
+    asked(d, 6, conversation(3, 13), session=other | 3)
+    assert retained() == [], "one alone has more than may be retained"
+    asked(d, 7, conversation(2, 4), session=2)
+    assert retained() == [2]
+
+
+def test_retained_pages_change_their_place_in_portions() -> None:
+    d = retaining(40, take_pages=3)
+    asked(d, 1, conversation(1, 20), session=7, retains=True)
+    d.core.kv.free_gradually(all=True)
+    while d.core.flushing:
+        d.core.advance(())
+    assert d.core.stats()["retained_pages"] == 20
+    left, event = list[float](), (RetentionEnded(7),)
+    while event or d.core.flushing:
+        d.core.advance(event)
+        event = ()
+        left.append(d.core.stats()["retained_pages"])
+    assert left == [17, 14, 11, 8, 5, 2, 0] and not d.core.sessions.is_late
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_flush_hides_retained_pages_at_once_and_evicts_them(again: bool) -> None:
+    d = retaining(40, take_pages=3)
+    asked(d, 1, conversation(1, 8), session=7, retains=True)
+    d.core.advance((Flushed(),))
+    if again:
+        assert asked(d, 2, conversation(1, 8), session=7) == 0
+        while d.core.flushing:
+            d.core.advance(())
+        assert d.core.stats()["retained_pages"] == 8, "it still asks"
+        d.core.advance((Flushed(), SessionEnded(7)))
+    while d.core.flushing:
+        d.core.advance(())
+    assert all(not pool.num_held for arena in d.core.kv.arenas.values() for pool in arena.pools)
+    assert bool(d.core.sessions.remembered) is False
+
+
+def test_retained_pages_are_evicted_before_a_request_waits() -> None:
+    d = retaining(40)
+    asked(d, 1, conversation(1, 36), session=7, retains=True)
+    assert asked(d, 2, conversation(2, 39)) == 0
+    assert asked(d, 3, conversation(1, 36), session=7) < 36 * 4
+    assert d.core.stats()["retained_pages"] == 36
+
+
+def test_a_banished_page_is_retained_no_longer_and_those_before_it_are() -> None:
+    d = retaining(16)
+    asked(d, 1, conversation(1, 8), session=7, retains=True)
+    tree = d.core.kv.tree
+    node = next(node for node in tree.nodes() if node.depth == 5)
+    tree.banish(node)
+    assert sorted(page.depth for page in d.core.sessions.retained.users) == [1, 2, 3, 4]
+    d.core.check()
+    assert asked(d, 2, conversation(1, 8), session=7) == 16
+    assert sorted(page.depth for page in d.core.sessions.retained.users) == [*range(1, 9)]
+    d.tell(SessionEnded(7))
+    assert d.core.stats()["retained_pages"] == 0
 
 
 # ---------------------------------------------------------------- warm

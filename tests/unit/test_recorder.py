@@ -170,7 +170,8 @@ def test_a_new_field_of_a_message_with_content_must_be_looked_at():
     """Of these the stand-ins replace some fields by name: say here what a new one may tell."""
     assert {f.name for f in fields(Arrived)} == {
         "rid", "prompt", "max_new", "stop", "min_new", "namespace", "priority", "leader",
-        "selects", "attention", "transfer", "peer", "cached_max", "drafts", "session", "warms"}
+        "selects", "attention", "transfer", "peer", "cached_max", "drafts", "session", "warms",
+        "retains"}
     assert {f.name for f in fields(Retired)} == {"step", "tokens"}
     assert {f.name for f in fields(StepPlan)} == {
         "step", "rows", "rids", "start", "count", "samples", "tokens", "grows", "binds", "moves", "remaps",

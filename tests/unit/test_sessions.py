@@ -5,15 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 
+from penstock.config.base.errors import RequestError
 from penstock.config.request.params import SamplingParams
-from penstock.core.plan import Arrived, SessionEnded
+from penstock.core.plan import NAME_BITS, Arrived, RetentionEnded, SessionEnded, key_of
 from penstock.core.settings import CoreConfig
 from penstock.engine import sessions as engine_sessions
 from penstock.engine.client import affinity
 from penstock.engine.client.affinity import ServedSessions
-from penstock.engine.client.namespaces import namespace, session_number
+from penstock.engine.client.namespaces import check_session, namespace, session_number
 from penstock.engine.client.replicas import Engines
-from penstock.engine.sessions import NAME_BITS, SessionPrompts, Shares, key_of
+from penstock.engine.sessions import Retaining, SessionPrompts, Shares
 from penstock.engine.wire import OfSession, Origin, Submit
 
 
@@ -123,3 +124,52 @@ def test_no_other_tenant_or_name_has_the_number_of_a_session(other: tuple[bytes,
     assert mine == session_number(b"key", b"a", "x") != session_number(*other) and 0 < mine < 1 << 63
     assert (key_of(mine) == key_of(session_number(*other))) is (other[:2] == (b"key", b"a"))
     assert mine != namespace(b"key", b"a", "x")
+
+
+# ---------------------------------------------------------------- retained
+def test_a_session_is_retained_from_its_last_request_on() -> None:
+    now = [0.0]
+    retaining = Retaining(lambda: now[0])
+    assert retaining.begin(0, None) == retaining.begin(7, 10) == retaining.begin(7, None) == []
+    retaining.end(7)
+    now[0] = 20
+    assert retaining.wait_s is None and retaining.passed() == [], "a request of it is live"
+    retaining.end(7)
+    retaining.end(0)
+    assert retaining.wait_s == 10
+    now[0] = 25
+    retaining.begin(7, None)
+    now[0] = 31
+    assert retaining.passed() == []
+    retaining.end(7)
+    now[0] = 41
+    assert retaining.wait_s == 0 and retaining.passed() == [RetentionEnded(7)]
+    assert retaining.wait_s is None and retaining.passed() == []
+    retaining.begin(7, None)
+    retaining.end(7)
+    assert retaining.wait_s is None, "it has to ask again"
+    retaining.begin(8, 10)
+    retaining.begin(8, 0)
+    retaining.end(8)
+    retaining.end(8)
+    assert retaining.passed() == [RetentionEnded(8)]
+
+
+def test_of_many_retained_sessions_the_key_with_the_most_loses_its_oldest(monkeypatch) -> None:
+    monkeypatch.setattr(engine_sessions, "RETAINED_MAX", 3)
+    retaining = Retaining(lambda: 0.0)
+    for session in (1, 2, 3):
+        retaining.begin(session, 10)
+        retaining.end(session)
+    assert retaining.begin(1 << NAME_BITS | 1, 10) == [RetentionEnded(1)]
+    assert sorted(retaining._until) == [2, 3]
+
+
+@pytest.mark.parametrize(("name", "retain_s", "pages", "says"), [
+    ("a", -1, 9, "0 to 86400"), ("a", 86_401, 9, "0 to 86400"), (None, 5, 9, "session_id"), ("a", 5, 0,
+     "--retained-share"), ("", None, 9, "1 to 256"), ("\udcff", None, 9, "UTF-8")])
+def test_a_session_that_cannot_be_is_refused(name, retain_s, pages, says) -> None:
+    with pytest.raises(RequestError, match=says):
+        check_session(name, retain_s, pages)
+    check_session("a" * 256, 86_400, 1)
+    check_session("a", 0, 0)

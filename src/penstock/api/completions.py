@@ -44,7 +44,7 @@ from penstock.config.request.params import SamplingParams
 from penstock.engine.client.client import EngineClosed, EngineDied, checked_limits
 from penstock.engine.client.generation import Ended, Generation
 from penstock.engine.client.metrics import Metrics
-from penstock.engine.client.namespaces import namespace, session_number
+from penstock.engine.client.namespaces import check_session, namespace, session_number
 from penstock.engine.client.replicas import Engines
 from penstock.engine.wire import BootstrapRoom, Origin
 from penstock.text.chat import ONLY_TEXT, ChatTemplate, too_many_messages
@@ -60,7 +60,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.http")
 T = TypeVar("T")
-SESSION_CHARS_MAX = 256
 
 
 _SWITCHES = ("enable_thinking", "thinking")     # of templates, for reasoning
@@ -219,12 +218,8 @@ class OpenAI:
 
     def session(self, tenant: bytes, name: str) -> int:
         """Return the number of a tenant's session. Raises RequestError."""
-        if not 0 < len(name) <= SESSION_CHARS_MAX:
-            raise RequestError(f"session_id has {len(name)} characters: 1 to {SESSION_CHARS_MAX}", "session_id")
-        try:
-            return session_number(self._secret, tenant, name)
-        except UnicodeEncodeError:
-            raise RequestError("session_id is not UTF-8: send the UTF-8 bytes of the name", "session_id") from None
+        check_session(name, None, 0)
+        return session_number(self._secret, tenant, name)
 
     # ------------------------------------------------------------ prompts
     @property
@@ -337,8 +332,9 @@ class OpenAI:
         room = self.routed.room(request)
         turn = 0 if params.priority < 0 or room is not None else self._turn_of(tenant)
         name = reply.session if request.session_id is None else request.session_id
+        check_session(name, request.session_retain_s, int(self.engine.ready.info.get("retained_pages_max") or 0))
         origin = Origin(turn, "" if reply.span is None else reply.span.trace,
-                        0 if name is None else self.session(tenant, name))
+                        0 if name is None else self.session(tenant, name), request.session_retain_s)
         engine = self.engine.of(request.data_parallel_rank)
         generation = Generation(engine, self.tokenizer, self.metrics, began=began, shown=shown,
                                 silent=isinstance(request, CompletionRequest) and request.silent)

@@ -34,6 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        help="divide lengths and the time of tools by this")
     group.add_argument("--text", action="store_true", help="send prompts as text; without it as random token ids")
     group.add_argument("--token-id-max", type=int, default=1_000, metavar="N", help="token ids are below this")
+    group.add_argument("--session-retain-s", type=int, metavar="S", help="sessions of several turns ask penstock to be "
+                       "retained for S seconds, and end with their last answer")
     group.add_argument("--output-json", metavar="FILE", help="file for every single measurement")
     group.add_argument("--quiet", action="store_true", help="no progress bar; a file never gets one")
 
@@ -70,7 +72,9 @@ class Played:
 
     async def session(self, number: int, session: Session) -> None:
         """All turns, one after the other; it ends with one that fails."""
-        talk, words = Conversation(self.text), list[str]()
+        talk, words, name, more = Conversation(self.text), list[str](), f"agentx-{number}", dict[str, object]()
+        if self.args.session_retain_s is not None and len(session.turns) > 1:
+            more = {"session_id": name, "session_retain_s": self.args.session_retain_s}
         await asyncio.sleep(session.start_s / self.args.scale)
         for n, turn in enumerate(session.turns):
             await asyncio.sleep(turn.pause_s / self.args.scale)
@@ -78,7 +82,8 @@ class Played:
             prompt = talk.arrive(turn)
             words = words[:before] + [WORDS[token] for token in prompt[before:]] if self.args.text else []
             self.seen.prompt(talk)
-            answer = await send(self.server, " ".join(words) if words else list(prompt), turn.output, ids=not words)
+            answer = await send(self.server, " ".join(words) if words else list(prompt), turn.output, ids=not words,
+                                more=more)
             self.answers.append(answer)
             self.bar.update()           # type: ignore[attr-defined]  # of tqdm
             if answer.error:
@@ -93,6 +98,8 @@ class Played:
                 if not shown:
                     continue
             self.seen.answered(talk)
+        if more:
+            await self.server.client.post(f"/v1/sessions/{name}", json={"end": True})
 
 
 def report(trace: Trace, played: Played, took: float, args: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import json
 import random
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.bench.report import optional, percentile, plot_percentiles, shown, table, write_json
@@ -57,11 +57,12 @@ async def measure(args: Namespace) -> int:
     return _report(args, answers, took)
 
 
-async def send(server: Server, prompt: Sequence[int] | str, output_len: int, *, ids: bool = False) -> Answer:
-    """One completion of exactly `output_len` tokens. ids: ask for their ids, too."""
+async def send(server: Server, prompt: Sequence[int] | str, output_len: int, *, ids: bool = False,
+               more: Mapping[str, object] | None = None) -> Answer:
+    """One completion of exactly `output_len` tokens. ids: ask for their ids, too. more: fields of the body."""
     body = {"model": server.model, "prompt": prompt, "max_tokens": output_len, "temperature": 0,
             "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
-            **({"return_token_ids": True} if ids else {})}
+            **({"return_token_ids": True} if ids else {}), **(more or {})}
     answer, start = Answer(), time.perf_counter()
     last = 0.0
     try:

@@ -125,6 +125,7 @@ def _tree(core: CoreState, pins: dict[Copy, int], refs: dict[Node, int], moves: 
                 assert node.refs == refs.pop(node, 0), REFS
             assert node.first or node.refs or node.children, "an empty node stays"
             assert node.serves == core.kv.tree.is_serving(node), "who can go on behind a page is forgotten"
+            late = core.kv.tree.retained.late(node)
             for space, copy in node.copies.items():
                 assert copy.node is node
                 assert copy.inner == (space.states and core.kv.tree.is_inner(node, space)), INNER
@@ -141,7 +142,7 @@ def _tree(core: CoreState, pins: dict[Copy, int], refs: dict[Node, int], moves: 
                 evictable[space.pool] += can_be_had
                 if can_be_had:
                     order = space.read if copy.readers else space.order
-                    assert copy.order is order and copy.number >> ENTRY_BITS == place(node, copy), ORDER
+                    assert copy.order is order and copy.number >> ENTRY_BITS == place(node, copy, late), ORDER
                     orders[space, bool(copy.readers)] += 1
             if node.children:
                 stack.append(node)

@@ -33,6 +33,7 @@ from penstock.core.plan import (
     Rates,
     Republish,
     RequestId,
+    RetentionEnded,
     Retired,
     SessionEnded,
     Spilled,
@@ -114,7 +115,7 @@ class Core(CoreState):
     def flushing(self) -> bool:
         """Whether `advance` without events gives up more of what was flushed, or reports more cached pages: while
         no request runs, whose turns do that as well."""
-        return bool(self.kv.tree.to_flush or self.published.late or self.sessions.ending) and not self.running
+        return bool(self.kv.tree.to_flush or self.published.late or self.sessions.is_late) and not self.running
 
     def check(self) -> None:
         """Every invariant that can be seen from inside; raises AssertionError."""
@@ -149,6 +150,7 @@ class Core(CoreState):
             "requests_hosted": len(self.hosted),
             **{f'requests_in_phase{{phase="{p.value}"}}': len(queue) for p, queue in self.by_phase.items()},
             "rows_free": kv.rows.free, "pages_to_store": kv.moves.num_to_store,
+            "retained_pages": len(kv.tree.retained.users),
             "moves_in_flight": len(kv.moves.flying), "steps": kv.issued, **self.residency.stats(),
             **gauges, **self.counters,
         }
@@ -193,6 +195,8 @@ class Core(CoreState):
                 self.kv.flush()
             case SessionEnded(session):
                 self.sessions.end(session)
+            case RetentionEnded(session):
+                self.sessions.unretain(session)
             case Republish():
                 self.published.again()
             case Expired(rid, phase, visit):
@@ -228,7 +232,7 @@ class Core(CoreState):
         r.hot_units = capacity.hot_units(self.cfg, most)
         r.hot_units_max = capacity.hot_units(self.cfg, most, grown=True)
         r.may_host = hosted and capacity.fits(self.cfg, lifecycle.Place.HOST, n + r.max_new - 1)
-        r.session = self.sessions.begin(a.session)
+        r.session = self.sessions.begin(a.session, retains=a.retains)
         self._seq += 1
         self.live[a.rid] = r
         if a.warms:

@@ -79,12 +79,28 @@ class Arrived:
     drafts: int | None = None              # of a step, at most; None: as many as the engine takes
     session: int = 0                       # whose pages go first once it has ended; 0: none
     warms: bool = False                    # it ends when storage has been read: no token is computed
+    retains: bool = False                  # from now on the pages of its session are to go last
+
+
+NAME_BITS = 40      # of a session's number; those above are of its tenant
+
+
+def key_of(session: int) -> int:
+    """Return what the numbers of all sessions of one tenant have in common."""
+    return session >> NAME_BITS
 
 
 @dataclass(frozen=True, slots=True)
 class SessionEnded:
     """No request of this session follows: pages that no other has used are evicted first. An unknown number has no
     effect."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionEnded:
+    """Pages of this session do not go last any more. An unknown number has no effect."""
 
     session: int
 
@@ -240,7 +256,7 @@ class Claimed:
 
 Event: TypeAlias = (Arrived | Aborted | Stopped | Paused | Dropped | Spilled | Promoted | Flushed | Republish
                     | Expired | Rates | HotUse | Retired | Moved | Listed | Received | PeerJoined | PeerLeft
-                    | Claimed | SessionEnded)
+                    | Claimed | SessionEnded | RetentionEnded)
 
 
 # ---------------------------------------------------------------- plan out

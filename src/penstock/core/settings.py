@@ -72,6 +72,7 @@ class CoreConfig:
     draft_tokens: int = 0               # a decoding row computes, and may return, up to 1 more than this
     draft_positions: int = 0            # of a step with drafts, at most: many rows have none
     sessions_max: int = 4096            # whose pages are known to be theirs
+    retained_pages: int = 0             # of sessions that ask to be evicted last, at most: see `Retained`
     prefix_cache: bool = True
     published_tiers: int = 0            # tiers whose cached pages `Advance.cached` reports: 0 none, 1 device,
                                         # 2 also host, 3 also storage

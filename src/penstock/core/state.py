@@ -89,7 +89,7 @@ class CoreState(Queues):
              "computed_again",
              *(f'prefix_cache_cut_total{{group="{group.name}"}}' for group in cfg.groups if group.reach)), 0)
         self.rates: Rates | None = None        # None: not measured yet
-        self.sessions = Sessions(cfg.sessions_max)
+        self.sessions = Sessions(cfg.sessions_max, self.kv.tree.retained)
         self.warming: list[Request] = []       # those that end when storage has been read
         self.answers = 0                       # requests that have ended with some output,
         self.answered = 0                      # and tokens of it
@@ -216,6 +216,8 @@ class CoreState(Queues):
 
     def end(self, r: Request, outcome: Outcome) -> None:
         """It has ended, whatever its phase; SENT: the decode engine has it all."""
+        if r.phase is not Phase.QUEUED and not r.arrived.warms:
+            self.sessions.retained.used(r.session, r.path)
         moved = self.transition(r, Trigger.SENT if outcome is Outcome.SENT else Trigger.END)
         assert moved, "ending never needs resources"
         self.answers += r.num_output > 0

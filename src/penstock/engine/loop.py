@@ -46,7 +46,7 @@ from penstock.engine.pd.rendezvous import LATE, UNCLAIMED, WORDS, Rooms
 from penstock.engine.pd.router import PdRouter
 from penstock.engine.record import EventLog
 from penstock.engine.request import ID_MAX, Limits, Live, Runner
-from penstock.engine.sessions import SessionPrompts
+from penstock.engine.sessions import Retaining, SessionPrompts
 from penstock.engine.shown import shown
 from penstock.engine.timers import Timers
 from penstock.engine.wire import (
@@ -110,7 +110,7 @@ class EngineLoop:
         self._nobody = PeerId(core.cfg.peers - 1)       # whose prompts are that wait in a room
         self._newest = 0                        # request id
         self._first: tuple[int, tuple[int, ...]] = 0, ()        # the last with a prompt
-        self._fair, self._sessions = Fair(), SessionPrompts()
+        self._fair, self._sessions, self._retaining = Fair(), SessionPrompts(), Retaining(clock)
         self._held: dict[int, Submit] = {}      # until their grammars are compiled: no step waits for that
         self._newest_asked = ASKED_IDS          # of those that the other end has asked for
         self._untold: dict[RequestId, None] = {}        # whose clients wait for the end of a prompt
@@ -132,7 +132,7 @@ class EngineLoop:
         before the next `turn`; None: until one of them has something."""
         if self._events or self._chunks or self._executor.works_here or self._core.flushing:
             return 0
-        waits = (self._timers.wait_s, *(o.wait_s for o in (self._rooms, self._paired, self._publisher) if o))
+        waits = [o.wait_s for o in (self._timers, self._retaining, self._rooms, self._paired, self._publisher) if o]
         return min((wait_s for wait_s in waits if wait_s is not None), default=None)
 
     @property
@@ -308,14 +308,16 @@ class EngineLoop:
         self._sessions.note(m)
         self._executor.open(rid, prompt, m.params, choice=m.choice, stop_ids=tuple(m.stop_ids))
         self._live[rid] = Live(rid, m.params, peer=peer, transfer=transfer, num_prompt=len(prompt),
-                               room=m.room if self._rooms is not None else None, tenant=m.origin.tenant)
+                               room=m.room if self._rooms is not None else None, tenant=m.origin.tenant,
+                               session=m.origin.session)
+        self._events += self._retaining.begin(m.origin.session, m.origin.retain_s)
         self._events.append(Arrived(
             rid=rid, prompt=prompt, max_new=m.max_new, stop=frozenset(m.stop_ids),
             min_new=m.params.min_tokens, namespace=m.namespace, priority=m.params.priority,
             leader=None if leader is None else RequestId(leader), selects=m.selects,
             attention=m.attention, transfer=transfer,
             peer=at if peer is None else peer.id, cached_max=m.params.cached_max, session=m.origin.session,
-            drafts=m.params.speculative_tokens))
+            retains=bool(m.origin.retain_s), drafts=m.params.speculative_tokens))
 
     # ------------------------------------------------------------ one turn
     def turn(self, *, block: bool) -> list[OutputChunk]:
@@ -414,6 +416,7 @@ class EngineLoop:
             self._events += self._publisher.news()
         if self._rooms is not None:
             self._watch_rooms(self._rooms)
+        self._events += self._retaining.passed()
         for expired in self._timers.passed():
             if self._paired is not None:
                 self._paired.expired(expired)
@@ -455,6 +458,7 @@ class EngineLoop:
                         chunks += self._left_room(live, live.room, output)
                     del self._live[rid]
                     self._fair.ended(live)
+                    self._retaining.end(live.session)
                     if live.peer is not None:
                         live.peer.forget(live.transfer, rid)
                     self._executor.close(rid)

@@ -96,19 +96,19 @@ class Live:
     """One request."""
 
     __slots__ = ("_asked_prompt", "_cached", "_first", "_logprobs", "_tokens", "client", "excuse", "given_up",
-                 "num_prompt", "peer", "peer_cached", "rid", "room", "started", "tenant", "transfer",
+                 "num_prompt", "peer", "peer_cached", "rid", "room", "session", "started", "tenant", "transfer",
                  "verdict")
 
     def __init__(self, rid: RequestId, params: SamplingParams, *, num_prompt: int,
                  peer: Peer | None = None, transfer: int = 0, room: BootstrapRoom | None = None,
-                 tenant: int = 0) -> None:
+                 tenant: int = 0, session: int = 0) -> None:
         """peer, transfer: who computes its prompt, or has asked for it, and its name there. room: of a
-        prefill instance, in which a router sends it here too. tenant: see Submit."""
+        prefill instance, in which a router sends it here too. tenant, session: see Origin."""
         self.room = room
         self.client = int(rid)                  # number of the client that gets its chunks; 0: none, or no longer
         self.verdict = "unavailable"            # how it ends if it is given up
         self.rid, self.peer, self.transfer, self.tenant = rid, peer, transfer, tenant
-        self.num_prompt = num_prompt
+        self.num_prompt, self.session = num_prompt, session
         self._logprobs, self._asked_prompt = params.logprobs is not None, params.prompt_logprobs is not None
         self._first = 0                         # output index of _tokens[0]
         self._tokens: list[int] = []            # of this turn

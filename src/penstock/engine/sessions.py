@@ -1,4 +1,5 @@
-"""The last prompt of each session: what a session that warms up is to have in host memory.
+"""The last prompt of each session: what a session that warms up is to have in host memory; and until when sessions are
+retained.
 
 Owns these prompts, within bounds, and the requests that ask storage for them, which no client waits for; and whose
 sessions go first when a bound is reached. Which pages belong to a session, the planner knows.
@@ -6,22 +7,18 @@ sessions go first when a bound is reached. Which pages belong to a session, the 
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from penstock.core.plan import Arrived, Event, RequestId, SessionEnded
+from penstock.core.plan import Arrived, Event, RequestId, RetentionEnded, SessionEnded, key_of
 from penstock.engine.wire import OfSession, Submit
 
 WARM_IDS = 1 << 61              # above those of clients, and of prompts that decode instances have asked for
 TOKENS_MAX = 1 << 23            # of prompts that are kept: 4 bytes a token
 TOKENS_LEAST = 2048             # that a prompt counts as: so 4,096 are the most
-NAME_BITS = 40                  # of a session's number; those above are of its API key
+RETAINED_MAX = 3072             # sessions that ask to be retained
 T = TypeVar("T")
-
-
-def key_of(session: int) -> int:
-    """Return what the numbers of all sessions of one API key have in common."""
-    return session >> NAME_BITS
 
 
 def weight_of(tokens: int) -> int:
@@ -67,6 +64,55 @@ class Shares(Generic[T]):
         if not self._of[key]:
             del self._of[key], self._weights[key]
         return value
+
+
+class Retaining:
+    """Until when sessions are retained: for so many seconds after the last of their requests."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._seconds: Shares[int] = Shares(RETAINED_MAX)
+        self._open = Counter[int]()             # live requests, by session
+        self._until: dict[int, float] = {}      # of those without
+        self._look_at: float | None = None      # not later than the first of these
+
+    @property
+    def wait_s(self) -> float | None:
+        """Until the next one ends; None: there is none."""
+        return None if self._look_at is None else max(0.0, self._look_at - self._clock())
+
+    def begin(self, session: int, retain_s: int | None) -> list[Event]:
+        """A request of this session has come, or one without (0). Return what the planner is to know."""
+        self._open[session] += 1
+        self._until.pop(session, None)
+        seconds = self._seconds.get(session) if retain_s is None else retain_s
+        if seconds is None:
+            return []
+        lost = [other for other, _ in self._seconds.put(session, 1, seconds)]
+        for other in lost:
+            self._until.pop(other, None)
+        return [RetentionEnded(other) for other in lost]
+
+    def end(self, session: int) -> None:
+        """One of these requests has ended."""
+        self._open[session] -= 1
+        if self._open[session]:
+            return
+        del self._open[session]
+        if (seconds := self._seconds.get(session)) is not None:
+            self._until[session] = until = self._clock() + seconds
+            self._look_at = until if self._look_at is None else min(self._look_at, until)
+
+    def passed(self) -> list[Event]:
+        """Return those that are retained no longer since the last call."""
+        if self._look_at is None or self._clock() < self._look_at:
+            return []
+        over = [session for session, until in self._until.items() if until <= self._clock()]
+        for session in over:
+            del self._until[session]
+            self._seconds.pop(session)
+        self._look_at = min(self._until.values(), default=None)
+        return [RetentionEnded(session) for session in over]
 
 
 class SessionPrompts:

@@ -55,11 +55,13 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
     tenant   whose turn it must be, see `engine/fair.py`; 0: it enters at once
     trace    W3C traceparent of the request's span; "": it is not traced
     session  63 bits of keyed digests of its tenant and of its name, see `session_number`; 0: none
+    retain_s  seconds for which its session is retained after it; None: as it was
     """
 
     tenant: int = 0
     trace: str = ""
     session: int = 0
+    retain_s: int | None = None
 
 
 NO_ORIGIN = Origin()

@@ -27,6 +27,8 @@ from penstock.config.settings.tree import SERVE_ONLY, Config
 from penstock.engine.client.client import EngineClient, checked_limits
 from penstock.engine.client.generation import ChoicePiece, Ended, Generation
 from penstock.engine.client.metrics import Metrics
+from penstock.engine.client.namespaces import check_session, session_number
+from penstock.engine.wire import NO_ORIGIN, Origin
 from penstock.llm.outputs import (
     CompletionOutput,
     Delta,
@@ -35,6 +37,7 @@ from penstock.llm.outputs import (
     Params,
     Prompt,
     RequestOutput,
+    Session,
     conversations,
     one_each,
     one_or_many,
@@ -122,30 +125,31 @@ class AsyncLLM:
 
     # ------------------------------------------------------------ whole answers
     async def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *,
-                       use_tqdm: bool = False) -> list[RequestOutput]:
+                       use_tqdm: bool = False, session: Session | None = None) -> list[RequestOutput]:
         """Answers to every prompt, in their order; all run at once as far as memory allows.
 
-        Raises RequestError before anything has started if one of the prompts is wrong.
+        session: of all of them. Raises RequestError before anything has started if one of the prompts is wrong.
         """
         found = one_or_many(prompts)
         text = self._opened
         texts = [text_or_ids(p) for p in found]
         ids = [text.encode(t) if isinstance(t, str) else t for t in texts]
         return await self._all(ids, [t if isinstance(t, str) else None for t in texts],
-                               one_each(sampling_params, len(ids), self.default_sampling_params), use_tqdm)
+                               one_each(sampling_params, len(ids), self.default_sampling_params), use_tqdm,
+                               self._origin(session))
 
     async def chat(self, messages: Sequence[Message] | Sequence[Sequence[Message]],
                    sampling_params: Params = None, *, use_tqdm: bool = False,
-                   ) -> list[RequestOutput]:
+                   session: Session | None = None) -> list[RequestOutput]:
         """The assistant's next message in a conversation, or in each of several."""
         text = self._opened
         rendered = [await asyncio.to_thread(text.chat, c) for c in conversations(messages)]
         ids = [text.encode(r, special=False) for r in rendered]
         return await self._all(ids, list(rendered), one_each(
-            sampling_params, len(ids), self.default_sampling_params), use_tqdm, is_chat=True)
+            sampling_params, len(ids), self.default_sampling_params), use_tqdm, self._origin(session), is_chat=True)
 
     async def _all(self, ids: list[list[int]], texts: list[str | None],
-                   params: list[SamplingParams], use_tqdm: bool, *,
+                   params: list[SamplingParams], use_tqdm: bool, origin: Origin, *,
                    is_chat: bool = False) -> list[RequestOutput]:
         for prompt, p in zip(ids, params, strict=True):
             self._check(prompt, p)
@@ -158,7 +162,7 @@ class AsyncLLM:
         async def one(at: int) -> RequestOutput:
             async with gate:
                 output = await self._one(ids[at], texts[at], params[at],
-                                         () if is_chat else ids[at])
+                                         () if is_chat else ids[at], origin)
             if progress is not None:
                 progress.update()
             return output
@@ -174,10 +178,10 @@ class AsyncLLM:
                 progress.close()
 
     async def _one(self, ids: list[int], text: str | None, params: SamplingParams,
-                   context: Sequence[int]) -> RequestOutput:
+                   context: Sequence[int], origin: Origin) -> RequestOutput:
         logprobs = params.logprobs is not None
         outputs = [CompletionOutput(i, logprobs=[] if logprobs else None) for i in range(params.n)]
-        generation = self._submit(ids, params, context)
+        generation = self._submit(ids, params, context, origin)
         prompt: list[dict[int, Logprob] | None] | None = None
         async for piece in _pieces(generation):
             if piece.prompt is not None:
@@ -196,43 +200,54 @@ class AsyncLLM:
                              usage.accepted_draft_tokens, prompt)
 
     # ------------------------------------------------------------ streams
-    async def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
-                     ) -> AsyncGenerator[Delta, None]:
+    async def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *,
+                     session: Session | None = None) -> AsyncGenerator[Delta, None]:
         """The answer as it comes. Leaving the iterator ends the request (`aclose`, or dropping it)."""
         text, given = self._opened, text_or_ids(prompt)
         ids = text.encode(given) if isinstance(given, str) else given
-        async with aclosing(self._stream(ids, sampling_params, context=ids)) as deltas:
+        async with aclosing(self._stream(ids, sampling_params, self._origin(session), context=ids)) as deltas:
             async for delta in deltas:
                 yield delta
 
     async def stream_chat(self, messages: Sequence[Message],
-                          sampling_params: SamplingParams | None = None,
-                          ) -> AsyncGenerator[Delta, None]:
+                          sampling_params: SamplingParams | None = None, *,
+                          session: Session | None = None) -> AsyncGenerator[Delta, None]:
         """The assistant's next message as it comes."""
         text = self._opened
         rendered = await asyncio.to_thread(text.chat, conversations(messages)[0])
         ids = text.encode(rendered, special=False)
-        async with aclosing(self._stream(ids, sampling_params, context=())) as deltas:
+        async with aclosing(self._stream(ids, sampling_params, self._origin(session), context=())) as deltas:
             async for delta in deltas:
                 yield delta
 
-    async def _stream(self, ids: list[int], params: SamplingParams | None, *,
+    async def _stream(self, ids: list[int], params: SamplingParams | None, origin: Origin, *,
                       context: Sequence[int]) -> AsyncGenerator[Delta, None]:
         [params] = one_each(params, 1, self.default_sampling_params)
         self._check(ids, params)
         await self._opened.check(params)
-        generation = self._submit(ids, params, context)
+        generation = self._submit(ids, params, context, origin)
         async with aclosing(_pieces(generation)) as pieces:
             async for piece in pieces:
                 yield Delta(piece.text, piece.tokens, piece.finish, piece.index)
 
+    def end_session(self, session_id: str) -> None:
+        """Its cached pages are evicted before all others. Nothing happens if it is not known. Raises RequestError."""
+        self._client.of_session(self._origin(Session(session_id)).session, ends=True)
+
     # ------------------------------------------------------------ parts
+    def _origin(self, session: Session | None) -> Origin:
+        if session is None:
+            return NO_ORIGIN
+        check_session(session.id, session.retain_s, int(self._client.ready.info.get("retained_pages_max") or 0))
+        return Origin(session=session_number(b"", b"", session.id), retain_s=session.retain_s)
+
     def _submit(self, ids: list[int], params: SamplingParams,
-                context: Sequence[int]) -> Generation:
+                context: Sequence[int], origin: Origin) -> Generation:
         # `context`: tokens that the answer's text continues; a chat message begins afresh.
         text = self._opened
         generation = Generation(self._client, text.tokenizer, self._metrics)
-        generation.submit(ids, params, eos_ids=text.eos_ids, namespace=0, context=context)
+        generation.submit(ids, params, eos_ids=text.eos_ids, namespace=0, context=context,
+                          origin=origin)
         return generation
 
     def _check(self, ids: list[int], params: SamplingParams) -> None:
@@ -315,24 +330,33 @@ class LLM:
         return self._inner.max_model_len
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *,
-                 use_tqdm: bool = False) -> list[RequestOutput]:
+                 use_tqdm: bool = False, session: Session | None = None) -> list[RequestOutput]:
         """See AsyncLLM.generate. A Ctrl-C aborts every request of the call."""
-        return self._run(self._inner.generate(prompts, sampling_params, use_tqdm=use_tqdm))
+        return self._run(self._inner.generate(prompts, sampling_params, use_tqdm=use_tqdm, session=session))
 
     def chat(self, messages: Sequence[Message] | Sequence[Sequence[Message]],
-             sampling_params: Params = None, *, use_tqdm: bool = False) -> list[RequestOutput]:
+             sampling_params: Params = None, *, use_tqdm: bool = False,
+             session: Session | None = None) -> list[RequestOutput]:
         """See AsyncLLM.chat."""
-        return self._run(self._inner.chat(messages, sampling_params, use_tqdm=use_tqdm))
+        return self._run(self._inner.chat(messages, sampling_params, use_tqdm=use_tqdm, session=session))
 
-    def stream(self, prompt: Prompt,
-               sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *,
+               session: Session | None = None) -> Iterator[Delta]:
         """The answer as it comes. Leaving the loop, or a Ctrl-C, ends the request."""
-        return self._iterate(self._inner.stream(prompt, sampling_params))
+        return self._iterate(self._inner.stream(prompt, sampling_params, session=session))
 
     def stream_chat(self, messages: Sequence[Message],
-                    sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
+                    sampling_params: SamplingParams | None = None, *,
+                    session: Session | None = None) -> Iterator[Delta]:
         """The assistant's next message as it comes."""
-        return self._iterate(self._inner.stream_chat(messages, sampling_params))
+        return self._iterate(self._inner.stream_chat(messages, sampling_params, session=session))
+
+    def end_session(self, session_id: str) -> None:
+        """See AsyncLLM.end_session."""
+        async def end() -> None:
+            self._inner.end_session(session_id)
+
+        self._run(end())
 
     def close(self) -> None:
         """End the engine. Idempotent."""

@@ -19,6 +19,19 @@ Params: TypeAlias = "SamplingParams | Sequence[SamplingParams] | None"
 
 
 @dataclass(frozen=True, slots=True)
+class Session:
+    """Requests that belong together, such as the turns of an agent.
+
+    id        1 to 256 characters
+    retain_s  0 to 86,400 seconds: so long after it the pages of this request are evicted after all others, as far as
+              those of all such sessions fit into `retained_share`. None: as the request before it; 0: no more
+    """
+
+    id: str
+    retain_s: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Logprob:
     """One token at one place. `rank` is 1 for the most likely."""
 

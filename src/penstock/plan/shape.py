@@ -163,7 +163,8 @@ def divided(core: CoreConfig, scale: float) -> CoreConfig:
         return n and max(core.page_size, round(n / scale))
 
     return replace(core, hbm_pages=pages(core.hbm_pages), dram_pages=pages(core.dram_pages),
-                   disk_pages=pages(core.disk_pages), hot_pages=-int(-core.hot_pages // scale),
+                   disk_pages=pages(core.disk_pages), retained_pages=round(core.retained_pages / scale),
+                   hot_pages=-int(-core.hot_pages // scale),
                    hot_pages_max=-int(-core.hot_pages_max // scale), budget=tokens(core.budget),
                    wait_pages=round(core.wait_pages / scale), step_tokens=tokens(core.step_tokens),
                    max_len=tokens(core.max_len))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from penstock.core.plan import Arrived, Finished, Outcome, Output, RequestId, Started, Token
+from penstock.core.plan import Arrived, Finished, Outcome, Output, RequestId, SessionEnded, Started, Token
 from penstock.engine.client.affinity import Load, SentPages, least, pages_of
 from penstock.plan.engine import Clock, Link, Store, VirtualEngine
 from penstock.plan.rates import Rates
@@ -60,6 +60,7 @@ class _Client:
     name: str
     session: Session
     talk: Conversation
+    retains: bool                       # it asks for that, and ends with its last answer
     turn: int = 0
     engine: int = 0
     arrived: float = 0.0
@@ -88,7 +89,8 @@ class World:
         self._selects = planned.core.sparse
         self.result = Result()
         for n, session in enumerate(trace.sessions):
-            client = _Client(str(n), session, Conversation(self._text))
+            retains = planned.core.retained_pages > 0 and len(session.turns) > 1
+            client = _Client(str(n), session, Conversation(self._text), retains)
             self._next(client, session.start_s)
 
     def run(self) -> Result:
@@ -114,7 +116,9 @@ class World:
         client.arrived, client.num_prompt, client.tokens = now, len(prompt), []
         self._clients[rid] = client
         self._open[client.engine] += 1
-        self._engines[client.engine].send(Arrived(rid, tuple(prompt), turn.output, selects=self._selects))
+        number = int(client.name) + 1 if client.retains else 0
+        self._engines[client.engine].send(Arrived(rid, tuple(prompt), turn.output, selects=self._selects,
+                                                  session=number, retains=client.retains))
 
     def _choose(self, prompt: Sequence[int]) -> int:
         if len(self._engines) == 1:
@@ -160,6 +164,9 @@ class World:
         client.talk.answer(client.tokens)
         self._seen.answered(client.talk)
         client.turn += 1
+        if client.retains and client.turn == len(client.session.turns):
+            for engine in self._engines:
+                engine.send(SessionEnded(int(client.name) + 1))
         self._next(client, self._clock.now)
 
     # ---------------------------------------------------------------- the end

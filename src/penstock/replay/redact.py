@@ -14,6 +14,7 @@ from typing import Any
 from penstock.core.lifecycle import Phase
 from penstock.core.pair.messages import End
 from penstock.core.plan import (
+    NAME_BITS,
     Arrived,
     Event,
     Finished,
@@ -21,12 +22,14 @@ from penstock.core.plan import (
     Output,
     Received,
     RequestId,
+    RetentionEnded,
     Retired,
     Say,
     SessionEnded,
     StepId,
     StepPlan,
     Token,
+    key_of,
 )
 from penstock.core.settings import CoreConfig
 from penstock.replay.recorder import Edge, RecordedTurn, Recorder
@@ -125,6 +128,7 @@ class _Redaction:
         self.namespaces: dict[int, int] = {}
         self.attentions: dict[int, int] = {0: 0}
         self.sessions: dict[int, int] = {0: 0}
+        self.tenants: dict[int, int] = {}           # of sessions
         self.role = recorder.core.cfg.role
         # What has ended and what is live; a refused request never had a Request.
         self.known = {r.rid: (r.arrived, r.tokens) for t in turns for r in t.ended}
@@ -241,8 +245,8 @@ class _Redaction:
     def _event(self, e: Event, stands: dict[tuple[StepId, RequestId], tuple[int, ...]]) -> Event:
         if isinstance(e, Arrived):
             return self._arrived(e)
-        if isinstance(e, SessionEnded):
-            return SessionEnded(self._session(e.session))
+        if isinstance(e, SessionEnded | RetentionEnded):
+            return replace(e, session=self._session(e.session))
         if isinstance(e, Retired):
             return Retired(e.step, tuple((UNKNOWN,) * len(got) if rid is None else stands[e.step, rid]
                                          for rid, got in self._sampled(e)))
@@ -276,7 +280,8 @@ class _Redaction:
                        attention=self.attentions[a.attention], session=self._session(a.session))
 
     def _session(self, number: int) -> int:
-        return self.sessions.setdefault(number, len(self.sessions))
+        tenant = self.tenants.setdefault(key_of(number), len(self.tenants))
+        return self.sessions.setdefault(number, tenant << NAME_BITS | len(self.sessions))
 
     def _plan(self, p: StepPlan) -> StepPlan:
         if not p.tokens:

@@ -47,6 +47,7 @@ class Ask(_Message, frozen=True):
     room        where a router has sent the prompt to both ends: its number and the choice's; None: it has not
     trace       W3C traceparent of the request's span; "": it is not traced
     session     63 bits of a keyed digest of its tenant and name; 0: none
+    retain_s    seconds for which the session is retained after it; None: as it was
     """
 
     transfer: Number
@@ -62,6 +63,7 @@ class Ask(_Message, frozen=True):
     room: tuple[Number, Number] | None = None
     trace: Annotated[str, Meta(max_length=64)] = ""
     session: Number = 0
+    retain_s: Number | None = None
 
 
 Logprob: TypeAlias = tuple[float, Number, Annotated[list[tuple[TokenId, float]], Meta(max_length=64)]]

@@ -21,6 +21,7 @@ from penstock.api.protocol.structured import Structured, grammar_of
 from penstock.api.protocol.tools import Tool, ToolChoice, offer_of
 from penstock.config.base.errors import RequestError, cut
 from penstock.config.request.params import COUNT_MAX, SamplingParams
+from penstock.engine.client.namespaces import check_retention
 from penstock.text.tools.asked import ToolOffer
 
 NO_DEFAULTS: Mapping[str, float] = {}
@@ -55,6 +56,7 @@ class _Request(Structured, kw_only=True, forbid_unknown_fields=True):
     prompt_logprobs_start: int | None = None    # ours: of this token and those behind it
     rid: str | None = None                      # names it for /abort_request
     session_id: str | None = None               # of /v1/sessions
+    session_retain_s: int | None = None         # ours: seconds after it for which that is retained; 0 ends it
     # What a router puts in for a pair: `routed` beside this file knows what they mean.
     bootstrap_host: str | None = None
     bootstrap_port: int | None = None
@@ -77,6 +79,7 @@ class _Request(Structured, kw_only=True, forbid_unknown_fields=True):
         super().checked()
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream: true", "stream_options")
+        check_retention(self.session_retain_s)
         if self.data_parallel_rank is not None and not 0 <= self.data_parallel_rank <= COUNT_MAX:
             raise RequestError("data_parallel_rank is the number of an engine, from 0", "data_parallel_rank")
         if self.cache_salt is not None and not 0 < len(self.cache_salt) <= 1024:

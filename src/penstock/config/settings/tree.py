@@ -153,6 +153,8 @@ class KVConfig:
     kv_storage_write_policy: Annotated[StorageWrites, "pages to store. write_through: all; write_through_selective: "
                                        "prefixes used twice; none: read only",
                                        Alias("--hicache-write-policy")] = "write_through"
+    retained_share: Annotated[float, "share of the host tier, else of the GPU's KV, that sessions may retain "
+                              "(session_retain_s): evicted last. 0: none may"] = 0.0
     kv_events_config: Annotated[str | None, "publish cached pages to routers over ZMQ, by default on this machine: "
                                 "vLLM's JSON, e.g. {\"enable_kv_cache_events\": true}; needs '.[events]'"] = None
     kv_cache_dtype: Annotated[Kept, "type of the KV cache: auto is what the checkpoint asks for or the "

@@ -56,7 +56,7 @@ class Pages(Matching):
         self.device, self.host, self.disk = (spaces[t] for t in (Tier.HBM, Tier.DRAM, Tier.DISK))
         self._spaces = spaces
         self._pools = [self.rows, *(pool for arena in self.arenas.values() for pool in arena.pools)]
-        self.tree = Tree([*self.device, *self.host, *self.disk], cfg.store_root)
+        self.tree = Tree([*self.device, *self.host, *self.disk], cfg.store_root, cfg.retained_pages)
         self.moves = Moves(cfg, self.tree, self.device, self.host, self.disk, self.arenas[Tier.DISK])
         self._one = [tuple(int(k == g) for k in range(len(cfg.groups))) for g in range(len(cfg.groups))]
         self.issued = StepId(0)

@@ -20,7 +20,7 @@ from sortedcontainers import SortedKeyList
 
 from penstock.core.kv.pool import Fence, Pool
 from penstock.core.plan import Group, MoveId, StepId, Tier
-from penstock.core.policy.sessions import Session, claim
+from penstock.core.policy.sessions import Retained, Session, claim
 
 IN_USE = 1 << 62     # `last_used` of a page that a live request names: later than any clock
 
@@ -128,9 +128,8 @@ class Node:
         return len(self.more) if self.more else int(self.only is not None)
 
     def child(self, key: Sequence[int]) -> Node | None:
-        if self.more:
-            return self.more.get(key)
-        return self.only if self.only is not None and self.only.key == key else None
+        only = self.only if self.only is not None and self.only.key == key else None
+        return self.more.get(key) if self.more else only
 
     def add_child(self, node: Node) -> None:
         if self.more:
@@ -162,12 +161,12 @@ DEPTH_BITS = 32      # bits of a number of an eviction order for the depth,
 ENTRY_BITS = 48      # and for the count of entries, which decides between pages of the same place
 
 
-def place(node: Node, copy: Copy) -> int:
+def place(node: Node, copy: Copy, late: int) -> int:
     """The place of a page in the eviction order of its space, smallest first. Unread pages: by last use, then deepest
     first, but inner states and pages that serve no prompt before all (negative). Read ones: by first reader, depth."""
     if not copy.readers:
         first = copy.inner or not (node.serves or node.refs)
-        return ((node.last_used - 2 * IN_USE * first + 1) << DEPTH_BITS) - 1 - node.depth
+        return ((node.last_used + late - 2 * IN_USE * first + 1) << DEPTH_BITS) - 1 - node.depth
     priority, seq = min([reader.key for reader in copy.readers])
     return (((-priority << 64) - seq) << DEPTH_BITS) + node.depth
 
@@ -211,8 +210,8 @@ def key_under(parent: bytes, key: Sequence[int]) -> bytes:
 class Tree:
     """All nodes, and the eviction order of each space."""
 
-    def __init__(self, spaces: Sequence[TierGroup], store_root: bytes = b"") -> None:
-        self.spaces, self._store_root = tuple(spaces), store_root
+    def __init__(self, spaces: Sequence[TierGroup], store_root: bytes = b"", retained: int = 0) -> None:
+        self.spaces, self._store_root, self.retained = tuple(spaces), store_root, Retained(retained)
         self._states = [space for space in spaces if space.states]
         self.roots: dict[int, Node] = {}
         self._clock = 0
@@ -259,6 +258,7 @@ class Tree:
         parent = node.parent
         if parent is None or parent.child(node.key) is not node:
             return
+        self.retained.cut(self, node)
         parent.drop_child(node)
         self.touch(node)
         self._look_above(parent, self._states)
@@ -279,8 +279,7 @@ class Tree:
             self.touched[node] = None
 
     def attach(self, node: Node, space: TierGroup, copy: Copy) -> None:
-        last = node.first
-        if last is None:
+        if (last := node.first) is None:
             node.first = copy
         else:
             space.joined += 1                  # what is new to the tree was not missed
@@ -350,6 +349,7 @@ class Tree:
         self._enter(node)
         gone: Node | None = node
         while gone is not None and not (gone.first or gone.only or gone.more or gone.refs):
+            self.retained.users.pop(gone, None)
             if gone.session is not None:
                 gone.session.lost(gone)
             if gone.parent is None:
@@ -362,7 +362,7 @@ class Tree:
 
     def _enter(self, node: Node) -> None:
         """Into the eviction orders, at its place by now: a copy that can be had has one, which moves."""
-        serves = node.serves or node.refs
+        serves, late = node.serves or node.refs, self.retained.late(node) if self.retained.users else 0
         following = node.first
         while (copy := following) is not None:
             following, space = copy.next, copy.space
@@ -371,9 +371,9 @@ class Tree:
             if copy.evictable_in is None:
                 mark_evictable(copy, space.pool)
             if copy.readers or copy.inner or not serves:
-                order, at = space.read if copy.readers else space.order, place(node, copy)
+                order, at = space.read if copy.readers else space.order, place(node, copy, late)
             else:                              # most of them
-                order, at = space.order, ((node.last_used + 1) << DEPTH_BITS) - 1 - node.depth
+                order, at = space.order, ((node.last_used + late + 1) << DEPTH_BITS) - 1 - node.depth
             stays = copy.number >> ENTRY_BITS == at
             if stays and copy.order is order:
                 continue
@@ -419,8 +419,8 @@ class Tree:
     def flush(self) -> None:
         """Hide from lookups the pages that no request names now: they are the oldest, and evicted first."""
         self._clock += 2               # between the two are pages of ended sessions
-        self.flushed, self.to_flush = self._clock - 1, list(self.spaces)
-        self.was_flushed = True
+        self.retained.flush()
+        self.flushed, self.to_flush, self.was_flushed = self._clock - 1, list(self.spaces), True
 
     def is_flushed(self, node: Node) -> bool:
         """Whether a flush has hidden it from lookups."""

@@ -38,6 +38,7 @@ HELP = {
     "storage_paused_seconds": "Seconds until storage is used again after repeated failures.",
     "storage_full_seconds": "Seconds until writes to storage are tried again after it was full.",
     "storage_queued_pages": "Pages queued for or in a read or write by the storage threads.",
+    "retained_pages": "Cached pages that sessions retain (--retained-share).",
     "pages_to_store": "Pages in host memory that wait to be written to storage.",
     "storage_pages_asked": "Prompt pages that were looked up in storage.",
     "storage_pages_found": "Prompt pages that a storage lookup found.",

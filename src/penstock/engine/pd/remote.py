@@ -159,7 +159,7 @@ class Peer:
             namespace=int.from_bytes(ask.namespace[:8], "little") >> 1,
             leader=self._rids.get(ask.leader), choice=ask.choice, selects=ask.selects,
             attention=ask.attention, room=None if ask.room is None else BootstrapRoom(*ask.room),
-            origin=Origin(trace=ask.trace, session=ask.session)))]
+            origin=Origin(trace=ask.trace, session=ask.session, retain_s=ask.retain_s)))]
 
     # ------------------------------------------------------------ prefill instance
     def accept(self, transfer: int, rid: int, num_prompt: int) -> None:
@@ -187,7 +187,8 @@ class Peer:
             m.rid, prompt.tobytes(), m.params, m.stop_ids, m.max_new,
             (m.namespace << 1).to_bytes(16, "little"), m.choice,
             m.leader or 0, m.selects, m.attention,
-            None if m.room is None else (m.room.number, m.room.index), m.origin.trace, m.origin.session))
+            None if m.room is None else (m.room.number, m.room.index), m.origin.trace, m.origin.session,
+            m.origin.retain_s))
         return m.rid
 
     def of_session(self, m: OfSession) -> None:

@@ -168,9 +168,11 @@ def size_pools(config: Config, caches: Caches, max_position: int, free: int | Se
              for room in rooms for each in [replace(caches, host=room.host)]]
     hbm, _, device, _ = min(found, key=lambda one: one[0])
     _, dram, _, caches = min(found, key=lambda one: one[3].host_pages(one[1]))
+    num_device, num_host = caches.num_pages(hbm), caches.host_pages(dram)
     sizes = Sizes(core=CoreConfig(
-        page_size=kv.page_size, rows=config.schedule.max_num_seqs, hbm_pages=caches.num_pages(hbm),
-        dram_pages=caches.host_pages(dram), step_tokens=config.schedule.num_step_tokens,
+        page_size=kv.page_size, rows=config.schedule.max_num_seqs, hbm_pages=num_device,
+        dram_pages=num_host, retained_pages=int(kv.retained_share * (num_host or num_device)),
+        step_tokens=config.schedule.num_step_tokens,
         max_len=max_position, overlap=config.schedule.async_scheduling,
         last_tokens=LAST_TOKENS if gpu is not None and config.pair.disaggregation_mode == "prefill" else 0,
         wait_pages=WAIT_BYTES[gpu is not None] // caches.page_bytes if dram else 0,

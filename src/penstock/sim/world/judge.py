@@ -97,7 +97,8 @@ class Judge(Watcher):
         self._about: list[tuple[Live, Phase, int]] = []             # whom the event is about, where they were
         self._asked: dict[RequestId, Asked] = {}
         self.policy = Policy(self.view)
-        self.owners = Owners(self.view, self.cfg.sessions_max) if sc.sessions and not sc.damages else None
+        self.owners = None if sc.damages or not sc.sessions else Owners(
+            self.view, self.cfg.sessions_max, self.cfg.retained_pages)
         core.watchers += [] if self.owners is None else [self.owners]
         core.watchers.append(self)
 
@@ -443,6 +444,7 @@ class Judge(Watcher):
             self.core.check()
             if self.owners is not None:
                 self.stats["pages of ended sessions"] += self.owners.check()
+                self.stats["retained pages"] = self.owners.retained
         for tier in view.tiers:
             if changes[tier] != self._seen[1].get(tier):
                 self.executor.busy[tier] = view.in_use(tier)

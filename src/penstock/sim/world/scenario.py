@@ -76,6 +76,7 @@ class Scenario:
     sessions: int = 0         # that requests belong to, besides none
     ends: int = 0             # times that one of them ends
     warms: int = 0            # requests for what storage has of an earlier prompt
+    retains: float = 0.0      # chance that a request asks for its session's pages to go last
     jumps: int = 0            # the clock leaps: every deadline and reminder comes at once
     mode: str = ""            # overrides, for the line that replays it
 
@@ -116,8 +117,12 @@ def _sessions(sc: Scenario) -> Scenario:
     if not sc.cfg.prefix_cache or rng.random() >= 0.5:
         return sc
     cfg = replace(sc.cfg, sessions_max=rng.choice((1, 3, 4096)))
-    return replace(sc, cfg=cfg, sessions=rng.choice((1, 2, 4)), ends=rng.choice((2, 5, 12)),
-                   warms=rng.choice((0, 1, 4)) if cfg.disk_pages else rng.choice((0, 0, 1)))
+    sc = replace(sc, cfg=cfg, sessions=rng.choice((1, 2, 4)), ends=rng.choice((2, 5, 12)),
+                 warms=rng.choice((0, 1, 4)) if cfg.disk_pages else rng.choice((0, 0, 1)))
+    if rng.random() < 0.5:
+        return sc
+    share = rng.choice((0.1, 0.3, 1.0)) * (cfg.dram_pages or cfg.hbm_pages)
+    return replace(sc, cfg=replace(cfg, retained_pages=max(1, int(share))), retains=rng.choice((0.3, 1.0)))
 
 
 def _named(sc: Scenario) -> Scenario:

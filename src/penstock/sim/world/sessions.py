@@ -5,22 +5,25 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 from typing import Any
 
 from penstock.core.lifecycle import Phase, Trigger
-from penstock.core.plan import Arrived, Event, Outcome, RequestId, SessionEnded
+from penstock.core.plan import NAME_BITS, Arrived, Event, Flushed, Outcome, RequestId, RetentionEnded, SessionEnded
 from penstock.sim.world.view import Live, Sealed, View, Watcher
-from penstock.sim.world.workload import Expect
+from penstock.sim.world.workload import Expect, session_number
 
 
 @dataclass(slots=True, eq=False)
 class Known:
-    """One life of a session."""
+    """One life of a session. `pages`: of its latest request, while they are to go last."""
 
+    number: int
     ended: bool = False
+    asks: bool = False
+    pages: list[Sealed] = field(default_factory=list)
 
 
 def schedule(world: Any) -> None:
@@ -35,7 +38,8 @@ def schedule(world: Any) -> None:
 def _end(world: Any, rng: Random) -> None:
     used = [e.arrived.session for e in world.load.made if e.sent and e.arrived.session]
     aimed = used and rng.random() < 0.8
-    world.send(SessionEnded(rng.choice(used) if aimed else rng.randint(1, world.sc.sessions + 1)))
+    number = rng.choice(used) if aimed else session_number(rng.randint(1, world.sc.sessions + 1))
+    world.send((RetentionEnded if world.sc.retains and rng.random() < 0.4 else SessionEnded)(number))
 
 
 def _warm(world: Any, rng: Random) -> None:
@@ -54,27 +58,53 @@ def _warm(world: Any, rng: Random) -> None:
 class Owners(Watcher):
     """Who has used each sealed page since it was sealed."""
 
-    def __init__(self, view: View, most: int) -> None:
-        self._view, self._most = view, most
+    def __init__(self, view: View, most: int, retained: int) -> None:
+        """most: sessions that are known. retained: pages of those that go last, together."""
+        self._view, self._most, self._retained = view, most, retained
+        self._last: list[Known] = []            # whose pages go last, in the order in which they came to
         self._known: OrderedDict[int, Known] = OrderedDict()
         self._of: dict[RequestId, Known | None] = {}        # of live requests; None: no session
         self._users: dict[Sealed, dict[Known | None, None]] = {}
         self._path: list[Sealed] = []
+        self.retained = 0                       # pages that were seen to go last
 
     def applied(self, event: Event) -> None:
         if isinstance(event, Arrived) and self._view.get(event.rid) is not None:        # else it was refused
-            self._of[event.rid] = self._begin(event.session)
-        elif isinstance(event, SessionEnded) and (known := self._known.pop(event.session, None)) is not None:
-            known.ended = True
+            self._of[event.rid] = known = self._begin(event.session)
+            if known is not None and event.retains:
+                known.asks = True
+        elif isinstance(event, SessionEnded) and (ended := self._known.pop(event.session, None)) is not None:
+            ended.ended, ended.asks = True, False
+        elif isinstance(event, RetentionEnded) and event.session in self._known:
+            self._known[event.session].asks = False
+        elif isinstance(event, Flushed):
+            self._last = []
+        self._last = [known for known in self._last if known.asks]
 
     def _begin(self, number: int) -> Known | None:
         if not number:
             return None
-        known = self._known.setdefault(number, Known())
+        known = self._known.setdefault(number, Known(number))
         self._known.move_to_end(number)
         if len(self._known) > self._most:
-            self._known.popitem(last=False)
+            self._known.popitem(last=False)[1].asks = False
         return known
+
+    def _retain(self, known: Known) -> None:
+        """All pages of its latest request go last, if those of the sessions before it leave room; if not, the tenant
+        with the most gives way, and of its sessions the latest."""
+        known.pages = list(self._path)
+        if len(known.pages) > self._retained:
+            self._last = [k for k in self._last if k is not known]
+            return
+        self._last += [known] * (known not in self._last)
+        while sum([len(k.pages) for k in self._last]) > self._retained:
+            sums: dict[int, int] = {}
+            for k in self._last:
+                sums[k.number >> NAME_BITS] = sums.get(k.number >> NAME_BITS, 0) + len(k.pages)
+            largest = [k for k in self._last if sums[k.number >> NAME_BITS] == max(sums.values())]
+            tenant = largest[0].number >> NAME_BITS      # of two that have as many the one that came first
+            self._last.remove([k for k in largest if k.number >> NAME_BITS == tenant][-1])
 
     def edge(self, live: Live, trigger: Trigger) -> None:
         self._path = list(live.path)
@@ -84,7 +114,10 @@ class Owners(Watcher):
             for page in self._path:
                 self._users.setdefault(page, {})[self._of[live.rid]] = None
         if live.phase is Phase.DONE:
-            del self._of[live.rid]
+            known = self._of.pop(live.rid)
+            used = source is not Phase.QUEUED and self._path and not live.arrived.warms
+            if used and known is not None and known.asks:
+                self._retain(known)
 
     def _is_over(self, page: Sealed) -> bool:
         """Whether one session alone has used it, and has ended."""
@@ -96,9 +129,16 @@ class Owners(Watcher):
         return any([user is None or not user.ended for user in self._users.get(page, {})])
 
     def check(self) -> int:
-        """Pages of sessions that have ended are evicted before those of others, which keep their place. Return how
-        many there are."""
+        """Pages of sessions that have ended are evicted before those of others, and those of sessions that are
+        retained after them; all others keep their place. Return how many there are that have ended."""
         found = 0
+        last = {page for known in self._last for page in known.pages}
+        for order in self._view.eviction_orders() if not self._view.is_ending and self._retained else ():
+            order = [page for page in order if not self._view.is_banished(page)]
+            retained = [page in last for page in order]
+            self.retained += sum(retained)
+            assert retained == [page in self._view.retained for page in order], "other pages are retained than should"
+            assert retained == sorted(retained), "a page that no session retains outlives one that is retained"
         for order in self._view.eviction_orders():
             wanted = False
             for page in order:

@@ -5,7 +5,7 @@ Only this module and the seeded bugs look inside a core, so that it can change w
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from penstock.core.core import Core
@@ -218,8 +218,13 @@ class View:
 
     @property
     def is_ending(self) -> bool:
-        """Whether pages of a session that has ended are still to become the oldest."""
-        return bool(self._core.sessions.ending)
+        """Whether pages of sessions that have ended, or are retained, are still to change their place."""
+        return self._core.sessions.is_late
+
+    @property
+    def retained(self) -> Mapping[Sealed, int]:
+        """Pages that go last, and how many sessions retain each."""
+        return self._core.sessions.retained.users
 
     def copies(self, sealed: Sealed) -> list[Where]:
         named = self.cfg.store_root and [k for k in self._kv.disk if k in sealed.copies]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
-from penstock.core.plan import Arrived, Outcome, RequestId
+from penstock.core.plan import NAME_BITS, Arrived, Outcome, RequestId
 from penstock.sim.ranks.model import oracle
 from penstock.sim.world.scenario import Scenario
 from penstock.sim.world.view import capacity
@@ -33,6 +33,12 @@ class Expect:
     expired: bool = False                  # its queue deadline was delivered before it started
     aborted: bool = False                  # an Aborted was delivered before it finished
     stop_at: int = 0                       # count of the Stopped that was delivered; 0 is none
+
+
+
+def session_number(n: int) -> int:
+    """Sessions 1, 3, 5 and so on are of one tenant, the others of another."""
+    return n % 2 << NAME_BITS | n if n else 0
 
 
 class Workload:
@@ -119,7 +125,10 @@ class Workload:
         return selects, self.rng.choice((1,) if self.sc.alike else (0, 0, 1, 2)) if selects else 0
 
     def _session(self, fork: Arrived | None) -> int:
-        return fork.session if fork is not None else self._sessions_rng.randint(0, self.sc.sessions)
+        return fork.session if fork is not None else session_number(self._sessions_rng.randint(0, self.sc.sessions))
+
+    def _retains(self) -> bool:
+        return self.sc.retains > 0 and self._sessions_rng.random() < self.sc.retains
 
     def _make(self, at: float, prompt: tuple[int, ...], *, fork: Arrived | None = None,
               namespace: int | None = None, session: int = 0) -> Expect:
@@ -145,7 +154,7 @@ class Workload:
         e = Expect(Arrived(RequestId(len(self.made)), prompt, max_new, stop, min_new, namespace, priority,
                            fork.rid if fork is not None else None, selects, attention, self._transfer(),
                            drafts=(None, None, 0, 1)[seed >> 4 & 3],        # no dice: see above
-                           session=session or self._session(fork)),
+                           session=session or self._session(fork), retains=self._retains()),
                    seed, at, truth, outcome, fits < max_new)
         self.made.append(e)
         return e
