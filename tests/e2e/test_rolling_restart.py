@@ -1,4 +1,4 @@
-"""Two engines on one store are restarted, one after the other, under load."""
+"""Two engines on one storage folder are restarted, one after the other, under load."""
 from __future__ import annotations
 
 import random
@@ -45,8 +45,9 @@ class Router:
             self.retried += 1
 
 
-def test_a_rolling_restart_keeps_hits_and_fails_nothing(model: str, tmp_path: Path) -> None:
-    """What an engine has cached when it is stopped is in storage, and the other finds it there."""
+def rolled(model: str, tmp_path: Path, *, longer: int = 1) -> tuple[float, float]:
+    """Restart both engines under load. Return the hits before, and from the first restart on, as shares of what a
+    cache without a limit has. longer: by what the load before and after is."""
     flags = ("--kv-cache-memory-bytes", "4M", "--kv-offloading-size", "8MB", "--kv-storage", f"file://{tmp_path}/pages",
              "--kv-storage-policy", "wait_complete")
     started = [Server(model, tmp_path / f"log{n}", *flags) for n in (0, 1)]
@@ -54,13 +55,13 @@ def test_a_rolling_restart_keeps_hits_and_fails_nothing(model: str, tmp_path: Pa
     cached, could = {}, {}                     # tokens, by when: before, or from the first restart on
 
     def chat(number: int) -> None:
-        rng, prompt, turn, left = random.Random(number), list[int](), 0, AFTER
+        rng, prompt, turn, left = random.Random(number), list[int](), 0, longer * AFTER
         while left:
-            if turn == BEFORE:
+            if turn == longer * BEFORE:
                 barrier.wait()                 # the restarts begin
             if len(prompt) > LONGEST:
                 prompt = []
-            when, known = turn >= BEFORE, len(prompt) // PAGE * PAGE
+            when, known = turn >= longer * BEFORE, len(prompt) // PAGE * PAGE
             prompt += [rng.randrange(97) for _ in range(20)]
             answer = router.ask(prompt)
             assert answer["status"] == 200, answer
@@ -92,5 +93,18 @@ def test_a_rolling_restart_keeps_hits_and_fails_nothing(model: str, tmp_path: Pa
                       for when in (False, True))
     print(f"hits before {before:.3f}, during and after {during:.3f}, of {sum(could.values())} tokens; "
           f"{router.retried} answers of 503 were sent again")
-    # Nine runs kept .98 to 1.04 of the hits; the goal is .95, and how requests meet the restarts is chance.
+    return before, during
+
+
+def test_a_rolling_restart_keeps_hits_and_fails_nothing(model: str, tmp_path: Path) -> None:
+    """What an engine has cached when it is stopped is in storage, and the other finds it there."""
+    before, during = rolled(model, tmp_path)
+    # Twelve runs kept .98 to 1.04 of the hits: so few turns vary. The soak test has four times as many.
     assert during >= .9 * before > 0, (before, during)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("run", range(3))
+def test_rolling_restarts_keep_95_percent_of_the_hits(model: str, tmp_path: Path, run: int) -> None:
+    before, during = rolled(model, tmp_path, longer=4)      # three runs kept .998 to 1.000
+    assert during >= .95 * before > 0, (before, during)
