@@ -1,4 +1,4 @@
-"""Thirteen faults of an executor that decodes through host pages: a scene that the right one passes sees it.
+"""Fifteen faults of an executor that decodes through host pages: a scene that the right one passes sees it.
 
 A fault is put into a `Worker` after it was made. Its scene is the cheapest that sees it.
 """
@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import hosted
 import pytest
 import torch
 from hosted import LATENESS, Engine, kind, play, resizing, sizes
@@ -165,12 +166,34 @@ def of_layers(e: Engine, op: str, fault: Callable) -> None:
     setattr(layers, op, fault(getattr(layers, op)))
 
 
+def readers_of_one_entry_share_a_stamp(e: Engine) -> None:
+    """What the first has read cannot be evicted for the second, whose selection is another."""
+    hot = e.rank._attending.rows.hot
+    right = hot.tick
+    hot.tick = lambda rounds: (right(rounds)[0],) * 3
+
+
+def a_reader_has_the_entries_of_another(e: Engine) -> None:
+    layers = e.rank._attending._layers
+    right = layers.attend
+    layers.attend = lambda layer, *given: right(0 if given[-1] == 2 else layer, *given)
+
+
 # ---------------------------------------------------------------- scenes
 def alone(put: Callable[[Engine], None]) -> None:
     """One request, longer than the device."""
     e = Engine(step_tokens=200)
     put(e)
     play(e, new=NEW, prompts={1: kind().prompts[1]}, arrive=lambda rid: 0)
+
+
+def shared(put: Callable[[Engine], None]) -> None:
+    """One request, of a model whose last entries three layers read."""
+    before, hosted.KIND[0] = hosted.KIND[0], "shared"
+    try:
+        alone(put)
+    finally:
+        hosted.KIND[0] = before
 
 
 def moved(put: Callable[[Engine], None]) -> None:
@@ -231,10 +254,12 @@ FAULTS = {
     the_tail_is_lost: alone,
     the_tail_of_a_shrunk_buffer_is_still_hot: resized,
     pages_of_a_shrunk_buffer_stay_in_use: resized,
+    readers_of_one_entry_share_a_stamp: shared,
+    a_reader_has_the_entries_of_another: shared,
 }
 
 
-@pytest.mark.parametrize("scene", [alone, moved, returned, paused, crowded, resized],
+@pytest.mark.parametrize("scene", [alone, shared, moved, returned, paused, crowded, resized],
                          ids=lambda f: f.__name__)
 def test_the_right_executor_passes(scene):
     scene(lambda e: None)

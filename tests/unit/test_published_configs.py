@@ -40,6 +40,7 @@ REFUSED = {
 # Read, and not named in docs: no weights of such a repository have been opened.
 OTHER_FILE = {name for name in CONFIGS if name.startswith("nvidia/") and name.endswith(("NVFP4", "-FP8"))}
 PARAMETERS = {"Qwen/Qwen3-8B": 8.19e9, "Qwen/Qwen3-VL-8B-Instruct": 8.19e9, "Qwen/Qwen3.5-27B": 26.9e9,
+              "nvidia/Gemma-4-26B-A4B-NVFP4": 25.2e9, "nvidia/Gemma-4-31B-IT-NVFP4": 30.7e9,
               "meta-llama/Meta-Llama-3.1-8B": 8.03e9}
 
 

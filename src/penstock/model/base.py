@@ -211,6 +211,7 @@ class Model(Protocol):
     kv_format: str                 # that the checkpoint asks for its KV: fp8_e4m3, one that is not known, or "": none
     vocab_size: int
     hidden: int
+    handed: int                    # floats of a token that the stage before hands over, see `Boundary`
     max_position: int              # context length of the checkpoint, tokens
 
     @property

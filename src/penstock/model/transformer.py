@@ -210,6 +210,7 @@ class Transformer:
         self.kv_format = spec.kv_format
         self.drafter = ""
         self.vocab_size, self.hidden = spec.vocab_size, spec.hidden
+        self.handed = 2 * spec.hidden + spec.token_width * (spec.num_layers - stage.first)
         self.max_position = spec.rope.max_position
         self._tp_group, self._slots = tp_group, (slots := Slots(
             dtype, linear, ops, experts, stage.tp_rank, scan, tp_group))

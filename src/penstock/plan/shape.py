@@ -6,6 +6,7 @@ model only its config is read.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -20,7 +21,7 @@ from penstock.exec.load.layout import caches_of
 from penstock.exec.load.sizing import DeviceMemory, groups_of, size_pools
 from penstock.exec.load.weights import dtype_of, facts_of, weight_bytes
 from penstock.model import registry as families
-from penstock.model.base import Model, topk_of
+from penstock.model.base import Model
 from penstock.model.latent import LatentSpec
 from penstock.model.spec import Spec
 from penstock.model.weights.checkpoint import open_checkpoint
@@ -128,26 +129,28 @@ def _machine(rates: Rates) -> Machine:
 
 def _shape(files: ModelFiles, model: Model, weights: int, itemsize: int) -> Shape:
     spec = families.read_spec_of(files.config)
-    parts = {"experts": 0.0, "embed": 0.0, "head": 0.0, "rest": 0.0}
+    parts = {"experts": 0.0, "tables": 0.0, "embed": 0.0, "head": 0.0, "rest": 0.0}
     for name, shape in families.tensor_shapes(files.config):
-        part = ("experts" if ".experts." in name else "embed" if "embed_tokens" in name else
-                "head" if name.startswith("lm_head") else "rest")
+        part = ("experts" if ".experts." in name else "tables" if "embed_tokens_per_layer" in name else
+                "embed" if "embed_tokens" in name else "head" if name.startswith("lm_head") else "rest")
         parts[part] += math.prod(shape)
     visited = spec.moe.num_chosen / spec.moe.num_experts if spec.moe is not None else 0.0
-    unread = 0.0 if spec.tied else parts["embed"] * itemsize       # a step looks up few rows
-    experts = (weights - parts["embed"] * itemsize) * parts["experts"] / max(
-        1.0, sum(parts.values()) - parts["embed"])
+    looked_up = parts["tables"] + parts["embed"]                    # of which a step reads few rows
+    unread = (parts["tables"] if spec.tied else looked_up) * itemsize
+    experts = (weights - looked_up * itemsize) * parts["experts"] / max(1.0, sum(parts.values()) - looked_up)
     return Shape(dense_bytes=weights - unread - experts, expert_bytes=experts, visited=visited,
                  token_flops=2 * (parts["rest"] + parts["experts"] * visited), attention=_attention(spec, model))
 
 
 def _attention(spec: Spec, model: Model) -> tuple[tuple[float, int], ...]:
-    attention = spec.attention
-    each = (2 * attention.num_heads * (attention.nope_dim + attention.rope_dim + attention.value_dim)
-            if isinstance(attention, LatentSpec) else 4 * attention.num_heads * attention.head_dim)
-    topk = topk_of(model)
-    return tuple((float(each * len(group.layers)), group.window or topk) for group in model.groups
-                 if not (group.selector or group.snapshot or group.drafts))
+    flops, latent = Counter[int](), spec.attention
+    for reads in model.reads.values():
+        group = next(group for group in model.groups if reads.source.layer in group.layers and not (
+            group.selector or group.snapshot or group.drafts))
+        flops[group.window or reads.source.topk] += (
+            2 * latent.num_heads * (latent.nope_dim + latent.rope_dim + latent.value_dim)
+            if isinstance(latent, LatentSpec) else 4 * reads.num_heads * group.head_dim)
+    return tuple((float(n), reach) for reach, n in flops.items())
 
 
 def divided(core: CoreConfig, scale: float) -> CoreConfig:

@@ -167,7 +167,7 @@ class Process:
         """What the stage in front sends. near: that is on another GPU of this machine."""
         model, dtype, inbox = self._loaded.model, self._loaded.dtype, None
         if near and self._device == "cuda":
-            row_bytes = 2 * model.hidden * dtype.itemsize + 4 * topk_of(model)
+            row_bytes = model.handed * dtype.itemsize + 4 * topk_of(model)
             inbox = Inbox(channel, self._config.schedule.num_step_tokens * row_bytes)
         return Taker(boundaries(channel, dtype, self._device, inbox), self._waits, inbox,
                      None if inbox is None else lambda: self._inbox.put(None))
