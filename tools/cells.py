@@ -25,8 +25,8 @@ DIMENSIONS: dict[str, dict[str, str]] = {
     "across": {"one": "one process", "pp": "`--pp`", "tp": "`--tp`", "nodes": "`--nnodes`", "pair": "prefill/decode",
                "both": "prefill/decode, `--pp` to `--tp`"},
     "device": {"cpu": "CPU", "gpu": "GPU"},
-    "weights": {"float32": "float32", "bfloat16": "bfloat16", "fp8": "fp8 in blocks", "gguf": "GGUF",
-                "packed": "GGUF, `--dtype gguf`"},
+    "weights": {"float32": "float32", "bfloat16": "bfloat16", "fp8": "fp8 in blocks", "channel": "fp8 per channel",
+                "int4": "int4", "nvfp4": "NVFP4", "gguf": "GGUF", "packed": "GGUF, `--dtype gguf`"},
 }
 FIRST = {name: next(iter(words)) for name, words in DIMENSIONS.items()}
 
@@ -95,6 +95,29 @@ def older(runs: Iterable[Mapping[str, str]], changes: str) -> list[Mapping[str, 
     days = [line.rpartition("(")[2].rstrip(")") for line in changes.splitlines()
             if line.startswith("## ") and not line.startswith("## Not released")]
     return [run for run in runs if days and run["date"] < days[0]]
+
+
+Pair = tuple[str, str, str, str]
+
+
+def pairs(cell: Cell) -> Iterator[Pair]:
+    """Each two of its words, and where it ran, which is one of all."""
+    words = [(name, word) for name, word in zip(DIMENSIONS, cell, strict=True) if name != "device"]
+    return ((*one, *other) for one, other in itertools.combinations(words, 2))
+
+
+def cover(allowed: Iterable[Cell], done: Iterable[Cell] = ()) -> list[Cell]:
+    """Few of these that have, with those done, each pair of words that any of them has."""
+    left = {cell: {*pairs(cell)} for cell in allowed}
+    had = {pair for cell in done for pair in pairs(cell)}
+    found = []
+    while left:
+        left = {cell: more for cell, own in left.items() if (more := own - had)}
+        if left:
+            best = max(left, key=lambda cell: len(left[cell]))
+            found.append(best)
+            had |= left[best]
+    return found
 
 
 def ran(runs: list[dict] | None = None) -> dict[Cell, str]:

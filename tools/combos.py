@@ -3,7 +3,8 @@
     python tools/combos.py [WORD ...] [--into FILE] [--ran FILE ...]
 
 A combination is refused if a table of refusals says so, with that entry's reason; works ("yes") if a test of it ran,
-as `tests/data/cells.json` says; else it is accepted and no test has tried it. Writes docs/reference/compatibility.md
+as `tests/data/cells.json` says; is covered if each two of its words ran together there; else it is accepted and no
+test has tried it. Writes docs/reference/compatibility.md
 and a small view of it into README; `make docs` does both, a test compares them. --ran takes what `pytest --cells`
 wrote into the report.
 """
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from cells import DIMENSIONS, REPORT, Cell, cells, covered, merged, ran, report, written
+from cells import DIMENSIONS, REPORT, Cell, Pair, cells, covered, merged, pairs, ran, report, written
 from flags_reference import flags_of
 
 from penstock.config.base.machine import Machine
@@ -35,12 +36,13 @@ _MACHINE = Machine(system="Linux", machine="x86_64", python="3", cpu="any", feat
                    memory_total=1 << 40, memory_available=1 << 40, gpus=("any",), torch_cuda="any")
 _FAMILY = {"ordinary": "llama", "selecting": "llama", "fp8kv": "llama", "latent": "deepseek_v32",
            "experts": "qwen3_moe", "states": "qwen3_next"}
-_DTYPE = {"float32": "float32", "bfloat16": "bfloat16", "fp8": "auto", "gguf": "auto", "packed": "gguf"}
+_DTYPE = {"float32": "float32", "bfloat16": "bfloat16", "packed": "gguf"}         # else auto
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`status` is yes, refused or not tested; `why` the test and its run, or the reasons with the files that refuse."""
+    """`status` is yes, covered, refused or not tested; `why` the test and its run, the combinations in which each two
+    of its words ran together, or the reasons with the files that refuse."""
 
     status: str
     why: tuple[str, ...] = ()
@@ -50,7 +52,7 @@ def options(cell: Cell) -> dict[str, object]:
     """The flags that ask for it."""
     hosted, tier = cell.place == "hosted", cell.feature in ("tier", "paused", "stored")
     asked: dict[str, object] = {
-        "device": {"cpu": "cpu", "gpu": "cuda"}[cell.device], "dtype": _DTYPE[cell.weights],
+        "device": {"cpu": "cpu", "gpu": "cuda"}[cell.device], "dtype": _DTYPE.get(cell.weights, "auto"),
         "kv_cache_memory_bytes": "1G", "kv_offloading_size": "auto" if hosted or tier else "0",
         "prefix_cache": True,                   # as by default
         "host_decode": "always" if hosted else "off"}
@@ -99,16 +101,26 @@ def _proven() -> dict[Cell, str]:
 
 
 @cache
+def _together(device: str) -> dict[Pair, Cell]:
+    """Of each two words that ran together there, one combination that has them."""
+    return {pair: cell for cell in reversed(_proven()) if cell.device == device for pair in pairs(cell)}
+
+
+@cache
 def answer(cell: Cell) -> Answer:
     """Whether it works, as the code and the tests say. A run of what is refused is a mistake of ours."""
     why, test = tuple(refusals_of(cell)), _proven().get(cell)
     assert not (why and test), f"{test} covers {cell}, which is refused: {why}"
-    return Answer("refused", why) if why else Answer("yes", (test,)) if test else Answer("not tested")
+    if why or test:
+        return Answer("refused", why) if why else Answer("yes", (str(test),))
+    found = [_together(cell.device).get(pair) for pair in pairs(cell)]
+    by = dict.fromkeys(" ".join(one) for one in found if one)
+    return Answer("covered", tuple(by)) if all(found) else Answer("not tested")
 
 
 # ---------------------------------------------------------------- the small view
 _START, _END = "<!-- combos: written by `make docs` -->", "<!-- combos: end -->"
-_SHOWN = {"yes": "tested", "refused": "no"}
+_SHOWN = {"yes": "tested", "refused": "no", "covered": "in pairs"}
 # Run on a GPU by programs of bench/device, with figures in docs/performance.md, and by no test there.
 _MEASURED = {("ordinary", "bfloat16"), ("ordinary", "fp8")}
 _ORDINARY, _HOSTED = {"kind": "ordinary"}, {"kind": "selecting", "place": "hosted"}
@@ -166,11 +178,11 @@ _INTRO = """\
 # Combinations
 
 Written by `make docs`; a test compares it. **yes**: a test of it ran and passed, in a run below. **no**: it is refused
-with its reason, before a weight is read. **not tested**: it is accepted, and no test shows that it works. Rows with
-equal cells are one row.
+with its reason, before a weight is read. **covered**: each two of its words ran together in some of these runs.
+**not tested**: it is accepted, and no test shows that it works. Rows with equal cells are one row.
 
 There are {total} combinations: {counts}. `python tools/combos.py WORD ...` prints those of some words, each with its
-test and run, or its reasons:
+test and run, the combinations that cover it, or its reasons:
 
 | | words |
 |---|---|

@@ -103,31 +103,49 @@ def fp8_checkpoint(folder: Path, config: Mapping[str, Any]) -> str:
 
 def gguf_checkpoint(path: Path, config: Mapping[str, Any] = CONFIG) -> str:
     """The same in one file: matrices in blocks of four bits, one of each layer in eight, and those of rows
-    that no block divides as they are."""
-    made = gguf.GGUFWriter(path, "llama")
-    for key, value in (("block_count", config["num_hidden_layers"]), ("context_length", 1024),
-                       ("embedding_length", config["hidden_size"]),
-                       ("feed_forward_length", config["intermediate_size"]),
-                       ("attention.head_count", config["num_attention_heads"]),
-                       ("attention.head_count_kv", config["num_key_value_heads"]),
-                       ("attention.key_length", config["head_dim"])):
-        made.add_uint32(f"llama.{key}", value)
-    made.add_float32("llama.attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
-    for name, tensor in registry.dummy_tensors(dict(config), 3):
+    that no block divides as they are. Of llama, or of qwen3moe."""
+    experts = config.get("num_experts", 0)
+    name = "qwen3moe" if experts else "llama"
+    made = gguf.GGUFWriter(path, name)
+    sizes = {"block_count": config["num_hidden_layers"], "context_length": 1024,
+             "embedding_length": config["hidden_size"], "feed_forward_length": config["intermediate_size"],
+             "attention.head_count": config["num_attention_heads"],
+             "attention.head_count_kv": config["num_key_value_heads"], "attention.key_length": config["head_dim"]}
+    if experts:
+        sizes |= {"expert_count": experts, "expert_used_count": config["num_experts_per_tok"],
+                  "expert_feed_forward_length": config["moe_intermediate_size"],
+                  "attention.value_length": config["head_dim"]}
+    for key, value in sizes.items():
+        made.add_uint32(f"{name}.{key}", value)
+    made.add_float32(f"{name}.attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
+    stacked: dict[str, list[torch.Tensor]] = {}
+    for stored, tensor in registry.dummy_tensors(dict(config), 3):
+        if ".experts." in stored:               # model.layers.0.mlp.experts.1.up_proj.weight
+            layer, part = stored.split(".")[2], stored.split(".")[-2].removesuffix("_proj")
+            stacked.setdefault(f"blk.{layer}.ffn_{part}_exps.weight", []).append(tensor)
+            continue
         for theirs, ours in GGUF_NAMES.items():
-            name = name.replace(theirs, ours)
-        if tensor.ndim == 1:
-            made.add_tensor(name, tensor.numpy())
-        elif tensor.shape[1] % 32:
-            made.add_tensor(name, tensor.numpy() * 8)
-        else:
-            block = gguf.GGMLQuantizationType["Q8_0" if "attn_v" in name else "Q4_0"]
-            made.add_tensor(name, gguf.quants.quantize(tensor.numpy() * 8, block), raw_dtype=block)
+            stored = stored.replace(theirs, ours)
+        if experts:
+            stored = stored.replace("ffn_gate.weight", "ffn_gate_inp.weight").replace("lm_head", "output")
+        _add(made, stored, tensor)
+    for stored, each in stacked.items():
+        _add(made, stored, torch.stack(each))
     made.write_header_to_file()
     made.write_kv_data_to_file()
     made.write_tensors_to_file()
     made.close()
     return str(path)
+
+
+def _add(made: gguf.GGUFWriter, name: str, tensor: torch.Tensor) -> None:
+    if tensor.ndim == 1:
+        made.add_tensor(name, tensor.numpy())
+    elif tensor.shape[-1] % 32 or "gate_inp" in name:
+        made.add_tensor(name, tensor.numpy() * 8)
+    else:
+        block = gguf.GGMLQuantizationType["Q8_0" if "attn_v" in name else "Q4_0"]
+        made.add_tensor(name, gguf.quants.quantize(tensor.numpy() * 8, block), raw_dtype=block)
 
 
 class Pipeline(Driven):

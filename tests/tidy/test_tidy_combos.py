@@ -36,7 +36,7 @@ def test_no_run_is_older_than_the_release_before() -> None:
 def test_every_combination_has_one_answer() -> None:
     """Refused or shown to work, not both: `answer` asserts it."""
     known = list(cells.cells())
-    assert {combos.answer(cell).status for cell in known} == {"yes", "refused", "not tested"}
+    assert {combos.answer(cell).status for cell in known} <= {"yes", "covered", "refused", "not tested"}
     assert {cell for run in RUNS for cell in run["cells"]} <= {" ".join(cell) for cell in known}
     assert cells.REPORT.read_text() == cells.written(RUNS) and all({*run} == {
         "commit", "date", "device", "cells"} for run in json.loads(cells.REPORT.read_text()))

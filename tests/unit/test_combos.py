@@ -17,6 +17,7 @@ def asked_anew():
     yield
     combos.answer.cache_clear()
     combos._proven.cache_clear()
+    combos._together.cache_clear()
 
 
 def test_a_cell_turns_with_its_refusal_and_its_run(monkeypatch) -> None:
@@ -29,6 +30,30 @@ def test_a_cell_turns_with_its_refusal_and_its_run(monkeypatch) -> None:
     combos.answer.cache_clear()
     monkeypatch.setattr(combos, "_proven", lambda: {CODES_ON_A_GPU: "tests/a.py::test_it"})
     assert combos.answer(CODES_ON_A_GPU) == combos.Answer("yes", ("tests/a.py::test_it",))
+
+
+def test_a_cell_is_covered_if_each_two_of_its_words_ran_together_on_its_device(monkeypatch) -> None:
+    asked = Cell("latent", "hosted", "tier", "pp", "gpu", "fp8")
+    others = {asked._replace(**{name: word}): "tests/a.py::test_it" for name, word in (
+        ("kind", "states"), ("place", "resident"), ("feature", "cache"), ("across", "one"), ("weights", "int4"))}
+    for given, status in ((others, "covered"), (dict(list(others.items())[:2]), "not tested"), (
+            {cell._replace(device="cpu"): test for cell, test in others.items()}, "not tested")):
+        combos.answer.cache_clear()
+        combos._together.cache_clear()
+        monkeypatch.setattr(combos, "_proven", lambda given=given: given)
+        found = combos.answer(asked)
+        assert found.status == status and set(found.why) <= {" ".join(cell) for cell in given}
+        assert (len(found.why) >= 2) == (status == "covered")
+
+
+def test_a_cover_has_each_pair_that_is_allowed_in_few_cells() -> None:
+    allowed = [cell for cell in cells.cells() if cell.device == "cpu" and not (
+        cell.kind == "latent" and cell.weights == "gguf")]
+    found, want = cells.cover(allowed), {pair for cell in allowed for pair in cells.pairs(cell)}
+    assert {pair for cell in found for pair in cells.pairs(cell)} == want and set(found) <= set(allowed)
+    widest = sorted(map(len, cells.DIMENSIONS.values()))[-2:]
+    assert widest[0] * widest[1] <= len(found) < 1.4 * widest[0] * widest[1]
+    assert not cells.cover(allowed, found)
 
 
 def test_a_run_of_what_is_refused_is_a_mistake(monkeypatch) -> None:

@@ -1,0 +1,129 @@
+"""Each pair of what can be combined, in few engines: models, places, layouts and weights, with all features at once.
+
+`cells.cover` chooses among all that is not refused. An engine's tokens are those of one rank that reads all from its
+device, with the same weights, and so are its logprobs. Kernels round as layouts cut: where weights are not float32 the
+first token that differs is one that the rank gives nearly the logprob of its own.
+"""
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import where
+from cells import Cell, cells, cover
+from combos import refusals_of
+from packers import packed_checkpoint
+from pair_engines import Engines, engines
+from pipeline_engine import STATES, checkpoint, fp8_checkpoint, gguf_checkpoint
+from test_same_tokens import ATTEMPTS, KINDS, LATENT, MOE, ODD, pools, read
+
+from penstock.core.plan import Paused
+from penstock.engine.wire import Flush, TokenLogprob
+
+CONFIGS = {"ordinary": ODD, "selecting": ODD, "fp8kv": {**ODD, "head_dim": 16}, "latent": LATENT, "experts": MOE,
+           "states": STATES}
+LAYOUTS = {"one": "one", "pp": "pp2", "tp": "tp2", "nodes": "pp2.n2", "pair": "one>one", "both": "pp2>tp2"}
+FORMS = {"channel": "fp8", "int4": "int4", "nvfp4": "nvfp4"}
+FEATURES = "plain tier cache paused stored"
+EXACT, NEAR = 1e-3, 0.1     # logprobs may differ by so much: of float32, of others
+ASKED = [(prompt, 12) for prompt, _ in KINDS["ordinary"].asked()]
+
+
+def chosen(device: str) -> list[Cell]:
+    """Each stands for all features, and none of them is refused."""
+    allowed = [cell for cell in cells() if cell.device == device and cell.feature == "plain" and not any(
+        map(list, (refusals_of(cell._replace(feature=feature)) for feature in FEATURES.split())))]
+    return cover(allowed)
+
+
+def made(folder: Path, cell: Cell) -> tuple[str, dict[str, object]]:
+    """A checkpoint, and the options that its weights need."""
+    config = CONFIGS[cell.kind]
+    match cell.weights:
+        case "fp8":
+            return fp8_checkpoint(folder / "model", config), {}
+        case "gguf" | "packed":
+            wide = {**config, "intermediate_size": 96, "moe_intermediate_size": 32, "hidden_size": 64}
+            return (gguf_checkpoint(folder / "model.gguf", wide),
+                    {"dtype": "gguf" if cell.weights == "packed" else "float32"})
+        case "channel" | "int4" | "nvfp4":
+            return packed_checkpoint(folder, config, FORMS[cell.weights])[0], {}
+        case _:
+            return checkpoint(folder / "model", config), {"dtype": cell.weights}
+
+
+Said = list[tuple[list[int], list[TokenLogprob]]]
+
+
+def said(tried: Engines) -> Said:
+    """Of each prompt that was asked last."""
+    return [(tried.asked.got[rid], tried.asked.logprobs[rid]) for rid in tried.newest]
+
+
+def differs(found: Said, want: Said, bound: float) -> str:
+    """How they do; tokens alone may within `bound`, and what follows on such a one is not looked at."""
+    for number, ((tokens, given), (rights, best)) in enumerate(zip(found, want, strict=True)):
+        assert len(tokens) == len(given) == len(rights) == len(best)
+        for i, (token, one, right, other) in enumerate(zip(tokens, given, rights, best, strict=True)):
+            apart = abs(one.logprob - dict(other.top).get(token, math.inf))
+            if apart > bound or (token != right and bound == EXACT):
+                return f"prompt {number}, token {i}: {token}, not {right}; its logprob is {apart} off"
+            if token != right:
+                break
+    return ""
+
+
+@pytest.mark.soak
+@pytest.mark.also_gpu
+@pytest.mark.parametrize("cell", [
+    pytest.param(cell, id="-".join((cell.kind, cell.place, cell.across, cell.weights)), marks=pytest.mark.covers(
+        kind=cell.kind, place=cell.place, across=cell.across, weights=cell.weights, feature=FEATURES))
+    for cell in chosen("gpu" if where.DEVICE == "cuda" else "cpu")])
+def test_what_is_combined_says_what_one_rank_says(cell: Cell, tmp_path: Path) -> None:
+    kind, ends = KINDS[cell.kind], read(LAYOUTS[cell.across])[0]
+    model, own = made(tmp_path, cell)
+    selects = cell.place == "hosted" or kind.always
+    options = {**pools(kind, cell.place, selects), **own, "max_model_len": 512}
+    alone = {**kind.options, **own, "kv_cache_memory_bytes": "4M", "kv_offloading_size": "0", "max_model_len": 512,
+             **({**(kind.selects or {}), "host_decode": "off"} if selects else {})}
+    with engines(model, tmp_path, ({},), **alone) as rank:
+        rank.say(ASKED, logprobs=5)
+        want = said(rank)
+    bound = EXACT if cell.weights == "float32" and cell.kind != "fp8kv" else NEAR
+    options |= {"kv_storage": f"file://{tmp_path}/store", "kv_storage_policy": "wait_complete"}
+    with engines(model, tmp_path, ends, **options) as tried:
+        for what in ("computed", "cached", "paused"):
+            tried.say(ASKED, Paused if what == "paused" else None, logprobs=5)
+            assert not (found := differs(said(tried), want, bound)), f"{what}: {found}"
+        assert tried.asked.core.stats()["pauses"] >= 3
+        reads = [chunk.kv_reads for chunk in tried.asked.ended.values() if chunk.kv_reads]
+        assert any(one["hot_misses"] for one in reads) == (cell.place == "hosted")
+        for _ in range(ATTEMPTS):           # storage may be slow, which costs hits
+            tried.settle()
+            for end in tried.ends:
+                end.loop.handle(Flush())
+            tried.say(ASKED, logprobs=5)
+            assert not (found := differs(said(tried), want, bound)), f"stored: {found}"
+            if tried.cached("disk"):
+                return
+        raise AssertionError("nothing was found in storage")
+
+
+@pytest.mark.soak
+@pytest.mark.also_gpu
+@pytest.mark.parametrize("weights", ["bfloat16", "int4"])
+def test_a_page_of_other_tokens_says_something_else(weights: str, tmp_path: Path) -> None:
+    """So what is alike has read all of its KV."""
+    cell = chosen("cpu")[0]._replace(kind="ordinary", weights=weights)
+    model, own = made(tmp_path, cell)
+    with engines(model, tmp_path, ({},), **own, kv_cache_memory_bytes="4M") as rank:
+        rank.say(ASKED, logprobs=5)
+        want = said(rank)
+        rank.say(ASKED, logprobs=5)
+        assert not differs(said(rank), want, NEAR)
+        for page in range(4):
+            first, end = 16 * page, 16 * page + 16
+            rank.say([([*prompt[:first], *prompt[end:end + 16], *prompt[end:]], new) for prompt, new in ASKED],
+                     logprobs=5)
+            assert differs(said(rank), want, NEAR), page
