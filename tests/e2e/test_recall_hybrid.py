@@ -80,6 +80,12 @@ def test_it_recalls_512_pairs() -> None:
     assert share(undisturbed()) >= 0.95
 
 
+def test_with_fp8_kv_it_recalls_as_much() -> None:
+    [found], [want] = ask(End(MODEL, **OPTIONS, kv_cache_dtype="fp8_e4m3"), samples=1), undisturbed()[:1]
+    assert found.right == want.right
+    assert 0 < max(abs(a - b) for a, b in zip(found.logprobs, want.logprobs, strict=True)) < 1
+
+
 def paused_every_5_steps(end: End) -> Callable[[int], None]:
     def script(turn: int) -> None:
         if turn % 5 == 4 and (live := sorted(end.open)):
