@@ -76,7 +76,8 @@ sweep: $(VENV)/.installed-dev  ## the long loops, once through
 gpu:  ## on a machine with a CUDA device, PYTHON's own torch and triton: kernels, executors, servers
 	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m pytest -p no:cacheprovider --device cuda \
 		-m "not sweep and not soak or also_gpu" --cells=$(CELLS) $(if $(COMMIT),--commit=$(COMMIT)) \
-		tests/unit/test_rehearsal.py tests/unit/test_safetensors_file.py tests/parity/test_kernels.py \
+		tests/unit/test_rehearsal.py tests/unit/test_safetensors_file.py tests/unit/test_fp8_products.py \
+		tests/parity/test_kernels.py \
 		tests/parity/test_cuda_chunks.py \
 		tests/unit/test_transfer_layout.py::test_pages_of_a_gpu_are_read_and_written_in_one_call \
 		tests/conformance/test_executor_core.py tests/conformance/test_executor_plans.py \

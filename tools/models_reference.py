@@ -74,19 +74,21 @@ _FORMATS = {
 _QUANTISED = """
 ## Quantised weights
 
-`quant_method` in config.json decides. Which modules are quantised is read from the headers of the files, so
-modules in `ignore` or `modules_to_not_convert` need no pattern. Quantised activations are computed in the type
-of `--dtype`. Weights that become floats, a GGUF's too, do so once, at load, which the log says. Each then takes
-2 bytes in bfloat16 and 4 in float32 (`--dtype auto` on a CPU): 4 and 8 times an int4 checkpoint. Tests compare
-each format with weights packed as its definition says; no published checkpoint of one has run here, except
-of fp8 in blocks. Other formats (bitsandbytes, three bits, ModelOpt's int4) are refused by name, and so are experts
-packed in one tensor, ModelOpt's `pre_quant_scale`, and zero points of 4-bit floats.
+`quant_method` in config.json decides. Which modules are quantised is read from the headers of the files, so modules
+in `ignore` or `modules_to_not_convert` need no pattern. Activations are of the type of `--dtype`; with `--backends
+linear=fp8` on Hopper prompts are multiplied in fp8, where weights are. On a GPU weights keep the bits that they
+have in the files, but for groups of no multiple of 16 columns; `desc_act` and a GGUF become floats. Weights that
+become floats do so once, at load, which the log says. Each then takes 2 bytes in bfloat16 and 4 in float32
+(`--dtype auto` on a CPU): 4 and 8 times an int4 checkpoint. Tests compare each format with weights packed as its
+definition says; no published checkpoint of one has run here, except of fp8 in blocks. Other formats (bitsandbytes,
+three bits, ModelOpt's int4) are refused by name, and so are experts packed in one tensor, ModelOpt's
+`pre_quant_scale`, and zero points of 4-bit floats.
 
-`--dtype gguf` on a CPU keeps integers as the codes of the file, with scales rounded to f16 and float32 compute: int4
-and GGUF's Q4 take half a byte each, others a byte. Groups of an odd number of columns or of several sizes become
-floats.
+`--dtype gguf` keeps integers as the codes of the file, with scales of a GGUF, and on a CPU all, rounded to f16; it
+computes in float32 on a CPU, in bfloat16 on a GPU. int4 and GGUF's Q4 take half a byte each, others a byte. Groups of
+an odd number of columns or of several sizes become floats.
 
-| `quant_method` | opens | in memory |
+| `quant_method` | opens | in memory of a CPU |
 |---|---|---|"""
 
 _END = """

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from steps import profiled, prompts_of, report
 from torch import Tensor
 
 from penstock.kernels.fused import layer
-from penstock.kernels.gemm import experts, linear, scaled_linear
+from penstock.kernels.gemm import experts, linear
 from penstock.kernels.types.packed import Packed
 from penstock.model import registry as families
 from penstock.model.weights.formats.blocks import quantises
@@ -41,16 +42,10 @@ BLOCKS = Format("e4m3", 128, 128)
 TOLERANCE = 2e-2
 
 
-def pack(weight: Any, bias: Any) -> Any:
-    if isinstance(weight, Packed):
-        return scaled_linear.pack(weight, bias, backend="cuda")
-    return linear.pack(weight, bias, backend="triton")
-
-
 def models_of(config: dict[str, Any], twin: bool) -> list[Any]:
     """In fp8, and with `twin` the same dequantised."""
-    made = [families.build(config, dtype=torch.bfloat16, linear=pack, ops=layer.OP.use("triton"),
-                           experts=None if is_twin else experts.OP.use("triton"))
+    made = [families.build(config, dtype=torch.bfloat16, linear=partial(linear.pack, backend="cuda"),
+                           ops=layer.OP.use("triton"), experts=None if is_twin else experts.OP.use("triton"))
             for is_twin in (False, True)[:1 + twin]]
     for name, weight in families.dummy_tensors(config, 0, device="cuda",
                                                formats=lambda n: BLOCKS if quantises(n) else None):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.exec.step.links import split
-from penstock.kernels.gemm import scaled_linear
+from penstock.kernels.gemm import linear
 from penstock.kernels.state import scan
 from penstock.kernels.types.packed import Packed
 from penstock.model.base import Stage
@@ -63,5 +63,5 @@ class Threads:
 
 def packed(weight: torch.Tensor | Packed, bias: torch.Tensor | None) -> Any:
     if isinstance(weight, Packed):
-        return scaled_linear.pack(weight, bias, backend="reference")
+        return linear.pack(weight, bias, backend="reference")
     return lambda x_TI: F.linear(x_TI, weight, bias)

@@ -22,19 +22,25 @@ from penstock.kernels.platform import probe
 pytest.importorskip("triton", reason="Triton is not installed here")
 pytestmark = pytest.mark.when_changed("src/penstock/kernels")
 KERNELS = Path(__file__).parents[2] / "src" / "penstock" / "kernels"
-BF16, F32, I32, I64, U8, E4M3 = "*bf16", "*fp32", "*i32", "*i64", "*u8", "*fp8e4nv"
+BF16, F16, F32, I16, I32, I64, U8, E4M3 = "*bf16", "*fp16", "*fp32", "*i16", "*i32", "*i64", "*u8", "*fp8e4nv"
 STRIDES = {"q_row": "i32", "q_head": "i32", "kv_page": "i64", "kv_head": "i32", "kv_token": "i32",
            "table_row": "i32"}
 PLACES, NO_PLACES = dict(of=I32, context=I32), dict(of=None, context=None)
 PAGED = {"DIM": 128, "DIM_PAD": 128, "PAGE": 16}
 
-FP8, FLOATS = (dict(BLOCK_ROWS=n, BLOCK_COLS=n, SCALED=n > 1) for n in (128, 1))
+FP8, FLOATS = (dict(BLOCK_ROWS=n, BLOCK_COLS=n, KIND=kind, OFFSET="", ZERO_CODE=0)
+               for n, kind in ((128, "e4m3"), (1, "floats")))
+INT4, ASYMMETRIC, FP4, SHIFTED = (dict(BLOCK_ROWS=1, BLOCK_COLS=cols, KIND=kind, OFFSET=offset, ZERO_CODE=zero)
+                                  for cols, kind, offset, zero in ((128, "u4", "", 8), (32, "u4", "code", 8),
+                                                                   (16, "e2m1", "", 0), (32, "u8", "shift", 128)))
+PACKED = {"weight": U8, "scale": F32, "offset": F32}
 VISITS = {"expert": I64, "block_expert": I32, "block_visit": I32, "FIRST": "i32", "E": "i32"}
 FEW, MANY = (dict(VISITS=64, ROWS=64, COLS=128, FEW=True), dict(VISITS=64, ROWS=64, COLS=64, FEW=False))
-EXPERTS = [(BF16, {"weight": U8, "scale": F32}, FP8, FEW), (BF16, {"weight": U8, "scale": F32}, FP8, MANY),
-           (BF16, {"weight": BF16, "scale": BF16}, FLOATS, FEW),
-           (BF16, {"weight": BF16, "scale": BF16}, FLOATS, MANY),
-           (F32, {"weight": F32, "scale": F32}, FLOATS, MANY)]
+EXPERTS = [(BF16, PACKED, FP8, FEW), (BF16, PACKED, FP8, MANY), (BF16, PACKED, INT4, FEW), (BF16, PACKED, INT4, MANY),
+           (BF16, PACKED | {"scale": BF16}, FP4, FEW),
+           (BF16, {"weight": BF16, "scale": BF16, "offset": BF16}, FLOATS, FEW),
+           (BF16, {"weight": BF16, "scale": BF16, "offset": BF16}, FLOATS, MANY),
+           (F32, {"weight": F32, "scale": F32, "offset": F32}, FLOATS, MANY)]
 SCANS = {delta: dict(CHANNELS=8192, KEYS=16, KEY_DIM=128, VALUE_DIM=128, TAPS=4, DELTA=delta, EACH=2, WIDTH=512,
                      SIZE=34_304) for delta in (True, False)}
 
@@ -196,14 +202,25 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
     ("gemm.linear.triton_rows", "few_rows"): [
         (dict(x=BF16, weight=BF16, bias=BF16, out=BF16, T="i32", OUTPUTS="i32", x_row="i32"),
          dict(INPUTS=4096, T_PAD=16, ROWS=64, COLS=128, BIAS=True), 4, 5)],
-    ("gemm.scaled_linear.triton_scaled", "scaled_rows"): [
-        (dict(x=kind, weight=U8, scale=F32, bias=kind, out=kind, T="i32", OUTPUTS="i32", x_row="i32",
-              SCALES="i32"),
-         dict(INPUTS=2048, T_PAD=pad, ROWS=32, COLS=64 if kind == F32 else 128, BIAS=False,
-              EXACT=kind == F32, **FP8), 4, 4) for kind, pad in ((BF16, 16), (BF16, 64), (F32, 64))],
-    ("gemm.scaled_linear.triton_scaled", "dequantise"): [
-        (dict(weight=U8, scale=F32, out=BF16, OUTPUTS="i32", INPUTS="i32", SCALES="i32"),
-         dict(ROWS=32, COLS=128, BLOCK_ROWS=128, BLOCK_COLS=128), 4, 3)],
+    ("gemm.linear.triton_fp8", "quantise_rows"): [
+        (dict(x=BF16, codes=U8, scales=F32, T="i32", x_row="i32"), dict(INPUTS=12288, COLS=cols, TILE=tile), 4, 3)
+        for cols, tile in ((128, 128), (12288, 1024))],
+    ("gemm.linear.triton_packed", "packed_rows"): [
+        (dict(x=f"{kind}:16", weight="*u8:16", scale=f"{scale}:16", offset=f"{offset}:16", bias=kind, out=kind, T="i32",
+              OUTPUTS="i32:16", x_row="i32:16", SCALES="i32:16"),
+         dict(INPUTS=2048, T_PAD=pad, ROWS=rows, COLS=cols, BIAS=False, EXACT=kind == F32, SPLIT=2, **form), warps,
+         stages)
+        for kind, scale, offset, form, pad, rows, cols, warps, stages in (
+            (BF16, F32, F32, FP8, 16, 32, 128, 4, 4), (BF16, F32, F32, FP8, 64, 32, 128, 4, 4),
+            (F32, F32, F32, FP8, 64, 32, 64, 4, 4), (BF16, F32, F32, INT4, 16, 32, 256, 4, 4),
+            (BF16, F16, I16, ASYMMETRIC, 64, 32, 128, 4, 4), (BF16, BF16, BF16, FP4, 16, 32, 256, 4, 4),
+            (BF16, F32, F32, SHIFTED, 64, 32, 128, 4, 4), (BF16, F32, F32, INT4, 128, 128, 64, 8, 3),
+            (BF16, BF16, BF16, FP4, 128, 128, 64, 8, 3))],
+    ("gemm.linear.triton_packed", "add_shares"): [
+        (dict(part=F32, bias=BF16, out=BF16, NUM="i32", OUTPUTS="i32"), dict(SPLIT=4, BLOCK=1024, BIAS=True), 4, 3)],
+    ("gemm.linear.triton_packed", "dequantise"): [
+        (dict(weight=U8, scale=F32, offset=F32, out=BF16, FIRST="i32", END="i32", SCALES="i32"),
+         dict(INPUTS=2048, ROWS=32, COLS=128, **form), 4, 3) for form in (FP8, INT4, ASYMMETRIC, FP4, SHIFTED)],
     ("gemm.experts.triton_experts", "route_tokens"): [
         (dict(logit=BF16, bias=F32, expert=I64, weight=F32, l_row="i32", scale="fp32", E="i32",
               PER_GROUP="i32"),
@@ -242,8 +259,8 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
 
 # Bytes of stack that a thread of the worst way takes, of kernels that have any: what registers do not hold.
 TRITON = "3.9.0"
-STACK = {"attend_rows": 11312, "score_keys": 336, "take_keys": 8, "experts_in": 1632, "experts_out": 272,
-         "attend_units": 64, "attend_parts": 176, "choose_units": 32, "scaled_rows": 32, "walk": 24}
+STACK = {"attend_rows": 11312, "score_keys": 336, "take_keys": 8, "experts_in": 1832, "experts_out": 272,
+         "attend_units": 64, "attend_parts": 176, "choose_units": 32, "packed_rows": 32, "walk": 24}
 FRAME_SIZE, SIZED = 0x11, 4         # of an entry of .nv.info: its kind, and the form with a length
 
 
@@ -342,8 +359,8 @@ def test_attention_in_gluon_compiles_for_hopper(pool: str, size: int, blocks: in
     *(("attention/latent_attention/attend_prompt", dict(SIZE=size)) for size in (64, 3)),
     ("choose/resolve/map_units", dict(THREADS=1024, CHOSEN=2048, SLOTS=4096, PAGE_UNITS=64, TURNS=0)),
     ("choose/resolve/map_units", dict(THREADS=1024, CHOSEN=4096, SLOTS=8192, PAGE_UNITS=64, TURNS=1)),
-    ("gemm/scaled_linear/scaled_rows", dict(WARPS=8, AHEAD=4, TILES=1)),
-    ("gemm/scaled_linear/scaled_rows", dict(WARPS=8, AHEAD=4, TILES=2))])
+    ("gemm/linear/scaled_rows", dict(WARPS=8, AHEAD=4, TILES=1)),
+    ("gemm/linear/scaled_rows", dict(WARPS=8, AHEAD=4, TILES=2))])
 def test_kernel_in_cpp_compiles_for_hopper(name: str, defines: dict[str, int]) -> None:
     source = KERNELS / f"{name}.cu"
     assert stack_of(device.compiled(source, **defines)) == 0
@@ -384,7 +401,7 @@ def test_kernel_in_cpp_that_does_not_compile_says_why(tmp_path: Path) -> None:
         device.compiled(tmp_path / "x.cu")
 
 
-INTERPRETED = ["latent draw attention ranks ends", "hosted experts mask states heads",
+INTERPRETED = ["latent draw attention ranks ends", "hosted experts mask states heads", "faults",
                "scaled layer linear gather chunks merge"]
 
 

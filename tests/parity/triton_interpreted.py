@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+import packed_interpreted
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -253,23 +254,11 @@ def linear() -> None:
 
 
 def scaled() -> None:
-    """Linears of fp8 blocks over their own cases, and some in float16, the type nearest to a device's."""
-    global count
-    from cases import cases_of
-    from cases import scaled_linear as cases
+    packed_interpreted.scaled(check)
 
-    from penstock.kernels.gemm.scaled_linear import OP, triton_scaled
 
-    triton, reference = OP.use("triton"), OP.use("reference")
-    for case in cases_of(OP):
-        if not case.name.startswith("bfloat16"):
-            why = case.wrong(case.run(triton), case.run(reference))
-            assert not why, why
-            count += 1
-    for shape in ((37, 19, 4, 16), (300, 130, 1, 64)):
-        weight, x = cases.weight_of(*shape), torch.randn(5, shape[1]).half() / 16
-        check(triton(weight, None)(x), reference(weight, None)(x), torch.float16, ("scaled", shape))
-        check(triton_scaled.floats(weight, torch.float32), weight.floats(), torch.float32, ("floats", shape))
+def faults() -> None:
+    packed_interpreted.faults()
 
 
 def experts() -> None:
@@ -283,16 +272,16 @@ def experts() -> None:
     triton, reference = OP.use("triton"), OP.use("reference")
     for case in cases_of(OP):
         kind, what, tokens = case.name.split("-")
-        some = {"1": ("16x8", "of 5"), "3": ("5x2", "3x3", "1x1"), "37": ("of 5",),
-                "150": ("5x2", "of 5")}.get(tokens, ())
+        some = {"1": ("16x8", "of 5"), "3": ("5x2", "3x3", "1x1", "u4", "of 5"), "37": ("of 5",),
+                "150": ("5x2", "of 5", "u4 3x2")}.get(tokens, ())
         if "route" in what or (kind == "float32" and any(shape in what for shape in some)):
             why = case.wrong(case.run(triton), case.run(reference))
             assert not why, why
             count += 1
-    for tokens, fp8 in ((3, False), (70, True)):
-        out = [cases._mlp("cpu", torch.float16, (5, 2, 40, 24, 16, 16), fp8, tokens, ops)
+    for tokens, packed in ((3, ""), (70, "e4m3"), (3, "u4"), (70, "e2m1")):
+        out = [cases._mlp("cpu", torch.float16, (5, 2, 48, 32, 1, 16), packed, tokens, ops)
                for ops in (triton, reference)]
-        check(*out, torch.float16, ("experts", tokens, fp8))
+        check(*out, torch.float16, ("experts", tokens, packed))
     # A token whose router is damaged must show, and must not read outside of the weights.
     rule = Rule(num_chosen=2, renormalize=True)
     logits = torch.randn(2, 6)
@@ -456,7 +445,7 @@ def ends() -> None:
 
 
 PARTS = {part.__name__: part for part in (attention, heads, chunks, merge, gather, hosted, layer, linear, scaled,
-                                          experts, draw, mask, latent, ranks, states, ends)}
+                                          faults, experts, draw, mask, latent, ranks, states, ends)}
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:

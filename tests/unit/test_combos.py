@@ -9,6 +9,8 @@ import combos
 import pytest
 from cells import Cell
 
+from penstock.config.settings.refuse import Refusal
+
 CODES_ON_A_GPU = Cell("ordinary", "resident", "plain", "both", "gpu", "packed")
 
 
@@ -20,12 +22,14 @@ def asked_anew():
     combos._together.cache_clear()
 
 
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(combos, "REFUSED", [*combos.REFUSED, Refusal(
+        lambda c, _: c.model.dtype == "gguf" and c.device.device == "cuda", ("model.dtype", "device.device"),
+        "refused by this test")])
+
+
 def test_a_cell_turns_with_its_refusal_and_its_run(monkeypatch) -> None:
-    refused = combos.answer(CODES_ON_A_GPU)
-    assert refused.status == "refused" and "weights stay quantised on a CPU only" in refused.why[0]
-    combos.answer.cache_clear()
-    monkeypatch.setattr(combos, "REFUSED", [r for r in combos.REFUSED
-                                            if "weights stay quantised on a CPU" not in r.why])
     assert combos.answer(CODES_ON_A_GPU).status == "not tested"
     combos.answer.cache_clear()
     monkeypatch.setattr(combos, "_proven", lambda: {CODES_ON_A_GPU: "tests/a.py::test_it"})
@@ -56,14 +60,18 @@ def test_a_cover_has_each_pair_that_is_allowed_in_few_cells() -> None:
     assert not cells.cover(allowed, found)
 
 
-def test_a_run_of_what_is_refused_is_a_mistake(monkeypatch) -> None:
-    combos.answer.cache_clear()
+def test_a_refused_cell_has_the_reason(refused: None) -> None:
+    found = combos.answer(CODES_ON_A_GPU)
+    assert found.status == "refused" and "refused by this test" in found.why[0]
+
+
+def test_a_run_of_what_is_refused_is_a_mistake(refused: None, monkeypatch) -> None:
     monkeypatch.setattr(combos, "_proven", lambda: {CODES_ON_A_GPU: "tests/a.py::test_it"})
     with pytest.raises(AssertionError, match="which is refused"):
         combos.answer(CODES_ON_A_GPU)
 
 
-def test_words_choose(capsys) -> None:
+def test_words_choose(refused: None, capsys) -> None:
     assert combos.main([*CODES_ON_A_GPU, "latent"]) == 0
     told = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
     assert told == [f"{kind} resident plain both gpu packed: refused" for kind in ("ordinary", "latent")]

@@ -17,11 +17,12 @@ from penstock.kernels.attention.paged_attention import AttentionSpec, cuda, flas
 from penstock.kernels.c import device
 from penstock.kernels.choose import clusters
 from penstock.kernels.choose.select import SelectRule
+from penstock.kernels.gemm import linear
 from penstock.kernels.op import Unusable
 from penstock.kernels.platform import KernelError, Platform
 from penstock.kernels.triton import lazy
 from penstock.kernels.types import fp8, hot
-from penstock.kernels.types.packed import Packed
+from penstock.kernels.types.packed import KINDS, Packed
 from penstock.kernels.types.ragged import Ragged
 
 pytest.importorskip("triton", reason="Triton is not installed here")
@@ -65,10 +66,10 @@ def use(op: str, name: str) -> Any:
 def test_names_chosen_on_a_hopper_gpu(installed: None) -> None:
     chosen = {op: choice.name for op, choice in registry.choose(HOPPER).items()}
     assert chosen == {
-        "linear": "triton", "paged_attention": "fa4", "layer": "triton", "write_kv": "triton", "select": "cuda",
+        "linear": "cuda", "paged_attention": "fa4", "layer": "triton", "write_kv": "triton", "select": "cuda",
         "resolve": "cuda", "gather": "triton", "sparse_attention": "triton", "chunk_attention": "fa4",
         "merge": "triton", "index_pair": "triton", "index_select": "cuda", "latent_attention": "gluon",
-        "scaled_linear": "cuda", "experts": "triton", "draw": "triton", "mask": "triton", "scan": "triton"}
+        "experts": "triton", "draw": "triton", "mask": "triton", "scan": "triton"}
 
 
 # Of operations with kernels for Hopper alone, what another GPU runs.
@@ -78,7 +79,8 @@ OTHER = {"paged_attention": "triton", "chunk_attention": "torch", "select": "tri
 
 def test_names_chosen_on_another_gpu_or_with_triton_alone(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = registry.choose(AMPERE)
-    assert {op: chosen[op].name for op in OTHER} == OTHER and chosen["scaled_linear"].name == "reference"
+    assert {op: chosen[op].name for op in OTHER} == OTHER and chosen["linear"].name == "triton"
+    assert linear.kinds(AMPERE, "triton") == ("e2m1", "u4", "u8") and linear.kinds(HOPPER, "cuda") == KINDS
     assert dict(chosen["select"].skipped)["cuda"] == "compiled for sm_90a only"
 
     def missing() -> str:
@@ -87,11 +89,11 @@ def test_names_chosen_on_another_gpu_or_with_triton_alone(installed: None, monke
     monkeypatch.setattr(flash.metadata, "version", lambda name: "4.0.0b1")
     chosen = registry.choose(HOPPER)
     assert {op: c.name for op, c in chosen.items() if op in OTHER} == OTHER | {"latent_attention": "gluon"}
-    assert chosen["scaled_linear"].name == "triton"
+    assert chosen["linear"].name == "triton"
 
 
 @pytest.mark.parametrize("platform, given, name", [
-    *((HOPPER, f"{op}=cuda", "triton") for op in ("linear", "layer", "draw", "mask", "scan", "gather", "write_kv")),
+    *((HOPPER, f"{op}=cuda", "triton") for op in ("layer", "draw", "mask", "scan", "gather", "write_kv")),
     (HOPPER, "paged_attention=cuda", "fa4"), (AMPERE, "paged_attention=cuda", "triton"),
     (HOPPER, "chunk_attention=cuda", "fa4"), (AMPERE, "chunk_attention=cuda", "torch"),
     (HOPPER, "latent_attention=cuda", "gluon"), (AMPERE, "latent_attention=cuda", "triton"),
@@ -168,7 +170,7 @@ def latent(name: str, heads: int, dim: int, value: int, dtype: torch.dtype = BF1
 
 def scaled(name: str, rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
     weight = Packed(torch.zeros(64, 256).to(E4M3), torch.ones(1, 256 // cols), 64, cols)
-    use("scaled_linear", name)(weight, None)(torch.zeros(rows, 256, dtype=dtype))
+    use("linear", name)(weight, None)(torch.zeros(rows, 256, dtype=dtype))
 
 
 @pytest.mark.parametrize("run, op, best, args, want, alone", [
@@ -181,10 +183,10 @@ def scaled(name: str, rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
      ["attend_rows", "join_units"]),
     (latent, "latent_attention", "gluon", (64, 576, 512, F32), ["attend_rows", "join_units"],
      ["attend_rows", "join_units"]),
-    (scaled, "scaled_linear", "cuda", (8, 128), ["C++ scaled_rows"], ["scaled_rows"]),
-    (scaled, "scaled_linear", "cuda", (17, 128), ["scaled_rows"], ["scaled_rows"]),
-    (scaled, "scaled_linear", "cuda", (8, 128, F32), ["scaled_rows"], ["scaled_rows"]),
-    (scaled, "scaled_linear", "cuda", (8, 16), ["scaled_rows"], ["scaled_rows"])])
+    (scaled, "linear", "cuda", (8, 128), ["C++ scaled_rows"], ["packed_rows"]),
+    (scaled, "linear", "cuda", (17, 128), ["packed_rows"], ["packed_rows"]),
+    (scaled, "linear", "cuda", (8, 128, F32), ["packed_rows"], ["packed_rows"]),
+    (scaled, "linear", "cuda", (8, 16), ["packed_rows"], ["packed_rows"])])
 def test_kernels_of_other_operations(launches: list[str], run: Any, op: str, best: str, args: tuple[Any, ...],
                                      want: list[str], alone: list[str]) -> None:
     for name, launched in ((best, want), ("triton", alone), (best, want)):

@@ -1,7 +1,6 @@
 """Which rank has what: every element of every weight and page of every family, for any number of TP ranks."""
 from __future__ import annotations
 
-import json
 import math
 import threading
 from dataclasses import replace
@@ -17,14 +16,12 @@ from penstock.config.request.selection import selection_of
 from penstock.config.settings.tree import Config, DeviceConfig, KVConfig, ModelConfig, NodesConfig
 from penstock.core.plan import Group, Tier
 from penstock.core.settings import CoreConfig
-from penstock.exec.load.backends import _check_blocks
 from penstock.exec.load.layout import caches_of
 from penstock.exec.load.sizing import groups_of
 from penstock.exec.pipeline.nodes import Write
 from penstock.exec.pipeline.remote_node import NodeHost, NodePages
 from penstock.exec.step.links import nodes_of
 from penstock.kernels.gemm.experts import OP, ExpertOps
-from penstock.kernels.op import Unusable
 from penstock.kernels.types.packed import Packed, quantised
 from penstock.memory.dram import DramPool
 from penstock.model import registry
@@ -33,8 +30,8 @@ from penstock.model.base import Stage, topk_of
 from penstock.model.parts import Cut, TpRank
 from penstock.model.scan import StateSpec
 from penstock.model.weights.formats.blocks import quantises
+from penstock.model.weights.formats.reader import Format
 from penstock.model.weights.formats.table import format_of
-from penstock.model.weights.locate import locate
 from penstock.model.weights.slots import Slots
 from penstock.transfer.pages import PoolPages, Span
 
@@ -237,9 +234,10 @@ def test_a_part_of_packed_weights_means_the_part():
     codes = Packed(torch.randint(16, (12, 96), generator=random, dtype=torch.uint8),
                    torch.rand(12, 3, generator=random), 1, 32, torch.rand(12, 3, generator=random))
     scaled = quantised(torch.randn(300, 260, generator=random), 128, 128)
-    for rows, columns in ((slice(2, 7), slice(32, 96)), (slice(0, 12), slice(16, 48))):
-        assert codes.part(rows, columns).floats().equal(codes.floats()[rows, columns])
-        assert codes.part(rows, columns).finite()
+    for rows, columns in ((slice(2, 7), slice(32, 96)), (slice(0, 12), slice(16, 48)), (slice(3, 5), slice(7, 40))):
+        for one in (codes, codes.compact()):
+            assert one.part(rows, columns).floats().equal(one.floats()[rows, columns])
+            assert one.part(rows, columns).finite()
     for rows, columns in ((slice(128, 300), slice(0, 128)), (slice(64, 130), slice(16, 260)),
                           (slice(3, 5), slice(0, 260))):
         assert scaled.part(rows, columns).floats().equal(scaled.floats()[rows, columns])
@@ -248,11 +246,11 @@ def test_a_part_of_packed_weights_means_the_part():
 
 
 # ---------------------------------------------------------------- TP ranks as threads
-def logits(config: dict[str, Any], tp: int, ranges: int = 1, together: ExpertOps | None = None) \
-        -> list[torch.Tensor]:
+def logits(config: dict[str, Any], tp: int, ranges: int = 1, together: ExpertOps | None = None,
+           form: Format | None = None) -> list[torch.Tensor]:
     """Of a chunk and then a token, by TP rank. together: as on a device, experts are one operation, and weights
-    in fp8 stay that."""
-    tp_group, found, blocks = Threads(tp), [None] * tp, format_of(config, "")
+    in fp8, or of this format, stay that."""
+    tp_group, found, blocks = Threads(tp), [None] * tp, form or format_of(config, "")
 
     @torch.inference_mode()
     def run(stage: Stage) -> None:
@@ -278,8 +276,9 @@ def logits(config: dict[str, Any], tp: int, ranges: int = 1, together: ExpertOps
     return found
 
 
-def check_logits(config: dict[str, Any], tp: int, ranges: int = 1, together: ExpertOps | None = None) -> None:
-    [want], found = logits(config, 1), logits(config, tp, ranges, together)
+def check_logits(config: dict[str, Any], tp: int, ranges: int = 1, together: ExpertOps | None = None,
+                 form: Format | None = None) -> None:
+    [want], found = logits(config, 1, form=form), logits(config, tp, ranges, together, form)
     assert all(one is not None and one.equal(found[0]) for one in found), "TP ranks differ"
     assert torch.allclose(found[0], want, atol=1e-4, rtol=1e-4), "not the model"
 
@@ -317,20 +316,32 @@ def test_lanes_of_weights_in_fp8_compute_what_the_model_does(family, tp, cols):
             assert dict(registry.cuts_of(config, parts(1, tp)[tp_rank]))[down][1].first % cols == 0
 
 
-def test_lanes_keep_fp8_unless_one_begins_where_kernels_do_not_read(tmp_path):
-    """Experts of 24 columns over three TP ranks go in eights."""
-    def check(config: dict[str, Any], tp: int) -> None:
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        files = locate(str(tmp_path), load_format="dummy")
-        blocks = format_of(files.config, "")
-        assert blocks is not None
-        _check_blocks(Config(model=ModelConfig(model="m"), device=DeviceConfig(tp=tp)), files, blocks)
+@pytest.mark.parametrize("family, ranges", [("llama", 1), ("qwen3_moe", 1), ("qwen3_moe", 2), ("deepseek_v32", 1)])
+@pytest.mark.parametrize("form", [Format("u8", 1, 16, 4), Format("u8", 1, 48, 4), Format("e2m1", 1, 32, 4),
+                                  Format("e4m3", 1, 1024), Format("e4m3", 1024, 1024)], ids=str)
+def test_tp_ranks_of_packed_weights_compute_what_the_model_does(form: Format, family: str, ranges: int) -> None:
+    """Groups that columns are cut inside of, and blocks as wide as the weight, or all of it."""
+    shape = {"v_head_dim": 16} if family == "deepseek_v32" else {"head_dim": 16}
+    more = {} if family == "llama" else {"moe_intermediate_size": 48}
+    check_logits({**FAMILIES[family], **shape, **more}, 2, ranges, EXPERTS, form)
 
-    check(in_fp8("qwen3_moe", 128), 2)
-    with pytest.raises(Unusable, match=r"experts\.0\.down_proj\.weight begins at column 8, not"):
-        check(in_fp8("qwen3_moe", 128), 3)
-    with pytest.raises(Unusable, match="blocks have 24 columns"):
-        check(in_fp8("llama", 24), 1)
+
+def test_a_part_is_floats_where_a_tp_rank_begins_inside_of_what_kernels_read() -> None:
+    """Experts of 24 columns over three TP ranks go in eights."""
+    def dequantised(family: str, cols: int, tp: int) -> list[int]:
+        config, found = in_fp8(family, cols), []
+        for stage in parts(1, tp):
+            model = registry.build(config, dtype=torch.float32, linear=packed, stage=stage)
+            for name, tensor in registry.dummy_tensors(config, 0, model.wants, formats=lambda name: (
+                    Format("e4m3", cols, cols) if quantises(name) else None)):
+                model.load(name, tensor)
+            found.append(model.dequantised)
+        return found
+
+    assert dequantised("qwen3_moe", 16, 2) == [0, 0] == dequantised("qwen3_moe", 128, 2)
+    assert dequantised("qwen3_moe", 128, 3) == [0, 0, 0]            # one block is as wide as the weight
+    assert dequantised("qwen3_moe", 16, 3) == [0, 0, 0]             # one of eight columns is as wide as the part
+    assert min(dequantised("llama", 24, 1)) > 0
 
 
 def a_bias_on_each_lane(monkeypatch):

@@ -13,6 +13,7 @@ from packers import NVFP4, SMALL, read, refused, weight
 from packers import compressed_config as config_of
 
 from penstock.config.base.errors import ConfigError
+from penstock.kernels.types import packed as types
 from penstock.model.weights.formats import values
 
 FOUR, MX4 = config_of("nvfp4-pack-quantized", **NVFP4), config_of("mxfp4-pack-quantized", **SMALL)
@@ -80,7 +81,7 @@ def test_weights_that_compressed_tensors_wrote_mean_what_it_reads(tmp_path: Path
 
 def halves_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     real = values.e2m1
-    monkeypatch.setattr(values, "e2m1", lambda byte: real(byte >> 4 | byte << 4))
+    monkeypatch.setattr(values, "e2m1", lambda byte, *rest: real(byte >> 4 | byte << 4, *rest))
 
 
 def bias_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,12 +90,14 @@ def bias_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def scales_of_the_next_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = values.packed
-    monkeypatch.setattr(values, "packed", lambda code, scale, *rest: real(code, scale.roll(1, 1), *rest))
+    for name in ("packed", "e2m1"):
+        real = getattr(values, name)
+        monkeypatch.setattr(values, name, partial(lambda real, code, scale, *rest: real(
+            code, scale.roll(1, 1), *rest), real))
 
 
 def zero_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values, "LEAST", values.LEAST + 1)
+    monkeypatch.setattr(types, "LEAST", types.LEAST + 1)
 
 
 @pytest.mark.parametrize("fault, cases", [

@@ -84,7 +84,6 @@ CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
     ({"device": "cuda"}, {"device": "auto"}),
     ({"device": "cuda", "backends": ["gather=reference"]},
      {"device": "cpu", "backends": ["gather=reference"]}),
-    ({"dtype": "gguf", "device": "cuda"}, {"dtype": "gguf", "device": "cpu"}),
     ({"dtype": "gguf", "load_format": "dummy"}, {"dtype": "gguf", "load_format": "gguf"}),
     ({"dtype": "gguf", "backends": ["linear=onednn"]},
      {"dtype": "gguf", "backends": ["linear=c", "layer=reference"]}),

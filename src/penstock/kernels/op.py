@@ -26,12 +26,13 @@ DEVICES = ("cpu", "cuda")                   # devices of what is written in torc
 class Implementation(Generic[F]):
     """One way to run an op. `probe` says in a few words what it relies on, or raises Unusable; it is
     asked on a platform of `devices` only, by `usable_on`. Words alone: it runs on all of these. `code` is
-    what runs it, or where that is, "module" or "module:name"."""
+    what runs it, or where that is, "module" or "module:name". `kinds`: of packed weights that it takes."""
 
     name: str
     code: F | str
     probe: Callable[[Platform], str] | str
     devices: tuple[str, ...] = ("cpu",)
+    kinds: tuple[str, ...] = ()
 
     @property
     def run(self) -> F:

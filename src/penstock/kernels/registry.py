@@ -18,7 +18,7 @@ from penstock.kernels.attention import (
 from penstock.kernels.choose import index_pair, index_select, resolve
 from penstock.kernels.choose import select as unit_select
 from penstock.kernels.fused import layer
-from penstock.kernels.gemm import experts, linear, scaled_linear
+from penstock.kernels.gemm import experts, linear
 from penstock.kernels.kv import gather, write_kv
 from penstock.kernels.op import Op, Unusable
 from penstock.kernels.platform import KernelError, Platform
@@ -28,7 +28,7 @@ from penstock.kernels.state import scan
 OPS: dict[str, Op[Any]] = {op.name: op for op in (
     linear.OP, paged_attention.OP, layer.OP, write_kv.OP, unit_select.OP, resolve.OP, gather.OP,
     sparse_attention.OP, chunk_attention.OP, merge.OP, index_pair.OP, index_select.OP, latent_attention.OP,
-    scaled_linear.OP, experts.OP, draw.OP, mask.OP, scan.OP)}
+    experts.OP, draw.OP, mask.OP, scan.OP)}
 # Beside what every model needs: one that chooses its tokens itself, and one for which bounds of keys do.
 HOSTING = ("write_kv", "resolve", "gather", "index_pair")
 SELECTING = ("write_kv", "select", "resolve", "gather", "sparse_attention", "chunk_attention", "merge")
@@ -60,7 +60,9 @@ def choose(platform: Platform, requested: Mapping[str, str] | None = None,
     ops         those that will be called, None for all: what will not is neither probed nor built
     Raises KernelError for an op or a name that does not exist, or a named one that cannot run.
     """
-    requested, ops = requested or {}, tuple(OPS) if ops is None else ops
+    requested = {_OLD_OPS[op]: name for op, name in (requested or {}).items() if op in _OLD_OPS} | {
+        op: name for op, name in (requested or {}).items() if op not in _OLD_OPS}
+    ops = tuple(OPS) if ops is None else ops
     for op in requested:
         if op not in ops:
             raise KernelError(f"there is no op {op!r} to choose an implementation for: "
@@ -71,6 +73,7 @@ def choose(platform: Platform, requested: Mapping[str, str] | None = None,
 # Spellings of one release: C was `native`, a linear was `fastest` of several, and `cuda` was an op's way on a GPU,
 # whatever it is made of.
 _OLD = ("native", "fastest", "cuda")
+_OLD_OPS = {"scaled_linear": "linear"}          # ops of one release, and what they are part of now
 
 
 def _renamed(op: Op[Any], name: str, usable: Collection[str]) -> str:

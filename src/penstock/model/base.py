@@ -215,6 +215,10 @@ class Model(Protocol):
     max_position: int              # context length of the checkpoint, tokens
 
     @property
+    def dequantised(self) -> int:
+        """Packed weights that became floats when they were loaded, as a TP rank's part begins inside of a block."""
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the loaded weights, as they are kept."""
 
@@ -292,6 +296,7 @@ class Checkpoint(Protocol):
 
     config: dict[str, Any]         # as config.json (GGUF metadata translated)
     eos_ids: tuple[int, ...]       # from generation_config, config, or the tokenizer
+    dequantised: str               # its quantised weights that become floats, for the log; "": none do
 
     def tensors(self, wants: Wants = everything,
                 device: str = "cpu") -> Iterator[tuple[str, Tensor | Packed]]:

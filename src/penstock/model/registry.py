@@ -164,7 +164,10 @@ def dummy_tensors(
 
 
 def _packed(weight: Tensor, form: Format | None) -> Tensor | Packed:
-    return weight if form is None else quantised(weight, form.rows, form.cols)
+    if form is None:
+        return weight
+    return quantised(weight, form.rows, form.cols,
+                     "u4" if (form.kind, form.bits) == ("u8", 4) else form.kind).regular()
 
 
 def _no_pack(weight_OI: Tensor | Packed, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:

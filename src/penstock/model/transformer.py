@@ -280,6 +280,10 @@ class Transformer:
         self._slots.load(name, tensor)
 
     @property
+    def dequantised(self) -> int:
+        return self._slots.dequantised
+
+    @property
     def num_bytes(self) -> int:
         return self._slots.num_bytes
 

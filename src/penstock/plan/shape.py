@@ -16,7 +16,7 @@ from penstock.config.settings.refuse_model import check_model
 from penstock.config.settings.resolve import resolve
 from penstock.config.settings.tree import Config
 from penstock.core.settings import CacheGroup, CoreConfig
-from penstock.exec.load.backends import selection_for
+from penstock.exec.load.backends import GPU_KINDS, selection_for
 from penstock.exec.load.layout import caches_of
 from penstock.exec.load.sizing import DeviceMemory, groups_of, size_pools
 from penstock.exec.load.weights import dtype_of, facts_of, weight_bytes
@@ -25,7 +25,6 @@ from penstock.model.base import Model
 from penstock.model.latent import LatentSpec
 from penstock.model.spec import Spec
 from penstock.model.weights.checkpoint import open_checkpoint
-from penstock.model.weights.formats.table import format_of
 from penstock.model.weights.locate import ModelFiles, files_of
 from penstock.plan.rates import Rates
 
@@ -81,8 +80,7 @@ def plan_engine(config: Config, rates: Rates) -> Planned:
     config = _resolved(config, rates)
     files = files_of(config.model)
     check_model(config, facts_of(files))
-    form = format_of(files.config, f"{files.folder}/config.json") if files.gguf is None else None
-    checkpoint = open_checkpoint(files, ("e4m3",) if form is not None and rates.device == "cuda" else ())
+    checkpoint = open_checkpoint(files, GPU_KINDS if files.gguf is None and rates.device == "cuda" else ())
     dtype = dtype_of(config, files, checkpoint.config)
     model = families.build(checkpoint.config, dtype=dtype, linear=_no_weights)
     weights, selection = weight_bytes(checkpoint, dtype), selection_for(config, model)

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from penstock.kernels.op import Op
+from penstock.kernels.op import Implementation, Op
 
 Output: TypeAlias = "Tensor | tuple[Tensor, ...]"
 
@@ -25,6 +25,7 @@ class Case:
     returns the op's output or outputs.
 
     tolerance   largest |difference| to the reference, in units of the largest |value| of it
+    kind        of packed weights, for implementations that take it; "": of floats
     check       why an output is not what the reference's is, or '': where several outputs are right. It
                 gets both on the CPU; None: by tolerance
     """
@@ -33,6 +34,7 @@ class Case:
     run: Callable[[Any], Output]
     tolerance: float = 0.0
     check: Callable[[Any, Any], str] | None = None
+    kind: str = ""
 
     def wrong(self, out: Output, want: Output) -> str:
         """Why `out` is not what the reference says, or ''."""
@@ -93,6 +95,11 @@ def cases_of(op: Op[Any], device: str = "cpu") -> list[Case]:
     cases = list(found)
     assert cases, f"{op.name} has no cases"
     return cases
+
+
+def takes(implementation: Implementation[Any], case: Case) -> bool:
+    """Whether an implementation has the case: packed weights are on a GPU, and a CPU has tests of its own."""
+    return not case.kind or (case.kind in implementation.kinds and "cuda" in implementation.devices)
 
 
 def workloads_of(op: Op[Any]) -> list[Workload]:

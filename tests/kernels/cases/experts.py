@@ -3,17 +3,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from cases import DTYPES, TOLERANCE, Case, Workload
 from penstock.kernels.gemm.experts import Biases, Clamped, ExpertOps, Gate, Rule, TanhGelu
-from penstock.kernels.types.packed import Packed, joined, quantised
+from penstock.kernels.types.packed import Kind, Packed, joined, quantised
 
 _TOKENS = (1, 3, 64, 150)
 # experts, chosen, model dim, width, rows and columns of a scaled block
 _SHAPES = ((5, 2, 40, 24, 16, 16), (16, 8, 128, 96, 32, 64), (3, 3, 33, 7, 5, 16), (1, 1, 16, 17, 128, 128))
+_PACKED: tuple[tuple[Kind, tuple[int, ...]], ...] = (
+    ("u4", (16, 8, 128, 96, 1, 32)), ("e2m1", (5, 2, 64, 48, 1, 16)), ("u8", (5, 2, 40, 24, 1, 40)),
+    ("u4", (3, 2, 256, 128, 1, 128)))
 # experts, rule
 _RULES = {
     "softmax": (128, Rule(num_chosen=8, renormalize=True)),
@@ -31,28 +35,36 @@ def cases(device: str = "cpu") -> Iterator[Case]:
                 yield Case(f"{name}-route {rule}-{tokens}",
                            partial(_route, device, dtype, experts, how, tokens), 1e-5)
         for shape in _SHAPES:
-            for scaled in (False, True):
+            for kind in ("", "e4m3"):
                 for tokens in _TOKENS:
-                    yield Case(f"{name}-{'fp8 ' * scaled}{'x'.join(map(str, shape))}-{tokens}",
-                               partial(_mlp, device, dtype, shape, scaled, tokens), TOLERANCE[dtype])
+                    yield Case(f"{name}-{kind} {'x'.join(map(str, shape))}-{tokens}",
+                               partial(_mlp, device, dtype, shape, kind, tokens), TOLERANCE[dtype])
+        for kind, shape in _PACKED:
+            for tokens in _TOKENS:
+                yield Case(f"{name}-{kind} {'x'.join(map(str, shape))}-{tokens}",
+                           partial(_mlp, device, dtype, shape, kind, tokens), TOLERANCE[dtype])
+        for tokens in (3, 150):
+            yield Case(f"{name}-clamped of 5 in e2m1-{tokens}", partial(
+                _mlp, device, dtype, _PACKED[1][1], "e2m1", tokens, gate=Clamped(alpha=1.7, limit=0.5)),
+                TOLERANCE[dtype])
         for tokens in (1, 37, 150):
             for last in (True, False):
                 yield Case(f"{name}-clamped of 5{' by another lane' * (not last)}-{tokens}", partial(
-                    _mlp, device, dtype, _SHAPES[0], False, tokens, gate=Clamped(alpha=1.7, limit=0.5),
+                    _mlp, device, dtype, _SHAPES[0], "", tokens, gate=Clamped(alpha=1.7, limit=0.5),
                     adds=last), TOLERANCE[dtype])
         for tokens in (1, 37, 150):
-            yield Case(f"{name}-gelu-{tokens}", partial(_mlp, device, dtype, _SHAPES[0], False, tokens,
+            yield Case(f"{name}-gelu-{tokens}", partial(_mlp, device, dtype, _SHAPES[0], "", tokens,
                                                         gate=TanhGelu()), TOLERANCE[dtype])
         for shape in _SHAPES[:2]:
-            for scaled in (False, True):
+            for kind in ("", "e4m3"):
                 for tokens in _TOKENS:
-                    yield Case(f"{name}-ungated {'fp8 ' * scaled}{'x'.join(map(str, shape))}-{tokens}",
-                               partial(_mlp, device, dtype, shape, scaled, tokens, gated=False),
+                    yield Case(f"{name}-ungated {kind} {'x'.join(map(str, shape))}-{tokens}",
+                               partial(_mlp, device, dtype, shape, kind, tokens, gated=False),
                                TOLERANCE[dtype])
         for first, kept in ((0, 3), (2, 2), (4, 1)):
             for tokens in (1, 37, 150):
                 yield Case(f"{name}-experts {first} to {first + kept} of 5-{tokens}",
-                           partial(_mlp, device, dtype, _SHAPES[0], False, tokens, first=first, kept=kept),
+                           partial(_mlp, device, dtype, _SHAPES[0], "", tokens, first=first, kept=kept),
                            TOLERANCE[dtype])
 
 
@@ -69,13 +81,13 @@ def _route(device: str, dtype: torch.dtype, experts: int, rule: Rule, tokens: in
 
 
 def stack(generator: torch.Generator, experts: int, rows: int, cols: int, block: tuple[int, int],
-          dtype: torch.dtype, scaled: bool) -> Tensor | Packed:
-    """Random weights of all experts; `scaled` as a model joins those of each."""
+          dtype: torch.dtype, kind: Kind | Literal[""]) -> Tensor | Packed:
+    """Random weights of all experts; packed ones as a model joins those of each."""
     parts = [torch.randn(rows, cols, generator=generator) * cols ** -0.5 for _ in range(experts)]
-    return joined([quantised(part, *block) for part in parts]) if scaled else torch.cat(parts).to(dtype)
+    return joined([quantised(part, *block, kind) for part in parts]) if kind else torch.cat(parts).to(dtype)
 
 
-def _mlp(device: str, dtype: torch.dtype, shape: tuple[int, ...], scaled: bool, tokens: int,
+def _mlp(device: str, dtype: torch.dtype, shape: tuple[int, ...], kind: Kind | Literal[""], tokens: int,
          ops: ExpertOps, *, first: int = 0, kept: int | None = None, gate: Gate | None = None,
          adds: bool = True, gated: bool = True) -> Tensor:
     """A third of the tokens visits the same experts, of which `kept` from `first` on are here. Those that
@@ -87,8 +99,8 @@ def _mlp(device: str, dtype: torch.dtype, shape: tuple[int, ...], scaled: bool, 
     expert[::3] = expert[0].clone()
     weight = torch.rand(tokens, chosen, generator=generator)
     here = experts if kept is None else kept
-    gate_up = stack(generator, here, width * (1 + gated), dim, (block[0], block[1]), dtype, scaled)
-    down = stack(generator, here, dim, width, (block[0], block[1]), dtype, scaled)
+    gate_up = stack(generator, here, width * (1 + gated), dim, (block[0], block[1]), dtype, kind)
+    down = stack(generator, here, dim, width, (block[0], block[1]), dtype, kind)
     biases = None
     if isinstance(gate, Clamped):
         bias_in, bias_out = (torch.randn(here * rows, generator=generator).to(device, dtype)
@@ -114,6 +126,6 @@ def _prepare(tokens: int, experts: int, chosen: int, dim: int, width: int,
     x = torch.randn(tokens, dim, generator=generator).bfloat16()
     expert = torch.rand(tokens, experts, generator=generator).topk(chosen).indices
     weight = torch.rand(tokens, chosen, generator=generator)
-    gate_up, down = (stack(generator, experts, rows, cols, (1, 1), torch.bfloat16, False)
+    gate_up, down = (stack(generator, experts, rows, cols, (1, 1), torch.bfloat16, "")
                      for rows, cols in ((2 * width, dim), (dim, width)))
     return lambda _: ops.mlp(x, expert, weight, gate_up, down)

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cases import TOLERANCE, Case, Workload
+from cases import TOLERANCE, Case, Workload, packed_linear
 from penstock.kernels.gemm.linear import DTYPES, Pack
 
 _SHAPES = ((1, 1), (37, 19), (64, 576), (576, 64), (1000, 33))
@@ -25,6 +25,7 @@ def cases(device: str) -> Iterator[Case]:
         for layout in ("weight columns", "weight rows", "weight transposed", "rows of a wider x"):
             yield Case(f"{name}-{layout}", partial(_run, device, dtype, 48, 40, 5, True, layout),
                        TOLERANCE[dtype])
+    yield from packed_linear.cases(device)
 
 
 def _run(device: str, dtype: torch.dtype, outputs: int, inputs: int, rows: int, with_bias: bool,

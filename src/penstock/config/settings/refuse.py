@@ -408,15 +408,12 @@ REFUSED: tuple[Refusal[Machine], ...] = (
     Refusal(lambda c, _: c.device.device == "cuda" and c.device.cuda_graphs
             and not _CAPTURED.isdisjoint(c.device.backends), ("device.backends", "device.cuda_graphs"),
             "CUDA graphs cannot contain the reference of these operations: also give --no-cuda-graphs"),
-    Refusal(lambda c, _: c.model.dtype == "gguf" and c.device.device == "cuda",
-            ("model.dtype", "device.device"),
-            "weights stay quantised on a CPU only: take --device cpu, or --dtype bfloat16"),
     Refusal(lambda c, _: c.model.dtype == "gguf" and c.model.load_format == "dummy",
             ("model.dtype", "model.load_format"), "dummy weights are not quantised: leave one of them out"),
     Refusal(lambda c, _: c.model.dtype == "gguf" and any(
                 b.startswith("linear=") and b not in ("linear=c", "linear=native", "linear=fastest")
-                for b in c.device.backends), ("model.dtype", "device.backends"),
-            "only linear=c multiplies quantised weights: leave one of them out"),
+                for b in c.device.backends) and c.device.device != "cuda", ("model.dtype", "device.backends"),
+            "on a CPU only linear=c multiplies quantised weights: leave one of them out"),
     Refusal(lambda c, m: c.device.debug_cpu_isa == "avx2" and not {"avx2", "fma"} <= set(m.features),
             ("device.debug_cpu_isa",), "this CPU has no AVX2 with FMA: leave it out, or take --debug-cpu-isa plain"),
     Refusal(lambda c, _: c.device.debug_cpu_isa != "native" and c.device.device == "cuda",

@@ -2,11 +2,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
-from math import gcd
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-from torch import Tensor
 
 from penstock.config.base import machine
 from penstock.config.base.errors import ConfigError
@@ -15,34 +12,31 @@ from penstock.config.request.selection import Selection, indexer_selection, sele
 from penstock.config.settings.tree import Config
 from penstock.exec.sparse.bounds import Selector
 from penstock.exec.step.attend import LatentOps
-from penstock.exec.step.links import of_config
 from penstock.exec.worker import WorkerParts
 from penstock.kernels import registry
 from penstock.kernels.attention import latent_attention, paged_attention
 from penstock.kernels.c.build import announced
 from penstock.kernels.choose import index_select
 from penstock.kernels.choose.select import SelectRule
-from penstock.kernels.gemm import linear, scaled_linear
+from penstock.kernels.gemm import linear
 from penstock.kernels.op import Unusable
 from penstock.kernels.platform import KernelError, Platform, limit, probe
-from penstock.kernels.types.packed import Packed
+from penstock.kernels.types.packed import KINDS
 from penstock.model import registry as families
 from penstock.model.base import CacheShape, Model, topk_of
-from penstock.model.weights.formats.blocks import quantises
 from penstock.model.weights.formats.gguf import PACKED
-from penstock.model.weights.formats.reader import Format
-from penstock.model.weights.formats.table import format_of
+from penstock.model.weights.formats.table import reader_of
 from penstock.model.weights.locate import ModelFiles
 from penstock.model.weights.slots import LinearFactory
 
+GPU_KINDS = KINDS               # that stay packed on a GPU, but for one that converts no e4m3
 
-def backends_of(config: Config, model: dict[str, Any], keeps: Collection[str],
-                log: Callable[[str], object]) -> dict[str, registry.Choice]:
-    """For a model of this configuration, whose weights of these kinds stay packed. Raises ConfigError."""
+
+def backends_of(config: Config, model: dict[str, Any], log: Callable[[str], object]) -> dict[str, registry.Choice]:
+    """For a model of this configuration. Raises ConfigError."""
     spec = families.read_spec_of(model)
     on_device = config.device.device == "cuda"
-    ops = (*spec.ops, *(("scaled_linear",) if "e4m3" in keeps else ()),
-           *(("experts",) if spec.moe is not None and on_device else ()), *(("draw",) if on_device else ()),
+    ops = (*spec.ops, *(("experts",) if spec.moe is not None and on_device else ()), *(("draw",) if on_device else ()),
            *(("mask",) if config.model.grammar_backend != "none" else ()),
            *(("paged_attention",) if config.schedule.speculative_method == "eagle3" else ()))
     more = (registry.HOSTING if "index_select" in ops else
@@ -79,52 +73,36 @@ def _check_packable(config: Config, files: ModelFiles) -> None:
         raise ConfigError(f"--dtype gguf: {files.name} has no weights of {', '.join(sorted(PACKED))}, only "
                           f"of {', '.join(sorted(there))}: leave the flag out")
     try:
-        linear.OP.get("c").usable_on(_platform(config))
+        if config.device.device == "cpu":
+            linear.OP.get("c").usable_on(_platform(config))
     except Unusable as why:
         raise ConfigError(f"--dtype gguf: {why}: use --dtype float32") from None
 
 
 def kept_packed(config: Config, files: ModelFiles, log: Callable[[str], object]) -> tuple[str, ...]:
-    """Which kinds of weights stay packed: integers where that was asked for, blocks of fp8 on a device
-    with kernels for them. Raises ConfigError."""
+    """Which kinds of weights stay packed: on a CPU, and of a GGUF, where that was asked for; else those that a GPU has
+    kernels for. Raises ConfigError."""
     if config.model.dtype == "gguf":
         _check_packable(config, files)
-        return ("u8",)
-    form = None if files.gguf is not None else format_of(files.config, f"{files.folder}/config.json")
-    if form is None or config.device.device != "cuda":
+    if config.device.device == "cpu":
+        return ("u8",) if config.model.dtype == "gguf" else ()
+    if config.model.dtype != "gguf" and (files.gguf is not None or reader_of(
+            files.config, f"{files.folder}/config.json") is None):
         return ()
     try:
-        scaled_linear.OP.get("triton").usable_on(_platform(config))
-        _check_blocks(config, files, form)
+        platform = _platform(config)
+        linear.OP.get("triton").usable_on(platform)
     except Unusable as why:
-        log(f"weights in fp8 are dequantised when they are loaded: {why}")
+        log(f"quantised weights are dequantised when they are loaded: {why}")
         return ()
     except KernelError:                 # no such device: whoever chooses back-ends says so
         return ()
-    return ("e4m3",)
-
-
-def _check_blocks(config: Config, files: ModelFiles, blocks: Format) -> None:
-    """Raises Unusable: of theirs, or of parts that TP ranks have of them, kernels do not read the columns."""
-    if not scaled_linear.takes(blocks.cols):
-        raise Unusable(f"its blocks have {blocks.cols} columns, not 16 or a multiple")
-    parts = of_config(config, families.read_spec_of(files.config).num_layers) if config.device.tp > 1 else []
-    for tp_rank in (part for part in parts if part.embeds):
-        for name, cuts in families.cuts_of(files.config, tp_rank):
-            if quantises(name) and not scaled_linear.takes(gcd(blocks.cols, cuts[1].first)):
-                raise Unusable(f"a TP rank's part of {name} begins at column {cuts[1].first}, not at a multiple "
-                               "of 16")
+    return linear.kinds(platform, "triton")
 
 
 def packer(backends: Mapping[str, registry.Choice]) -> LinearFactory:
     """What makes products of weights."""
-    name = backends["linear"].name
-
-    def pack(weight: Tensor | Packed, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
-        if isinstance(weight, Packed) and weight.kind == "e4m3":
-            return scaled_linear.pack(weight, bias_O, backend=backends["scaled_linear"].name)
-        return linear.pack(weight, bias_O, backend=name)
-    return pack
+    return functools.partial(linear.pack, backend=backends["linear"].name)
 
 
 def _attention_of(backends: Mapping[str, registry.Choice]) -> paged_attention.Prepare | LatentOps:

@@ -41,8 +41,9 @@ from penstock.model.weights.formats.table import method_of, reader_of
 from penstock.model.weights.locate import ModelFiles, files_of, locate
 from penstock.model.weights.slots import LinearFactory
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "gguf": torch.float32}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _MAY_STAY = " (--dtype gguf keeps blocks packed, scales rounded to f16)"
+_WORDS = {"e4m3": "fp8", "e2m1": "fp4", "u8": "int{}"}
 TRIM_BYTES = 64 << 20         # weights loaded between two trims of the heap
 PROGRESS_S = 10.0             # between two lines of the log that say how far it is
 TURN_S = 0.0005               # for which a thread keeps the interpreter while weights are read
@@ -52,7 +53,7 @@ TURN_S = 0.0005               # for which a thread keeps the interpreter while w
 class LoadedModel:
     """A model with its weights, and what is worth telling about them; `dtype` of weights and KV, `bytes` in
     it, `peak` what loading added to the largest resident size of this process; `whole`: the shape of all
-    its stages, without weights; `digest`: of its configuration; `fp8`: some weights have stayed in that."""
+    its stages, without weights; `digest`: of its configuration; `packed`: types in which some weights stay."""
 
     model: Model
     backends: dict[str, registry.Choice]
@@ -63,7 +64,7 @@ class LoadedModel:
     peak: int
     whole: Model
     digest: str
-    fp8: bool = False
+    packed: tuple[str, ...] = ()
 
 
 def outline(config: Config, log: Callable[[str], object]) -> LoadedModel:
@@ -83,6 +84,8 @@ def dtype_of(config: Config, files: ModelFiles, checkpoint: Mapping[str, object]
     """--dtype, or for `auto` the checkpoint's own where that is computed in, else bfloat16: of a GGUF, whose
     blocks have none, too."""
     asked = config.model.dtype
+    if asked == "gguf":
+        return torch.float32 if config.device.device == "cpu" else torch.bfloat16
     own = "" if files.gguf is not None else str(
         checkpoint.get("dtype") or checkpoint.get("torch_dtype") or "").removeprefix("torch.")
     return DTYPES[asked] if asked != "auto" else DTYPES.get(own, torch.bfloat16)
@@ -125,7 +128,7 @@ def _opened(config: Config, files: ModelFiles, log: Callable[[str], object]) \
     check_model(config, facts_of(files))
     keeps = kept_packed(config, files, log)
     checkpoint = open_checkpoint(files, keeps)
-    backends = backends_of(config, checkpoint.config, keeps, log)
+    backends = backends_of(config, checkpoint.config, log)
     return checkpoint, packer(backends), backends
 
 
@@ -196,7 +199,7 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object], tp_g
         families.dummy_tensors(checkpoint.config, config.model.seed or 0, model.wants, device=device,
                                formats=checkpoint.format, drafts=drafts)
         if load_format == "dummy" else checkpoint.tensors(model.wants, device))
-    become = form_of(config, checkpoint.config) if load_format == "safetensors" else ""
+    become = checkpoint.dequantised
     log(f"model: {name} has {show_size(need)} of weights to load" +
         f"; {become} become {show_dtype(dtype)}" * bool(become))
     if stage is None or (stage.embeds and stage.tp_rank.index == 0):    # once, of several ranks
@@ -204,10 +207,9 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object], tp_g
             log(f"model: {line}")
     if beside is not None:
         beside(Sketch(checkpoint, dtype, backends, made))
-    loaded, trimmed, fp8, told = 0, 0, False, time.perf_counter()
+    loaded, trimmed, told, packed = 0, 0, time.perf_counter(), packed_as(checkpoint)
     for tensor_name, tensor in tensors:
         loaded += tensor.num_bytes if isinstance(tensor, Packed) else tensor.numel() * dtype.itemsize
-        fp8 |= isinstance(tensor, Packed) and tensor.kind == "e4m3"
         model.load(tensor_name, tensor)
         del tensor                        # or it would live while the next one is read
         if device == "cpu" and loaded - trimmed > TRIM_BYTES:
@@ -216,7 +218,7 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object], tp_g
         if (now := time.perf_counter()) - told >= PROGRESS_S:
             told = now
             log(f"model: {show_size(loaded)} of {show_size(need)} after {now - started:.0f} s")
-    kept = kept_as(config, dtype, fp8) + _other_form(config, files)
+    kept = kept_as(config, dtype, packed) + _other_form(config, files)
     # A GGUF's header holds its whole tokenizer; `finish` may pack a large head: not both at once.
     del tensors, checkpoint, files
     _trim_heap()
@@ -228,18 +230,11 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object], tp_g
         loaded += eagle.num_bytes
     elif eagle is not None:
         model.tap(eagle.taps)
+    if model.dequantised:
+        log(f"model: {model.dequantised} weights are dequantised: a TP rank's part begins at no multiple of 16 columns")
     log(f"model: {name}, {show_size(loaded)} of weights as {kept} in {time.perf_counter() - started:.1f} s")
     return LoadedModel(model, backends, name, load_format, dtype, loaded, _peak_rss() - rss_before, whole, digest,
-                  fp8)
-
-
-def form_of(config: Config, model: Mapping[str, Any]) -> str:
-    """Name, for the log, weights that are quantised in the files and floats once loaded; "" where none are, or
-    they may stay quantised."""
-    reader = reader_of(model, "config.json")
-    if reader is None or reader.format or config.model.dtype == "gguf":
-        return ""
-    return f"its quantised weights ({reader.label})"
+                  packed)
 
 
 def _whole(config: Config, checkpoint: Checkpoint, dtype: torch.dtype, pack: LinearFactory,
@@ -288,9 +283,15 @@ def identity_of(loaded: LoadedModel, config: Config, caches: Caches) -> dict[str
             "back-ends": ", ".join(f"{op}={c.name}" for op, c in loaded.backends.items())}
 
 
-def kept_as(config: Config, dtype: torch.dtype, fp8: bool) -> str:
-    """What weights are in memory, in words; `fp8`: those that came in it are."""
-    return "codes" if config.model.dtype == "gguf" else f"{'fp8 and ' * fp8}{show_dtype(dtype)}"
+def packed_as(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the types in which some weights of the whole model stay, in words."""
+    forms = (checkpoint.format(name) for name, _ in families.tensor_shapes(checkpoint.config))
+    return tuple(sorted({_WORDS[form.kind].format(form.bits) for form in forms if form is not None}))
+
+
+def kept_as(config: Config, dtype: torch.dtype, packed: Sequence[str]) -> str:
+    """What weights are in memory, in words; packed: as `packed_as` has it."""
+    return "codes" if config.model.dtype == "gguf" else " and ".join((*packed, show_dtype(dtype)))
 
 
 def _check_weights_fit(config: Config, files: ModelFiles, checkpoint: Checkpoint, dtype: torch.dtype,
@@ -307,7 +308,7 @@ def _check_weights_fit(config: Config, files: ModelFiles, checkpoint: Checkpoint
     free = sum(int(torch.cuda.mem_get_info(i)[0]) for i in gpus) if cuda else here.memory_available
     if need + more > free:
         where = "of the GPU's memory" if cuda else "of memory"
-        kept = kept_as(config, dtype, "e4m3" in kinds)
+        kept = kept_as(config, dtype, packed_as(checkpoint))
         less = " or --dtype bfloat16" if kept == "float32" else ""
         raise ConfigError(f"{files.name}: its weights take {show_size(need)} as {kept} and "
                           f"{show_size(more)} more while they are loaded, and {show_size(free)} {where} "

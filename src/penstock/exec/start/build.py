@@ -187,10 +187,11 @@ def kv_identity(config: Config, loaded: LoadedModel, selection: Selection | None
     rope = {name: files.config[name] for name in ROPE if name in files.config}
     weights = f"dummy {seed}" if loaded.load_format == "dummy" else weights_digest(files)
     # Of one file: products with its codes are not those with what the codes stand for.
-    kept = kept_as(config, loaded.dtype, loaded.fp8)
+    kept = kept_as(config, loaded.dtype, loaded.packed)
     drafter = {"drafter": name} if (name := _drafter(config.schedule)) else {}
+    products = {"products": "fp8"} if loaded.backends["linear"].name == "fp8" else {}
     return {
-        "weights": weights, **drafter, "weights kept as": f"{kept}, of {loaded.load_format}",
+        "weights": weights, **drafter, **products, "weights kept as": f"{kept}, of {loaded.load_format}",
         "configuration": loaded.digest,
         "RoPE": json.dumps(rope, sort_keys=True, default=str),
         "KV dtype": show_dtype(loaded.dtype),

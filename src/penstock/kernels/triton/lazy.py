@@ -23,9 +23,10 @@ def probe(_: Platform) -> str:
     return f"Triton {triton_version()}"
 
 
-def lazy(name: str, where: str, probe: Callable[[Platform], str] = probe) -> Implementation[Any]:
+def lazy(name: str, where: str, probe: Callable[[Platform], str] = probe,
+         kinds: tuple[str, ...] = ()) -> Implementation[Any]:
     """An implementation for CUDA devices. where: as `Implementation.code`."""
-    return Implementation(name, where, probe, ("cuda",))
+    return Implementation(name, where, probe, ("cuda",), kinds)
 
 
 def alone(run: F) -> F:

@@ -69,7 +69,8 @@ class ConfigOnly:
     def __init__(self, files: ModelFiles, keeps: Collection[str]) -> None:
         self._files, self.config, self.eos_ids = files, files.config, files.eos_ids
         found = format_of(self.config, f"{files.folder}/config.json")
-        self._format = found if found is not None and found.kind in keeps else None
+        self._format = found if _stays(found, keeps) else None
+        self.dequantised = ""
 
     def tensors(self, wants: Wants = everything, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
         """Nothing."""
@@ -98,7 +99,13 @@ class SafetensorsCheckpoint:
         self._reader = reader_of(self.config, f"{files.folder}/config.json")
         self._quantised, self._beside = _quantised(self.shards, self._reader)
         self._formats = {name: stored.format for stored in self._quantised.values() for name in stored.names
-                         if stored.format is not None and stored.format.kind in keeps}
+                         if stored.format is not None and _stays(stored.format, keeps)}
+        if self._reader is not None and self._reader.stacked:
+            self._formats = {name.format(expert): form for stored in self._quantised.values() for name in stored.names
+                             for expert in range(stored.experts) if (form := self._formats.get(name))}
+        plain = sum(not _stays(stored.format, keeps) for stored in self._quantised.values())
+        self.dequantised = "" if self._reader is None or not plain else (
+            f"{'its' if not self._formats else f'{plain} of its'} quantised weights ({self._reader.label})")
 
     def format(self, name: str) -> Format | None:
         return self._formats.get(name)
@@ -161,8 +168,14 @@ class SafetensorsCheckpoint:
                     weight = made if len(names) == 1 else made[first::len(names)]
                     if isinstance(weight, Packed) and name not in self._formats:
                         weight = weight.floats()
-                    yield name, _finite(weight, name, path)
+                    weight = _finite(weight, name, path)
+                    yield name, weight.compact() if isinstance(weight, Packed) and read is not _read else weight
                     del weight          # before the next one is made
+
+
+def _stays(form: Format | None, keeps: Collection[str]) -> bool:
+    """Whether a weight of this format stays packed, as a GPU keeps it if codes of four bits are among these kinds."""
+    return form is not None and form.kind in keeps and ("u4" not in keeps or form.cols % 16 == 0)
 
 
 class _Quantised(NamedTuple):
@@ -276,6 +289,7 @@ class GGUFCheckpoint:
         self.path = files.gguf
         self.config = files.config
         self.eos_ids = files.eos_ids
+        self.dequantised = ""
         self.wanted: list[tuple[GGUFTensor, HFName]] = []
         self._formats: dict[str, Format] = {}
         names: set[str] = set()
@@ -314,8 +328,8 @@ class GGUFCheckpoint:
                         tensor = _halves(tensor, target.rope_heads)
                     if target.plus and isinstance(tensor, Tensor):
                         tensor = tensor - target.plus
-                    tensor = _finite(tensor, name, self.path)
-                    yield name, tensor.to(device)
+                    tensor = _finite(tensor, name, self.path).to(device)
+                    yield name, tensor.compact() if isinstance(tensor, Packed) and device != "cpu" else tensor
                     del tensor
 
 

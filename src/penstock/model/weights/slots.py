@@ -15,6 +15,7 @@ from torch import Tensor
 from penstock.config.base.errors import ConfigError
 from penstock.kernels.fused.layer import LayerOps
 from penstock.kernels.gemm.experts import ExpertOps
+from penstock.kernels.gemm.linear import takes
 from penstock.kernels.state.scan import Scan
 from penstock.kernels.types.packed import Packed, joined
 from penstock.model.base import TpGroup
@@ -130,7 +131,7 @@ class Table:
     def __call__(self, ids_T: Tensor) -> Tensor:
         """Rows [T, D]."""
         if isinstance(self.value, Packed):
-            return self.value[ids_T].floats()
+            return self.value[ids_T].floats().to(self.slot.dtype)
         return F.embedding(ids_T, self.value)
 
 
@@ -161,6 +162,7 @@ class Slots:
         self._foreign: dict[str, tuple[int, ...]] = {}
         self._seen: set[str] = set()
         self.num_bytes = 0                  # of what has come and is kept
+        self.dequantised = 0                # weights that were cut inside of their blocks
         self._bundles: dict[str, tuple[list[str], dict[tuple[int, ...], Callable[[Tensor], Tensor]]]] = {}
 
     def linear(
@@ -262,6 +264,11 @@ class Slots:
         self._seen.add(name)
         for slot, first_row, cuts in self._places.get(name, ()):
             part = _part(tensor, cuts)
+            # Integers of eight bits are a CPU's too, which reads blocks of any even number of columns.
+            if isinstance(part, Packed) and (part.kind != "u8" or part.code_OI.is_cuda) and not takes(
+                    part.cols, part.shape[1]):
+                self.dequantised += 1
+                part = part.floats()
             self.num_bytes += (part.num_bytes if isinstance(part, Packed) else
                                part.numel() * slot.dtype.itemsize)
             slot.fill(first_row, part)

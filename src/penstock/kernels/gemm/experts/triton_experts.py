@@ -99,12 +99,13 @@ def _visits(expert, block_expert, block_visit, T, FIRST, E, C: tl.constexpr, C_P
 
 
 @triton.jit(do_not_specialize=["T"])
-def experts_in(x, weight, scale, bias, expert, block_expert, block_visit, inner, T, FIRST, E, x_row, SCALES,
+def experts_in(x, weight, scale, offset, bias, expert, block_expert, block_visit, inner, T, FIRST, E, x_row, SCALES,
                WIDTH, alpha, limit,
                INPUTS: tl.constexpr, C: tl.constexpr, C_PAD: tl.constexpr, VISITS: tl.constexpr,
                ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-               SCALED: tl.constexpr, FEW: tl.constexpr, EXACT: tl.constexpr, BIAS: tl.constexpr,
-               CLAMPED: tl.constexpr, GELU: tl.constexpr, GATED: tl.constexpr):
+               KIND: tl.constexpr, OFFSET: tl.constexpr, ZERO_CODE: tl.constexpr, FEW: tl.constexpr,
+               EXACT: tl.constexpr, BIAS: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr,
+               GATED: tl.constexpr):
     """silu(gate(x)) * up(x), ROWS of WIDTH outputs of each visit, into row `visit` of `inner`; or clamped, or
     by GELU, or without a gate relu(up(x)) ** 2."""
     e, visit = _visits(expert, block_expert, block_visit, T, FIRST, E, C, C_PAD, VISITS, FEW)
@@ -122,10 +123,10 @@ def experts_in(x, weight, scale, bias, expert, block_expert, block_visit, inner,
             x_JK = tl.load(x + token[:, None] * x_row + start + k[None, :],
                            mask=visits[:, None] & (start + k < INPUTS)[None, :], other=0.0)
             if GATED:
-                gate = add_product(gate, weight, scale, row, own, x_JK, start, SCALES, INPUTS, COLS,
-                                   BLOCK_ROWS, BLOCK_COLS, SCALED, EXACT)
-            up = add_product(up, weight, scale, up_row, own, x_JK, start, SCALES, INPUTS, COLS, BLOCK_ROWS,
-                             BLOCK_COLS, SCALED, EXACT)
+                gate = add_product(gate, weight, scale, offset, row, own, x_JK, start, SCALES, INPUTS, COLS,
+                                   BLOCK_ROWS, BLOCK_COLS, KIND, OFFSET, ZERO_CODE, EXACT)
+            up = add_product(up, weight, scale, offset, up_row, own, x_JK, start, SCALES, INPUTS, COLS, BLOCK_ROWS,
+                             BLOCK_COLS, KIND, OFFSET, ZERO_CODE, EXACT)
         if BIAS:
             if GATED:
                 gate += tl.load(bias + row, mask=own, other=0.0).to(tl.float32)[:, None]
@@ -145,10 +146,11 @@ def experts_in(x, weight, scale, bias, expert, block_expert, block_visit, inner,
 
 
 @triton.jit(do_not_specialize=["T"])
-def experts_out(inner, weight, scale, bias, expert, block_expert, block_visit, weighs, part, T, FIRST, E,
+def experts_out(inner, weight, scale, offset, bias, expert, block_expert, block_visit, weighs, part, T, FIRST, E,
                 SCALES, OUTPUTS, INPUTS: tl.constexpr, C: tl.constexpr, C_PAD: tl.constexpr,
                 VISITS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-                BLOCK_COLS: tl.constexpr, SCALED: tl.constexpr, FEW: tl.constexpr, EXACT: tl.constexpr,
+                BLOCK_COLS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr, ZERO_CODE: tl.constexpr,
+                FEW: tl.constexpr, EXACT: tl.constexpr,
                 BIAS: tl.constexpr):
     """What a visit weighs times down(inner), ROWS outputs of each visit, into row `visit` of `part`."""
     e, visit = _visits(expert, block_expert, block_visit, T, FIRST, E, C, C_PAD, VISITS, FEW)
@@ -163,8 +165,8 @@ def experts_out(inner, weight, scale, bias, expert, block_expert, block_visit, w
         for start in range(0, INPUTS, COLS):
             x_JK = tl.load(inner + at[:, None] * INPUTS + start + k[None, :],
                            mask=visits[:, None] & (start + k < INPUTS)[None, :], other=0.0)
-            acc = add_product(acc, weight, scale, row, own, x_JK, start, SCALES, INPUTS, COLS, BLOCK_ROWS,
-                              BLOCK_COLS, SCALED, EXACT)
+            acc = add_product(acc, weight, scale, offset, row, own, x_JK, start, SCALES, INPUTS, COLS, BLOCK_ROWS,
+                              BLOCK_COLS, KIND, OFFSET, ZERO_CODE, EXACT)
         if BIAS:
             acc += tl.load(bias + row, mask=own, other=0.0).to(tl.float32)[:, None]
         y = acc * tl.load(weighs + at, mask=visits, other=0.0)[None, :]
@@ -260,17 +262,17 @@ def mlp(x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor, gate_up: Tensor | Pa
     same = dict(C=chosen, C_PAD=triton.next_power_of_2(chosen), VISITS=size, ROWS=rows, FEW=few,
                 EXACT=exact, num_warps=4, num_stages=3)
     bias_in, bias_out = biases or (None, None)
-    element, scale, scales, constants = parts_of(gate_up)
+    element, scale, offset, scales, constants = parts_of(gate_up)
     experts_in[(triton.cdiv(width, rows), grid)](
-        x_TD, element, scale, x_TD if bias_in is None else bias_in, *tables, inner_SI, tokens, first,
+        x_TD, element, scale, offset, x_TD if bias_in is None else bias_in, *tables, inner_SI, tokens, first,
         num_experts, dim, scales, width, *((gate.alpha, gate.limit) if isinstance(gate, Clamped) else (0.0, 0.0)),
-        INPUTS=dim, COLS=tile_cols(gate_up, most), BIAS=bias_in is not None, CLAMPED=isinstance(gate, Clamped),
-        GELU=isinstance(gate, TanhGelu), GATED=gated, **same, **constants)
-    element, scale, scales, constants = parts_of(down)
+        INPUTS=dim, COLS=tile_cols(gate_up, most, exact=exact), BIAS=bias_in is not None,
+        CLAMPED=isinstance(gate, Clamped), GELU=isinstance(gate, TanhGelu), GATED=gated, **same, **constants)
+    element, scale, offset, scales, constants = parts_of(down)
     experts_out[(triton.cdiv(dim, rows), grid)](
-        inner_SI, element, scale, x_TD if bias_out is None else bias_out, *tables, weight_TC, part_SD, tokens,
-        first, num_experts, scales, dim, INPUTS=width, COLS=tile_cols(down, most), BIAS=bias_out is not None,
-        **same, **constants)
+        inner_SI, element, scale, offset, x_TD if bias_out is None else bias_out, *tables, weight_TC, part_SD, tokens,
+        first, num_experts, scales, dim, INPUTS=width, COLS=tile_cols(down, most, exact=exact),
+        BIAS=bias_out is not None, **same, **constants)
     block = min(1024, triton.next_power_of_2(dim))
     sum_visits[(tokens, triton.cdiv(dim, block))](
         part_SD, expert_TC, out_TD, first, num_experts, dim, C=chosen, BLOCK=block, num_warps=4)

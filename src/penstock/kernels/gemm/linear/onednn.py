@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.kernels.op import Unusable, WrongResult
 from penstock.kernels.platform import Platform
+from penstock.kernels.types.packed import Packed
 
 
 def probe(platform: Platform) -> str:
@@ -36,7 +37,8 @@ def probe(platform: Platform) -> str:
     return platform.best("amx_bf16", "avx512_bf16", "avx512_f", "avx2", "sve")
 
 
-def pack(weight_OI: Tensor, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
+def pack(weight_OI: Tensor | Packed, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
+    assert isinstance(weight_OI, Tensor), "takes no packed weights"
     # No row count is given: with one, f32 takes a layout that is 2x slower from two rows on
     # (bench/kernels.py, T = 1, 2, 8, 64, 512).
     packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), None)

@@ -67,7 +67,9 @@ class Panels:
                 want = F.linear(x_TI[:rows], weight.floats(), bias_O)
                 yield f"codes below {most}", self.codes(weight, bias_O)(x_TI[:rows]), want, 1e-5
 
-    def __call__(self, weight_OI: Tensor, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
+    def __call__(self, weight_OI: Tensor | Packed, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
+        if isinstance(weight_OI, Packed):
+            return self.codes(weight_OI, bias_O)
         width, dtype = self._ask("penstock_panel"), weight_OI.dtype
         pair, whole = (2, self._ask("penstock_whole")) if dtype is torch.bfloat16 else (1, 1)
         panels_PGWB = _panels(weight_OI, width, pair, whole)
@@ -75,13 +77,14 @@ class Panels:
 
     def codes(self, weight: Packed, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
         """Implement `linear.pack` of codes of u8."""
+        weight = weight.wide()
         assert weight.kind == "u8", "codes of e4m3 are floats on a CPU"
         weight = weight.finer(1, math.gcd(weight.cols, weight.shape[1]))
         width, nibbles = self._ask("penstock_panel"), int(weight.code_OI.max()) < 16
         panels_PGWB = _panels(weight.code_OI, width, *((2, 2) if nibbles else (1, 1)))
         if nibbles:
             panels_PGWB = panels_PGWB[..., 0] | panels_PGWB[..., 1] << 4
-        parts = _rounded(weight, 15 if nibbles else 255)
+        parts = weight.rounded(15 if nibbles else 255)
         scales = [_panels(part_OG, width, 1, 1)[..., 0] for part_OG in parts]
         scales_PGBW = torch.stack(scales, 2).to(torch.float16)
         return self._linear(weight.shape, torch.float32, panels_PGWB, bias_O, scales_PGBW,
@@ -120,17 +123,6 @@ class Product:
         if self.run(ctypes.byref(args), torch.get_num_threads()):
             raise KernelError(f"no memory for {rows} rows of {inputs} inputs")
         return y_TO
-
-
-def _rounded(weight: Packed, most: int) -> tuple[Tensor, Tensor]:
-    """Scales rounded to f16, and shifts that make up for it at the code that is nearest to a weight of zero:
-    what is left is relative to the weight, not to the shift."""
-    scale_OG, shift_OG = weight.scale_RJ, weight.offset_RJ
-    if shift_OG is None or not shift_OG.is_floating_point():
-        shift_OG = scale_OG * (0 if shift_OG is None else -shift_OG)
-    kept_OG = scale_OG.half().float()
-    zero_OG = (-shift_OG / scale_OG).nan_to_num().clamp(0, most)
-    return kept_OG, shift_OG + zero_OG * (scale_OG - kept_OG)
 
 
 def _panels(weight_OI: Tensor, width: int, pair: int, whole: int) -> Tensor:

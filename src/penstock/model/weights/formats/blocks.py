@@ -3,6 +3,7 @@ for each row or for all, as Mistral's and fbgemm's are."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from penstock.config.base.errors import ConfigError, show
@@ -76,6 +77,11 @@ class RowsReader(WeightReader):
         one = scale is not None and scale.shape in ((), (1,), (1, 1), (rows,))
         check(scale, name, FLOATS, scale.shape if scale is not None and one else (rows, 1), where)
         return "weight", name
+
+    def format_of(self, module: Mapping[str, StoredTensor]) -> Format | None:
+        rows, columns = module["weight"].shape
+        [scale] = (stored for name, stored in module.items() if name in ("weight_scale", SCALE))
+        return Format("e4m3", 1 if prod(scale.shape) > 1 else rows, columns)
 
     def read(self, module: Mapping[str, Tensor]) -> Packed:
         from penstock.model.weights.formats.values import packed

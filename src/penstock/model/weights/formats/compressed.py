@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from penstock.config.base.errors import ConfigError, show
-from penstock.model.weights.formats.groups import check_groups, grouped, read_groups
+from penstock.model.weights.formats.groups import check_groups, format_of_groups, grouped, read_groups
 from penstock.model.weights.formats.reader import FLOATS, Format, WeightReader, check, group_size, integers, missing
 from penstock.model.weights.safetensors_file import StoredTensor
 
@@ -126,8 +126,12 @@ class CompressedReader(WeightReader):
             bits = self._said["bits"]
             found = self._columns(entry.shape[1] * 32 // bits, scale.shape[1])
             return None if found is None else integers(bits, 1, *found)
-        block = self._kind(entry.shape, scale.shape) if entry.dtype == "I8" else None
-        return None if block is None else integers(8, block[0], entry.shape[1], block[1])
+        if grouped(entry, scale):
+            return format_of_groups(entry, scale)
+        block = self._kind(entry.shape, scale.shape) if entry.dtype in ("I8", "F8_E4M3") else None
+        if block is None:
+            return None
+        return Format("e4m3", *block) if entry.dtype == "F8_E4M3" else integers(8, block[0], entry.shape[1], block[1])
 
     def _columns(self, stored: int, groups: int) -> tuple[int, int] | None:
         """Columns, and those of a group. The last word may be filled up: groups say by how much."""

@@ -12,9 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.kernels.types.packed import Packed
+from penstock.kernels.types.packed import E2M1, LEAST, Packed
 from penstock.model.weights.formats.reader import Format
-from penstock.model.weights.formats.values import E2M1, LEAST
 
 _U8: TypeAlias = npt.NDArray[np.uint8]
 _F32: TypeAlias = npt.NDArray[np.float32]

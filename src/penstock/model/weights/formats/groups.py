@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.config.base.errors import ConfigError
-from penstock.model.weights.formats.reader import check
+from penstock.model.weights.formats.reader import Format, check
 from penstock.model.weights.safetensors_file import StoredTensor
 
 if TYPE_CHECKING:
@@ -23,6 +23,12 @@ _COLUMNS = {("U8", "F8_E4M3"): 16, ("U8", "U8"): 32, ("F8_E4M3", "U8"): 32}
 def grouped(weight: StoredTensor, scale: StoredTensor) -> bool:
     """Whether they are one of these formats, by their types."""
     return (weight.dtype, scale.dtype) in _COLUMNS
+
+
+def format_of_groups(weight: StoredTensor, scale: StoredTensor) -> Format:
+    """Return how such a weight stays packed."""
+    columns = _COLUMNS[weight.dtype, scale.dtype]
+    return Format("e2m1", 1, columns, 4) if weight.dtype == "U8" else Format("e4m3", 1, columns)
 
 
 def check_groups(weight: StoredTensor, scale: StoredTensor, factor: StoredTensor | None, name: str, where: str) -> None:
@@ -40,10 +46,10 @@ def check_groups(weight: StoredTensor, scale: StoredTensor, factor: StoredTensor
 
 def read_groups(weight: Tensor, scale_OG: Tensor) -> Packed:
     """The weight. scale_OG: uint8, powers of two of 32 columns, or float32, NVFP4's with its second factor."""
-    from penstock.model.weights.formats.values import LEAST, e2m1, packed, power
+    from penstock.model.weights.formats.values import e2m1, packed, power
 
     columns = 16 if scale_OG.is_floating_point() else 32
     scale_OG = scale_OG if scale_OG.is_floating_point() else power(scale_OG)
     if weight.is_floating_point():
         return packed(weight, scale_OG, 0, 1, columns)
-    return packed(e2m1(weight), scale_OG / 2, LEAST, 1, columns)
+    return e2m1(weight, scale_OG, columns)

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from penstock.config.base.errors import ConfigError, show
-from penstock.model.weights.formats.groups import check_groups, grouped, read_groups
-from penstock.model.weights.formats.reader import FLOATS, WeightReader, check, missing
+from penstock.model.weights.formats.groups import check_groups, format_of_groups, grouped, read_groups
+from penstock.model.weights.formats.reader import FLOATS, Format, WeightReader, check, missing
 from penstock.model.weights.safetensors_file import StoredTensor
 
 if TYPE_CHECKING:
@@ -57,6 +57,13 @@ class ModelOptReader(WeightReader):
             raise ConfigError(f"{where}; its weight_scale has shape {scale.shape}, expected one scale, one per row, or "
                               f"one per {_BLOCK} x {_BLOCK}")
         return "weight", "weight_scale"
+
+    def format_of(self, module: Mapping[str, StoredTensor]) -> Format | None:
+        weight, scale = module["weight"], module["weight_scale"]
+        if grouped(weight, scale):
+            return format_of_groups(weight, scale)
+        block = _block(weight.shape, scale.shape)
+        return None if block is None else Format("e4m3", *block)
 
     def read(self, module: Mapping[str, Tensor]) -> Packed:
         from penstock.model.weights.formats.values import packed

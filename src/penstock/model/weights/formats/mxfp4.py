@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from penstock.config.base.errors import ConfigError
-from penstock.model.weights.formats.reader import WeightReader, check
+from penstock.model.weights.formats.reader import Format, WeightReader, check
 from penstock.model.weights.safetensors_file import StoredTensor
 
 if TYPE_CHECKING:
@@ -49,7 +49,10 @@ class Mxfp4Reader(WeightReader):
         check(module.get("scales"), "scales", ("U8",), shape[:3], where)
         return "blocks", "scales"
 
-    def read(self, module: Mapping[str, Tensor]) -> Packed:
-        from penstock.model.weights.formats.values import LEAST, e2m1, packed, power
+    def format_of(self, module: Mapping[str, StoredTensor]) -> Format | None:
+        return Format("e2m1", 1, ELEMENTS, 4)
 
-        return packed(e2m1(module["blocks"].flatten(1)), power(module["scales"]) / 2, LEAST, 1, ELEMENTS)
+    def read(self, module: Mapping[str, Tensor]) -> Packed:
+        from penstock.model.weights.formats.values import e2m1, power
+
+        return e2m1(module["blocks"].flatten(1), power(module["scales"]), ELEMENTS)

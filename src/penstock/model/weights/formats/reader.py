@@ -22,9 +22,10 @@ FLOATS = ("F16", "BF16", "F32")         # types of scales
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How a weight is packed: codes of `bits` bits, of which `rows` x `cols` share what takes four bytes."""
+    """How a weight is packed: codes of `bits` bits, of which `rows` x `cols` share what takes four bytes. Integers of
+    four bits are of kind u8 in files, and u4 where a GPU keeps them."""
 
-    kind: Literal["e4m3", "u8"]
+    kind: Literal["e4m3", "e2m1", "u8"]
     rows: int
     cols: int
     bits: int = 8
@@ -35,7 +36,9 @@ class Format:
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """What a weight of this shape takes: at most, as few bits may do."""
-        return prod(shape) * self.bits // 8 + 4 * prod(self.scales(shape))
+        # In large blocks scales and offsets of integers have four bytes each, see `Packed.compact`.
+        each = 8 if self.kind == "u8" and self.cols > 64 else 4
+        return prod(shape) * self.bits // 8 + each * prod(self.scales(shape))
 
 
 class WeightReader(Protocol):

@@ -9,10 +9,6 @@ from torch import Tensor
 
 from penstock.kernels.types.packed import Packed
 
-# Twice what e2m1 means, counted from the least.
-LEAST = 12
-E2M1 = tuple(LEAST + value for value in (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12))
-
 
 def unpacked(word: Tensor, bits: int) -> Tensor:
     """uint8 [.., W * 32 / bits]: the values in words of int32, lowest bits first. bits: 4 or 8."""
@@ -51,11 +47,9 @@ def packed(code_OI: Tensor, scale_RJ: Tensor, zero_RJ: Tensor | int, rows: int, 
     return Packed(code_OI.contiguous(), scale_RJ, rows, cols, zero_RJ)
 
 
-def e2m1(byte: Tensor) -> Tensor:
-    """uint8 [.., 2 n]: codes of which `LEAST` means 0 and steps are halves, of two elements in a byte, the low
-    half first."""
-    return torch.tensor(E2M1, dtype=torch.uint8, device=byte.device)[
-        torch.stack((byte & 15, byte >> 4), -1).flatten(-2).int()]
+def e2m1(byte: Tensor, scale_OG: Tensor, size: int) -> Packed:
+    """The weight e2m1 * scale, of two elements in a byte, the low half first; groups of `size` columns."""
+    return Packed(byte.contiguous(), scale_OG.float().contiguous(), 1, size, four="e2m1")
 
 
 def power(byte: Tensor) -> Tensor:
