@@ -171,7 +171,7 @@ def residency(rows: int, length: int, over: float, hits: float, most: int = 0, *
 
     def misses(r: Request) -> float:
         lacks = r.tables[0].device.count(None) / len(r.tables[0].device)
-        return budget * (1 - hits) * missing(len(r.tables[0].hot) / r.hot_units) * lacks
+        return budget * (1 - hits) * missing(len(r.tables[0].hot) / r.hot.least) * lacks
 
     events: list[Event] = [new() for _ in range(rows)]
     for _ in range(3_000):
@@ -188,7 +188,7 @@ def residency(rows: int, length: int, over: float, hits: float, most: int = 0, *
             load = page * sum(c is not None and not c.ready for c in r.tables[0].device)
             left = r.num_prompt + r.max_new - len(r.tokens)
             promotions, loaded = promotions + 1, loaded + load
-            vain += left * budget * (1 - hits) * missing(len(r.tables[0].hot) / r.hot_units) < load
+            vain += left * budget * (1 - hits) * missing(len(r.tables[0].hot) / r.hot.least) < load
         back = {r.rid for r in hosted if r.phase is Phase.PROMOTING}
         events += answer(plan, 9)
         if plan.step % 16 == 0:

@@ -268,7 +268,8 @@ def pause(s: Scene, n: int, host: float = 4) -> Iterator[Engine]:
     """A long request gives up its row, and keeps its KV in the host."""
     e, r, _ = _parked(s, n, host)
     yield e
-    e.measured(plan.Paused(r.rid), lambda: r.phase is Phase.PAUSED and r.is_saved and not (r.is_saving or r.moves))
+    e.measured(plan.Paused(r.rid), lambda: (
+        r.phase is Phase.PAUSED and r.saving.is_done and not (r.saving.is_copying or r.moves)))
 
 
 def pause_short(s: Scene, n: int) -> Iterator[Engine]:
@@ -281,7 +282,7 @@ def resume(s: Scene, n: int) -> Iterator[Engine]:
     e, r, other = _parked(s, n)
     yield e
     e.turn(plan.Paused(r.rid))
-    e.until(lambda: r.phase is Phase.PAUSED and r.is_saved and not (r.is_saving or r.moves))
+    e.until(lambda: r.phase is Phase.PAUSED and r.saving.is_done and not (r.saving.is_copying or r.moves))
     e.turns(s.after)
     e.measured(plan.Aborted(other), lambda: r.phase is Phase.RESIDENT)
 
@@ -402,7 +403,7 @@ def _short(s: Scene, rows: int, waiting: int, **changes: Any) -> Iterator[Engine
     e.measure(calm)
     _queued(e, waiting, 1_000, filling)
     e.turns(5 * s.after)
-    assert any([r.num_preemptions for r in e.core.live.values()]), "pages are not short"
+    assert any([r.setbacks.preemptions for r in e.core.live.values()]), "pages are not short"
 
 
 def short(s: Scene, n: int) -> Iterator[Engine]:

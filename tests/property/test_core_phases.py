@@ -197,7 +197,7 @@ class CoreMachine(RuleBasedStateMachine):
         kinds = [kind for kind, trigger in POKES.items() if (phase, trigger) in self.core.edges]
         kind = data.draw(st.sampled_from(kinds))
         self.tell(Aborted(rid, damaged) if kind is Aborted else kind(rid))
-        again = damaged and rid in live and live[rid].retried and not live[rid].path
+        again = damaged and rid in live and live[rid].origin.retried and not live[rid].path
         assert kind is not Aborted or rid not in self.got or again
 
     @rule(data=st.data(), kind=st.sampled_from(tuple(POKES)))

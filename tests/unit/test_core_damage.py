@@ -94,11 +94,11 @@ def test_a_request_that_fails_before_the_one_whose_pages_it_reads_is_computed_ag
     second = core.advance([Retired(first.step, ()), Arrived(RequestId(1), PROMPT[:7], 9)]).plan
     r = core.live[RequestId(1)]
     assert second is not None and second.rids == (0, 1) and second.samples == (True, True)
-    assert r.shares_pages and r.path
+    assert r.origin.shares_pages and r.path
     shown = r.path[0]
     fourth = core.advance([Retired(second.step, ((5,), ())), Aborted(RequestId(1), True)])
     assert not [o for o in fourth.outputs if isinstance(o, Finished)]
-    assert core.live[RequestId(1)] is r and r.retried and not r.tokens[7:]
+    assert core.live[RequestId(1)] is r and r.origin.retried and not r.tokens[7:]
     assert core.live[RequestId(0)].kv_epoch == 0 and not shown.banished, "they may be sound"
     assert fourth.plan is not None and fourth.plan.start[1] == 0
     core.check()
@@ -108,7 +108,7 @@ def test_a_request_that_fails_before_the_one_whose_pages_it_reads_is_computed_ag
         if plan is None:
             break
         events = [Retired(plan.step, ((6,),) * sum(plan.samples))]
-    assert not core.live and not r.shares_pages and r.tokens[7:] == [6] * 9
+    assert not core.live and not r.origin.shares_pages and r.tokens[7:] == [6] * 9
     assert shown.banished, "it was sound without them"
 
 

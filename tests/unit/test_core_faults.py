@@ -52,7 +52,7 @@ def test_one_bad_prompt_leaves_a_shared_beginning_and_its_readers_as_they_are() 
     assert cached(d, 2) == cached(d, 3) == 8
     bad = d.core.live[RequestId(3)]
     fail(d, 3)
-    assert bad.retried and not bad.path, "it may have read a bad page"
+    assert bad.origin.retried and not bad.path, "it may have read a bad page"
     fail(d, 3)
     assert d.finished() == {3: Outcome.ABORT} and d.core.stats()["computed_again"] == 1
     assert all(r.kv_epoch == 0 for r in d.core.live.values()), "a request with its beginning starts anew"
@@ -138,7 +138,7 @@ def test_a_prompt_that_reads_banished_pages_is_computed_again_or_if_some_were_pu
     for pushed in (False, True):
         d = prefilling(*[6] * pushed)
         reader = d.core.live[RequestId(2)]
-        assert reader.path and (reader.pushed > 0) == pushed
+        assert reader.path and (reader.remote.pushed > 0) == pushed
         events: list[Event] = [Moved(move.id, True) for move in d.moves]
         d.moves.clear()
         d.tell(*events)
@@ -164,6 +164,6 @@ def test_a_fault_that_a_step_shows_whose_results_do_not_count_is_none() -> None:
     reader = d.core.live[RequestId(2)]
     assert reader.kv_epoch == 1 and reader.invalid_through > StepId(0) and len(d.plans) > 0
     fail(d, 2)
-    assert d.core.live[RequestId(2)] is reader and not reader.retried
+    assert d.core.live[RequestId(2)] is reader and not reader.origin.retried
     d.run()
     assert d.finished() == {1: Outcome.ABORT, 2: Outcome.LENGTH}

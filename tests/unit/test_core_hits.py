@@ -180,7 +180,7 @@ def test_choices_of_a_prompt_share_its_tokens_and_what_was_matched() -> None:
     while not leader.num_output:
         d.retire()
     looked = d.core.kv.hits_left
-    assert forks[0].known is forks[1].known == leader.path and looked >= 0
+    assert forks[0].found.hint is forks[1].found.hint == leader.path and looked >= 0
     turns = 0
     while any([fork.phase is Phase.QUEUED for fork in forks]):
         assert pins(d) - before <= 4

@@ -25,7 +25,7 @@ def full(**settings: object) -> Driver:
 
 
 def cached(d: Driver) -> int:
-    return d.core.kv.device[0].pool.num_evictable - sum(r.num_hot - r.hot_units for r in d.core.kv.grown)
+    return d.core.kv.device[0].pool.num_evictable - sum(r.num_hot - r.hot.least for r in d.core.kv.grown)
 
 
 def sizes(d: Driver) -> list[int]:

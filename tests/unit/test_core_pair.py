@@ -266,7 +266,7 @@ def test_delivered_request_gets_its_row_later() -> None:
     d.arrive(2, range(50, 54), max_new=3)
     d.arrive(1, range(10), transfer=5)
     assert d.end(5, 10, 77) == [] and d.tokens() == [(0, 77)]
-    assert d.phase(1) is Phase.RECEIVING and d.core.live[RequestId(1)].is_saved
+    assert d.phase(1) is Phase.RECEIVING and d.core.live[RequestId(1)].saving.is_done
     while d.phase(1) is Phase.RECEIVING:
         d.retire()
     plan = d.plans[-1]
@@ -485,4 +485,4 @@ def test_two_prefill_engines_are_told_apart() -> None:
     d.tell(PeerLeft(one))                              # and what it was to send is computed here
     assert d.phase(1) is not Phase.RECEIVING and d.phase(2) is Phase.RECEIVING
     d.tell(Received(End(5, 1, 10, (77,)), two))
-    assert (d.core.live[RequestId(2)].delivered, d.tokens()) == (10, [(0, 77)])
+    assert (d.core.live[RequestId(2)].remote.delivered, d.tokens()) == (10, [(0, 77)])

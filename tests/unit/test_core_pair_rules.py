@@ -166,7 +166,7 @@ def test_rule_7_who_lacks_pages_that_a_hung_push_reads_does_not_go_round() -> No
     assert list(d.finished()) == [1] and len(d.core.kv.moves.flying) == 2
     d.arrive(2, range(100, 120), max_new=2, transfer=2)
     d.finish()
-    assert d.core.live[TWO].num_preemptions == 2
+    assert d.core.live[TWO].setbacks.preemptions == 2
     d.arrive(3, range(3), max_new=2, transfer=3)
     d.finish()
     assert d.core.live[RequestId(3)].num_output == 1 and d.core.live[TWO].num_output == 0

@@ -282,7 +282,7 @@ def test_who_pauses_costs_the_same_at_any_length() -> None:
         e.turn(Paused(RequestId(0)))
         for _ in range(3):                     # so many turns it saves its pages
             e.turn()
-        assert e.core.live[RequestId(0)].is_saving
+        assert e.core.live[RequestId(0)].saving.is_copying
         costs.append(sum(bytecodes(e.turn) for _ in range(32)))
     assert costs[1] <= 1.02 * costs[0]
 

@@ -111,7 +111,7 @@ def test_an_admission_beside_a_row_that_has_given_way_often_costs_the_same_whate
         e.arrive(rows)
         e.turn()
         r = e.core.running[-1]
-        r.num_preemptions = 2
+        r.setbacks.preemptions = 2
         e.core.tired.append(r)
         alone = min(e.costs(4))
         e.events += [Arrived(RequestId(5000 + i), (5000 + i, *range(1, PROMPT)), 60, priority=-1)

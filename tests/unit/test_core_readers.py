@@ -95,7 +95,7 @@ def test_a_fetch_does_not_bring_damaged_pages_back(hosted: bool, refused: bool) 
     plan = core.advance([Arrived(RequestId(2), tuple(range(3)), 9, selects=hosted)]).plan
     assert plan is not None
     other = core.live[RequestId(2)]
-    other.retried, other.own_from = True, 0    # it may have computed them
+    other.origin.retried, other.origin.own_from = True, 0    # it may have computed them
     damaged = list(r.path)
     if refused:
         play(core, [Moved(m.id, False) for m in hung])
@@ -274,7 +274,7 @@ def test_the_head_is_tried_when_pages_behind_a_fence_have_come() -> None:
     assert plan is not None
     r = core.live[RequestId(1)]
     assert r.phase is Phase.QUEUED
-    r.num_preemptions = r.forced_preemptions = 2
+    r.setbacks.preemptions = r.setbacks.forced = 2
     core.advance([Aborted(RequestId(2))])      # its last step is in flight
     play(core, [*events, *answers(plan)], steps=3)
     assert core.live[RequestId(0)].phase is Phase.HOSTED
@@ -321,7 +321,7 @@ def test_a_hung_push_stops_nobody_else(n: int) -> None:
 
     play(core, [PeerJoined(), Arrived(RequestId(0), tuple(range(n)), 2, transfer=1),
                 Received(Grant(1, 1, n))], hangs)
-    assert core.live[RequestId(0)].is_pushed
+    assert core.live[RequestId(0)].remote.is_pushed
     play(core, [Received(Cancel(1, 1))], hangs)
     assert not core.live
     play(core, [Arrived(RequestId(1), tuple(range(100, 114)), 2, transfer=2),
@@ -336,7 +336,7 @@ def test_banished_pages_that_nobody_names_go_before_sound_ones() -> None:
     play(core, [Arrived(RequestId(0), tuple(range(500, 509)), 1)])
     play(core, [Arrived(RequestId(1), (1, 2, 3, 4, 50, 51, 52, 53, 54), 1)])
     _, _, events = play(core, [Arrived(RequestId(2), (1, 2, 3, 4, 60, 61, 62, 63, 64), 9)], steps=2)
-    core.live[RequestId(2)].retried, core.live[RequestId(2)].own_from = True, 0
+    core.live[RequestId(2)].origin.retried, core.live[RequestId(2)].origin.own_from = True, 0
     play(core, [*events, Aborted(RequestId(2), damaged=True)])
     core.kv.tree.evict(core.kv.device[0], 1)
     assert sum(not node.banished for node in core.kv.tree.nodes()) == 4

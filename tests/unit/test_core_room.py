@@ -157,7 +157,7 @@ def test_who_pauses_keeps_on_the_device_what_the_host_has_promised_to_another() 
     d.tell(Paused(SHORT))
     d.retire()
     (table,) = d.core.live[SHORT].tables
-    assert d.phase(2) is Phase.PAUSED and d.core.live[SHORT].is_saved and any(table.device)
+    assert d.phase(2) is Phase.PAUSED and d.core.live[SHORT].saving.is_done and any(table.device)
     while d.plans:
         d.retire()
         while d.moves:
@@ -176,7 +176,7 @@ def _half_saved() -> Driver:
         while d.moves:
             d.land()
     d.tell(Paused(LONG))
-    while not d.core.live[LONG].save_at:
+    while not d.core.live[LONG].saving.at:
         d.retire()
     return d
 
@@ -200,9 +200,9 @@ def test_a_paused_request_saves_its_pages_over_turns_and_then_gets_its_row_again
 def test_half_a_pause_gives_back_all_that_it_has(event: Event) -> None:
     d = _half_saved()
     r = d.core.live[LONG]
-    assert any(r.tables[0].device) and any(r.tables[0].host) and not r.is_saved
+    assert any(r.tables[0].device) and any(r.tables[0].host) and not r.saving.is_done
     d.tell(event)
-    assert r.save_at is None and not any(r.reserve)
+    assert r.saving.at is None and not any(r.held.reserve)
     d.run()
     assert not d.core.live and d.core.kv.arenas[Tier.DRAM].pools[0].num_evictable == len(
         d.core.kv.arenas[Tier.DRAM].pools[0].held)
@@ -231,7 +231,7 @@ def test_who_is_paused_keeps_on_the_device_what_the_host_has_no_room_for(host: i
     r = d.core.live[LONG]
     d.tell(Paused(LONG))
     assert (r.phase is Phase.PAUSED) is pauses
-    while r.phase is Phase.PAUSED and not (r.is_saved and not r.is_saving):
+    while r.phase is Phase.PAUSED and not (r.saving.is_done and not r.saving.is_copying):
         d.retire()
         while d.moves:
             d.land()

@@ -49,19 +49,19 @@ def check(core: CoreState, pairs: Mapping[PeerId, Pairing]) -> None:
         _leases(core, r, running)
         _columns(kv, r, pinned, read, pages, twice)
         named += r.path
-        assert r.phase in (Phase.LOADING, Phase.PREFILL) or not any(r.reserved_pages), PROMISED
+        assert r.phase in (Phase.LOADING, Phase.PREFILL) or not any(r.held.reserved), PROMISED
         assert (r in kv.softening) == (r.read_to is not None), (r.rid, "who still pins what it reads")
-        if r.booked is not None:
+        if r.held.booked is not None:
             assert r.phase in (Phase.PAUSED, Phase.STAGING, Phase.PROMOTING), (r.rid, r.phase)
-            for g, n in enumerate(r.booked[1]):
-                promised[r.booked[0]][g] += n
+            for g, n in enumerate(r.held.booked[1]):
+                promised[r.held.booked[0]][g] += n
         for g, t in enumerate(r.tables):
-            promised[Tier.DRAM if r.place is Place.HOST and t.hosted else Tier.HBM][g] += r.reserved_pages[g]
+            promised[Tier.DRAM if r.place is Place.HOST and t.hosted else Tier.HBM][g] += r.held.reserved[g]
     assert all([arena.reserved == promised[tier] and arena.num_reserved == sum(promised[tier])
                 for tier, arena in kv.arenas.items()]), PROMISED
     for r in kv.freeing:
         assert r.phase in (Phase.DONE, Phase.DROPPED) and r.row is None
-        assert not (r.moves or any(r.reserve) or any(t.hot for t in r.tables))
+        assert not (r.moves or any(r.held.reserve) or any(t.hot for t in r.tables))
         _columns(kv, r, pinned, read, pages, twice)
         named += r.path
     moved = [copy for flight in kv.moves.flying.values() for pair in flight.pairs for copy in pair]
@@ -84,7 +84,7 @@ def check(core: CoreState, pairs: Mapping[PeerId, Pairing]) -> None:
 
 def _columns(kv: KVCache, r: Request, pinned: list[Copy], read: list[Copy],
              pages: dict[TierGroup, list[int]], twice: Mapping[Copy, int]) -> None:
-    for t, device, host, reserve in zip(r.tables, kv.device, kv.host, r.reserve, strict=True):
+    for t, device, host, reserve in zip(r.tables, kv.device, kv.host, r.held.reserve, strict=True):
         for space, column in ((device, t.device), (device, t.hot), (host, t.host)):
             if column:
                 copies = [copy for copy in column if copy is not None]
@@ -99,14 +99,14 @@ def _columns(kv: KVCache, r: Request, pinned: list[Copy], read: list[Copy],
                         assert copy.pins == 1 + twice.get(copy, 0), f"request {r.rid}: a private page of two"
                         pages[space].append(copy.page)
         pages[host] += reserve
-        assert all([(copy.evictable_in is None) == (i < r.hot_units) for i, copy in enumerate(t.hot)]), LOOSE
+        assert all([(copy.evictable_in is None) == (i < r.hot.least) for i, copy in enumerate(t.hot)]), LOOSE
 
 
 def _check_reads(r: Request, column: Column) -> None:
     """Who decodes from host pages, or will, can do without what it has on the device; who is promoted
     cannot. Either comes about over turns."""
     promoted = r.phase is Phase.PROMOTING
-    end = r.reload_at if promoted else r.read_to
+    end = r.promotion.reload_at if promoted else r.read_to
     assert all([copy is None or (r in copy.readers) is not promoted for copy in column[:end]]), (
         r.rid, "what it reads, or has pinned")
 
@@ -114,7 +114,7 @@ def _check_reads(r: Request, column: Column) -> None:
 def _tree(core: CoreState, pins: dict[Copy, int], refs: dict[Node, int], moves: dict[Copy, int],
           read: dict[Copy, int], pages: dict[TierGroup, list[int]]) -> None:
     orders: Counter[tuple[TierGroup, bool]] = Counter()
-    evictable = Counter([copy.evictable_in for r in core.kv.grown for t in r.tables for copy in t.hot[r.hot_units:]])
+    evictable = Counter([copy.evictable_in for r in core.kv.grown for t in r.tables for copy in t.hot[r.hot.least:]])
     stack = list(core.kv.tree.roots.values())
     while stack:
         parent = stack.pop()
@@ -163,7 +163,7 @@ def _queues(core: CoreState) -> None:
     assert len(core.running) + len(core.waiting) == len(core.live)
     core.check_queues()
     line = sorted([r for r in core.live.values() if r.is_runnable], key=lambda r: r.key)
-    assert core.runnable == line and core.candidates == [r for r in line if not r.lookup_keys]
+    assert core.runnable == line and core.candidates == [r for r in line if not r.storage.keys]
 
 
 def _kept_promises(core: CoreState) -> None:
@@ -184,7 +184,7 @@ def _kept_promises(core: CoreState) -> None:
             busy |= {id(copy) for pins in waits for copy in pins
                      if copy.node is not None and copy.node.find(space) is copy}
             if tier is Tier.HBM:
-                busy |= {id(up) for r in core.live.values() if r.phase is Phase.PAUSED and not r.is_saved
+                busy |= {id(up) for r in core.live.values() if r.phase is Phase.PAUSED and not r.saving.is_done
                          for t in r.tables if t.hosted for up, down in zip(t.device, t.host, strict=False)
                          if up is not None and down is not None and down.ready}
             assert short <= len(busy), f"{short} of what is promised of {tier.value} cannot be had"
@@ -201,16 +201,16 @@ def _leases(core: CoreState, r: Request, running: set[Request]) -> None:
         device = Lease.HBM if t.hosted else Lease.DEVICE_ONLY
         assert device in either or not any(t.device), where
         assert Lease.DRAM in either or not any(t.host), where
-        least, most = (r.hot_units, r.hot_units_max) if t.hosted and Lease.HOT in holds else (0, 0)
+        least, most = (r.hot.least, r.hot.most) if t.hosted and Lease.HOT in holds else (0, 0)
         assert least <= len(t.hot) <= most, (where, "a hot buffer of another size")
         assert (len(t.hot) > least) == (t.hosted and r in core.kv.grown), (where, "who has grown")
     if Lease.DRAM not in holds:
-        assert not any(r.reserve), where
+        assert not any(r.held.reserve), where
     if r.row is not None:
         _tables(core, r)
-    assert r.phase in (Phase.PAUSED, Phase.STAGING, Phase.RECEIVING) or not r.is_saved
-    assert r.phase is Phase.PROMOTING or not r.loading, where
-    assert r.num_preemptions - r.forced_preemptions <= PREEMPTIONS_MAX, (where, "gave way too often")
+    assert r.phase in (Phase.PAUSED, Phase.STAGING, Phase.RECEIVING) or not r.saving.is_done
+    assert r.phase is Phase.PROMOTING or not r.promotion.loading, where
+    assert r.setbacks.preemptions - r.setbacks.forced <= PREEMPTIONS_MAX, (where, "gave way too often")
 
 
 def _tables(core: CoreState, r: Request) -> None:
@@ -230,10 +230,11 @@ def _tables(core: CoreState, r: Request) -> None:
         if r.phase is Phase.LOADING:
             arriving = [(below, c) for below in (False, True) for c in (t.host if below else t.device)
                       if c is not None and not c.ready and (below or not hosted)]
-            assert all([late in r.arriving for late in arriving]), (where, "pages that it does not wait for")
+            assert all([late in r.found.arriving for late in arriving]), (where, "pages that it does not wait for")
         if r.phase is Phase.PROMOTING and t.hosted:
-            coming = [(g, i) for i, copy in enumerate(t.device[:r.reload_at]) if copy is None or not copy.ready]
-            assert coming == [entry for entry in r.loading if entry in coming], where
+            device = t.device[:r.promotion.reload_at]
+            coming = [(g, i) for i, copy in enumerate(device) if copy is None or not copy.ready]
+            assert coming == [entry for entry in r.promotion.loading if entry in coming], where
         if r.phase is Phase.RESIDENT and t.hosted:
             assert not any(t.host[:len(r.path) * core.cfg.page_size // t.unit]), (where, "sealed mirrors")
 
@@ -250,7 +251,7 @@ def _pair(core: CoreState, pair: Pairing) -> None:
             assert early is not None and early.phase in (Phase.QUEUED, Phase.FETCHING), f"transfer {transfer}"
         for transfer, receiving in side.table.items():
             live = pair.requests.get(transfer)
-            waits = live is not None and live.phase is Phase.RECEIVING and not live.is_saved
+            waits = live is not None and live.phase is Phase.RECEIVING and not live.saving.is_done
             assert waits or receiving.closing, f"transfer {transfer}: its Cancel was forgotten"
         return
     for transfer, sending in side.table.items():

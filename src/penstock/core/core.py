@@ -190,7 +190,7 @@ class Core(CoreState):
                 self.request_edge(event.rid, WISHES[type(event)])
             case Spilled(rid):
                 if (r := self.live.get(rid)) is not None and reclaim.may_spill(self, r):
-                    r.forced_preemptions += bool(reclaim.spill(self, r))
+                    r.setbacks.forced += bool(reclaim.spill(self, r))
             case Flushed():
                 self.kv.flush()
             case SessionEnded(session):
@@ -207,7 +207,7 @@ class Core(CoreState):
                 self.rates = event
             case Listed(rid, visit, present):
                 r = self.live.get(rid)
-                if r is not None and r.visit == visit and r.lookup_keys:
+                if r is not None and r.visit == visit and r.storage.keys:
                     self.look_up(r, listing.listed(self.kv, r, present))
             case HotUse(_, rows):
                 self.residency.hear(rows)
@@ -229,8 +229,8 @@ class Core(CoreState):
                     n if self.prefills_only else self.cfg.max_len + n)
         most = min(n + r.max_new - 1, r.compute_limit)
         r.drafts = self.cfg.draft_tokens if a.drafts is None else min(self.cfg.draft_tokens, a.drafts)
-        r.hot_units = capacity.hot_units(self.cfg, most)
-        r.hot_units_max = capacity.hot_units(self.cfg, most, grown=True)
+        r.hot.least = capacity.hot_units(self.cfg, most)
+        r.hot.most = capacity.hot_units(self.cfg, most, grown=True)
         r.may_host = hosted and capacity.fits(self.cfg, lifecycle.Place.HOST, n + r.max_new - 1)
         r.session = self.sessions.begin(a.session, retains=a.retains)
         self._seq += 1
@@ -249,13 +249,13 @@ class Core(CoreState):
     def request_edge(self, rid: RequestId, trigger: Trigger) -> None:
         """Somebody outside wishes an edge; ignored where the tables do not have it."""
         r = self.live.get(rid)
-        if r is not None and (r.phase, trigger) in self.edges and not r.is_pushed:
-            r.forced_preemptions += bool(self.transition(r, trigger))
+        if r is not None and (r.phase, trigger) in self.edges and not r.remote.is_pushed:
+            r.setbacks.forced += bool(self.transition(r, trigger))
 
     def _expire(self, r: Request) -> None:
         if r.phase is Phase.QUEUED or (r.phase is Phase.DROPPED and not r.started):
             self.end(r, Outcome.EXPIRED)
-        elif r.phase is Phase.FETCHING or (r.phase is Phase.RECEIVING and not r.is_saved):
+        elif r.phase is Phase.FETCHING or (r.phase is Phase.RECEIVING and not r.saving.is_done):
             self.transition(r, Trigger.DROP)
 
     def _retire(self, step: StepId, tokens: tuple[tuple[int, ...], ...]) -> None:
@@ -280,7 +280,7 @@ class Core(CoreState):
         kept = flight.dst.tier is Tier.DRAM and any([target.pins for _, target in flight.pairs])
         # What they pin may be in place now. Their tables are long: others are not looked at.
         for r in sorted(self.saving if lost else flight.savers if kept else (), key=lambda r: r.key):
-            if r.is_saving:
+            if r.saving.is_copying:
                 offload.let_go_of_device(kv, r)
                 self.update_parked(r)
         if flight.request is not None and flight.request.phase is Phase.PAUSED:
@@ -291,17 +291,17 @@ class Core(CoreState):
     def copies_lost(self, r: Request, id: MoveId, lost: Collection[Copy]) -> None:
         """Copies have gone that `r` may count on, or that steps in flight have waited for."""
         counted = offload.lose(self.kv, r, lost)
-        r.forced_preemptions += counted or id in r.step_depends_on
+        r.setbacks.forced += counted or id in r.step_depends_on
         if id in r.step_depends_on:            # perhaps of a row that it has given up
             r.invalid_through = r.last_issue
-        if r.grant is not None and r.pushed > r.grant.start and counted:
+        if r.remote.grant is not None and r.remote.pushed > r.remote.grant.start and counted:
             self.end(r, Outcome.LOST)         # what it has sent may be wrong
         elif id in r.step_depends_on and (r.phase, Trigger.DROP) in self.edges:
             self.transition(r, Trigger.DROP)
         elif r.phase is Phase.STAGING and counted:
             self.transition(r, Trigger.STAY)
         elif counted and (r.row is not None or r.phase in (Phase.SENDING, Phase.RECEIVING)
-                          or (r.is_saved and not self.kv.is_complete(r))):
+                          or (r.saving.is_done and not self.kv.is_complete(r))):
             self.transition(r, Trigger.DROP)          # what has gone is computed again
         if r.phase is Phase.PAUSED:
             self.update_parked(r)                     # it may have only the device's page now
@@ -311,19 +311,19 @@ class Core(CoreState):
         kv = self.kv
         self.is_saving = bool(kv.softening) and kv.soften_some()
         for r in list(self.saving):
-            if r.phase is Phase.PAUSED and not r.is_saved and (
-                    r.save_at or not (r.moves or kv.in_flight(r))):
+            if r.phase is Phase.PAUSED and not r.saving.is_done and (
+                    r.saving.at or not (r.moves or kv.in_flight(r))):
                 if not offload.save(kv, r):
                     self.is_saving = True
                     continue
                 self.update_parked(r)
-                if r.may_lack and not kv.is_complete(r):
+                if r.saving.may_lack and not kv.is_complete(r):
                     self.transition(r, Trigger.DROP)  # it had lost a page before that
             if r.phase is Phase.PAUSED and offload.may_let_go(r):
                 offload.let_go_of_device(kv, r)
                 self.update_parked(r)
                 self.is_saving |= offload.may_let_go(r)
-            if (r.phase is Phase.FETCHING and r.has_more and kv.moves.reads_left
+            if (r.phase is Phase.FETCHING and r.storage.has_more and kv.moves.reads_left
                     and prefetch.is_fetched(kv, r)):
                 prefetch.read(kv, r)
                 self.update_parked(r)
@@ -348,11 +348,11 @@ class Core(CoreState):
                 reclaim.stage(self, r)
             elif r.phase is Phase.PROMOTING:
                 if not promote.load_next(kv, r):
-                    r.promotion_undone_at = kv.issued      # what it was promised cannot be had
+                    r.promotion.undone_at = kv.issued      # what it was promised cannot be had
                     self.transition(r, Trigger.SPILL)
-                elif not (r.loading or r.moves) and r.reload_at is None:
+                elif not (r.promotion.loading or r.moves) and r.promotion.reload_at is None:
                     self.transition(r, Trigger.LANDED)
-            self.is_saving |= r.reload_at is not None and kv.saves_left <= 0
+            self.is_saving |= r.promotion.reload_at is not None and kv.saves_left <= 0
         if self.hosted:
             self.residency.progress()
 
@@ -361,7 +361,8 @@ class Core(CoreState):
         missing = allocate.missing(r)
         if missing is None or len(missing) > self.cfg.wait_pages:
             most = self.cfg.wait_pages + 1     # as long as these are missing, too many are
-            r.blocked_on = missing[-most:] if missing is not None else [c for below, c in r.arriving if below][-1:]
+            r.blocked_on = (missing[-most:] if missing is not None else
+                            [copy for below, copy in r.found.arriving if below][-1:])
             return
         r.step_depends_on = sorted({copy.filled_by for copy in missing})
         self.transition(r, Trigger.LANDED)
@@ -371,8 +372,8 @@ class Core(CoreState):
     def _end_warm(self) -> None:
         """Requests that wait for storage alone end when it has been asked, and has brought what it will."""
         for r in list(self.warming):
-            waits = r.prefetch_pending or r.lookup_keys or (
-                r.phase is Phase.FETCHING and (r.has_more or not prefetch.is_fetched(self.kv, r)))
+            waits = r.storage.is_due or r.storage.keys or (
+                r.phase is Phase.FETCHING and (r.storage.has_more or not prefetch.is_fetched(self.kv, r)))
             if not waits:
                 self.end(r, Outcome.WARMED)
 
@@ -383,7 +384,7 @@ class Core(CoreState):
             if not self.kv.moves.reads_left:
                 self.prefetch_queue = queued[i:]
                 return
-            r.prefetch_pending = False
+            r.storage.is_due = False
             pages = prefetch.stored(self.kv, r)
             if pages and (self.rates is None or self.rates.disk_page_us
                           < self.cfg.page_size * self.rates.prefill_token_us):

@@ -20,9 +20,9 @@ def damaged(core: CoreState, r: Request) -> None:
     if r.invalid_through and kv.retired <= r.invalid_through:
         return                                 # a step that read what has been given up since
     path = kv.tainted_by(r)
-    found, own = path[:r.own_from], path[r.own_from:]
-    if r.shares_pages and not r.retried:
-        r.retried, r.doubted = True, found
+    found, own = path[:r.origin.own_from], path[r.origin.own_from:]
+    if r.origin.shares_pages and not r.origin.retried:
+        r.origin.retried, r.origin.doubted = True, found
         core.counters["computed_again"] += 1
         compute_again(core, r)
     else:
@@ -50,14 +50,14 @@ def _naming(core: CoreState, first: list[Node]) -> list[Request]:
 def succeeded(core: CoreState, r: Request) -> None:
     """A request that had failed is sound without the pages that it had begun with: no request finds them
     any more. One that names them goes on: it fails by itself, or they do it no harm."""
-    path, r.doubted = r.doubted, []
+    path, r.origin.doubted = r.origin.doubted, []
     _banish(core, path)
 
 
 def compute_again(core: CoreState, r: Request) -> None:
     """Give up the KV of `r`, which is computed anew. Of steps in flight no result counts."""
     r.disown_steps()
-    if r.grant is not None and r.pushed > r.grant.start:
+    if r.remote.grant is not None and r.remote.pushed > r.remote.grant.start:
         core.end(r, Outcome.LOST)              # the decode instance has some of it, and computes it
     elif (r.phase, Trigger.DROP) in core.edges:
         core.transition(r, Trigger.DROP)

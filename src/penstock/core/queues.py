@@ -58,13 +58,13 @@ class Queues:
         for queue in entered:
             insert(queue, r)
         was, runs = source in ACTIVE, r.phase in ACTIVE
-        if was != runs and r.num_preemptions >= PREEMPTIONS_MAX - 1:
+        if was != runs and r.setbacks.preemptions >= PREEMPTIONS_MAX - 1:
             keep(self.tired, r, runs)
         if was or runs:
             self._count(r, was, source, place, -1)
             self._count(r, runs, r.phase, r.place, 1)
             keep(self.on_host, r, runs and (r.place is Place.HOST or r.phase is Phase.STAGING))
-        if source is Phase.SENDING and r.is_pushed:
+        if source is Phase.SENDING and r.remote.is_pushed:
             self.num_pushed -= 1
         if source in _PARKED or r.phase in _PARKED:
             self.update_parked(r)
@@ -72,11 +72,11 @@ class Queues:
     def update_parked(self, r: Request) -> None:
         """What `r` waits for, without a row, has changed: copies, a grant, the KV that a peer computes."""
         paused = r.phase is Phase.PAUSED
-        keep(self.saving, r, not is_bare(r) if paused else r.phase is Phase.FETCHING and r.has_more)
+        keep(self.saving, r, not is_bare(r) if paused else r.phase is Phase.FETCHING and r.storage.has_more)
         keep(self.stranded, r, paused and is_stranded(r))
         if self._cfg.role != "unified":
-            keep(self.ungranted, r, r.phase is Phase.SENDING and r.grant is None)
-            keep(self.delivered, r, r.phase is Phase.RECEIVING and r.is_saved)
+            keep(self.ungranted, r, r.phase is Phase.SENDING and r.remote.grant is None)
+            keep(self.delivered, r, r.phase is Phase.RECEIVING and r.saving.is_done)
 
     def _change(self, source: Phase, target: Phase) -> tuple[list[list[Request]], list[list[Request]]]:
         """The queues that an edge leaves, and those that it enters."""
@@ -98,7 +98,7 @@ class Queues:
             assert queue == [r for r in live if r.phase in phases], phases
         running, paused = self.running, self.by_phase[Phase.PAUSED]
         assert self.on_host == [r for r in running if r.place is Place.HOST or r.phase is Phase.STAGING]
-        assert self.tired == [r for r in running if r.num_preemptions >= PREEMPTIONS_MAX - 1]
+        assert self.tired == [r for r in running if r.setbacks.preemptions >= PREEMPTIONS_MAX - 1]
         assert self.num_growing_host == sum([
             r.place is Place.HOST and r.phase is not Phase.PROMOTING for r in running])
         for grown, total in self.demand.items():
@@ -107,17 +107,17 @@ class Queues:
                 demand.add(counted, demand.at_end(self._cfg, r, r.place, grown))
             assert total == counted, "pages that running requests need"
         assert self.saving == [r for r in live if (r.phase is Phase.PAUSED and not is_bare(r)) or (
-            r.phase is Phase.FETCHING and r.has_more)]
+            r.phase is Phase.FETCHING and r.storage.has_more)]
         assert self.stranded == [r for r in paused if is_stranded(r)]
         sending, receiving = self.by_phase[Phase.SENDING], self.by_phase[Phase.RECEIVING]
-        assert self.ungranted == [r for r in sending if r.grant is None]
-        assert self.num_pushed == sum([r.is_pushed for r in sending])
-        assert self.delivered == [r for r in receiving if r.is_saved]
+        assert self.ungranted == [r for r in sending if r.remote.grant is None]
+        assert self.num_pushed == sum([r.remote.is_pushed for r in sending])
+        assert self.delivered == [r for r in receiving if r.saving.is_done]
 
 
 def is_bare(r: Request) -> bool:
     """A parked request whose device pages stay: they could not be copied to the host."""
-    return r.is_saved and not r.is_saving and not r.moves
+    return r.saving.is_done and not r.saving.is_copying and not r.moves
 
 
 def is_stranded(r: Request) -> bool:

@@ -34,6 +34,116 @@ class ScheduledRow:
 
 
 @dataclass(slots=True, eq=False)
+class HotBuffer:
+    """Its hot buffer: pages in each hosted group, and what is known of how it reads through them."""
+
+    least: int = 0                             # pages at least,
+    most: int = 0                              # and at most, while pages lie idle;
+    drafts: int = 0                            # so many its drafts need: they go when nothing cached is left
+    missed: float = MISSED                     # of what its steps select, the part that no device page has
+    has_news: bool = False                     # a HotUse has said so, since its size changed
+    is_resized: bool = False                   # the device was not told of that yet,
+    has_ended: bool = False                    # and may know of a buffer that it had before
+    wait_until: StepId = StepId(0)             # it waits for a hot buffer until this step has retired
+
+
+@dataclass(slots=True, eq=False)
+class FromStorage:
+    """What storage is asked for, before it has a row."""
+
+    keys: tuple[bytes, ...] = ()               # of its pages behind the first `first`: it waits for the answer
+    first: int = -1
+    is_due: bool = False                       # storage was not asked for it yet
+    has_more: bool = False                     # while it fetches: not all of its pages are asked for
+    next_missing: list[tuple[int, Node]] | None = None  # while it fetches: the first page, and its
+                                               # group, that has not come; empty: all have; None: look
+    fetched: int = 0                           # pages that came from there
+
+
+@dataclass(slots=True, eq=False)
+class Saving:
+    """What it keeps while it waits."""
+
+    is_done: bool = False                      # all of that is pinned
+    is_copying: bool = False                   # some of it is still being copied
+    at: tuple[int, int] | None = None          # so far, group and entry, its pages are saved to the host,
+    unsaved: list[tuple[int, int]] = field(default_factory=list)  # but for those that are still being copied
+    may_lack: bool = False                     # since it was paused, an entry has lost both its pages
+
+
+@dataclass(slots=True, eq=False)
+class Promotion:
+    """On its way from host pages to the device."""
+
+    loading: list[tuple[int, int]] = field(default_factory=list)  # group and entry of pages not in place
+    reload_at: int | None = None               # entries below have device pages; None: all
+    undone_at: int = -1                        # step before which it gave up a promotion
+
+
+@dataclass(slots=True, eq=False)
+class Remote:
+    """The part of a remote instance in it."""
+
+    grant: Granted | None = None               # prefill role: pages wait at the decode engine
+    is_asked: bool = False                     # decode role: the other engine works for it, without a grant
+    delivered: int = 0                         # decode role: positions that the other engine computed
+    pushed: int = 0                            # prefill role: positions below it are on their way there,
+    is_pushed: bool = False                    # and all of them
+
+
+@dataclass(slots=True, eq=False)
+class Told:
+    """What the device knows of its row. What has changed since, the next plan tells."""
+
+    bound: bool = False                        # it has the row
+    capacity: int = 0                          # positions that it has pages for
+    lengths: list[int] = field(default_factory=list)    # per group: entries it knows of
+    remapped: list[dict[int, None]] = field(default_factory=list)    # per group: entries with other copies now
+
+
+@dataclass(slots=True, eq=False)
+class Origin:
+    """Who has computed its pages, for when one is found damaged."""
+
+    shares_pages: bool = False                 # it began with pages that it may not have computed itself
+    own_from: int = 1 << 60                    # pages behind so many of its path it may have computed itself
+    retried: bool = False                      # it has failed, and is computed again without what is cached;
+    doubted: list[Node] = field(default_factory=list)  # the pages that it had begun with
+
+
+@dataclass(slots=True, eq=False)
+class Setbacks:
+    """How often it was held up."""
+
+    preemptions: int = 0                       # times it gave up its row or its KV
+    forced: int = 0                            # times something from outside may have made it do so
+    failed_saves: int = 0                      # times that copies to the host have failed it, in a row
+    passed_over: int = 0                       # steps that had no token for its short prompt
+
+
+@dataclass(slots=True, eq=False)
+class Found:
+    """What of its tokens was cached."""
+
+    hint: Sequence[Node] = ()                  # what was once matched: the tree may have lost it
+    prefix: Sequence[list[HbmPage]] = ()       # of each group: pages on the device that its path begins with,
+                                               # as it got its row; empty: look at the table
+    arriving: list[tuple[bool, Copy]] = field(default_factory=list)    # of what it got with its row that which
+                                               # is not in place yet, and whether it is on the host
+    lost_by_group: Mapping[int, int] = field(default_factory=dict)  # pages behind it, by the group that lacks a part
+    loads: int = 0                             # pages of its path that were not on the device
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """Pages that it has beside those of its tables."""
+
+    reserve: list[list[int]]                   # per group: host pages not used yet
+    reserved: list[int]                        # per group: pages that it is promised, and has not taken
+    booked: tuple[Tier, list[int]] | None = None   # pages of each group promised to what goes on over turns
+
+
+@dataclass(slots=True, eq=False)
 class Request:
     """One request. Its tokens are known: the prompt, which all choices of it share, and retired outputs.
     Positions below `retired` have KV from retired steps. With steps in flight, `computed` and
@@ -48,9 +158,6 @@ class Request:
     compute_limit: int                         # positions that are computed at most
     may_host: bool = False                     # it selects, and host pages can hold it to its end
     drafts: int = 0                            # of a step in which it decodes, at most
-    hot_units: int = 0                          # units of its hot buffer, in each hosted group, at least,
-    hot_units_max: int = 0                     # and at most, while pages lie idle;
-    hot_drafts: int = 0                        # so many its drafts need: they go when nothing cached is left
     at_end: dict[tuple[Place, bool], tuple[list[int], list[int]]] = field(
         default_factory=dict)                  # pages, when asked for, also with the largest hot buffer
     phase: Phase = Phase.QUEUED
@@ -62,25 +169,8 @@ class Request:
     kv_epoch: int = 0                          # rises when KV is given up: late results are then tokens only
     invalid_through: StepId = StepId(0)        # results of steps up to this read what never came
     capacity: int = 0                          # positions that its tables have pages for
-    device_capacity: int = 0                   # what the device was told of it
-    bound: bool = False                        # the device has its row
-    missed: float = MISSED                     # of what its steps select, the part that no device page has
-    has_news: bool = False                     # a HotUse has said so, since its hot buffer was resized
-    is_resized: bool = False                   # the device was not told of that yet,
-    hot_ended: bool = False                    # and may know of a buffer that it had before
-    promotion_undone_at: int = -1              # step before which it gave up a promotion
-    hot_wait_until: StepId = StepId(0)         # it waits for a hot buffer until this step has retired
-    failed_saves: int = 0                     # times that copies to the host have failed it, in a row
-    num_preemptions: int = 0                   # times it gave up its row or its KV
-    passed_over: int = 0                       # steps that had no token for its short prompt
-    forced_preemptions: int = 0                # times something from outside may have made it do so
     started: bool = False                      # Started was sent
     visit: int = 0                             # phases entered so far: names one stay in a phase
-    loads: int = 0                             # pages of its path that were not on the device
-    fetched: int = 0                           # pages that came from storage
-    has_more: bool = False                     # while it fetches: not all of its pages are asked for
-    next_missing: list[tuple[int, Node]] | None = None  # while it fetches: the first page, and its
-                                               # group, that has not come; empty: all have; None: look
 
     # What the planner need not look at, see `schedule`. Every change of phase ends it.
     issued: ScheduledRow | None = None         # its row of a step in which it decodes
@@ -88,82 +178,55 @@ class Request:
     append_until: int = 0                      # while `retired` is below, a result only counts on
 
     blocked_on: list[Copy] = field(default_factory=list)  # its phase lasts until one of these is ready
-    loading: list[tuple[int, int]] = field(default_factory=list)  # while promoted: group and entry of pages
-                                               # that are not in place
-
-    # The pair.
-    grant: Granted | None = None               # prefill role: pages wait at the decode engine
-    is_asked: bool = False                     # decode role: the other engine works for it, without a grant
-    delivered: int = 0                         # decode role: positions that the other engine computed
-    pushed: int = 0                            # prefill role: positions below it are on their way there,
-    is_pushed: bool = False                    # and all of them
 
     # Leases. `path` are its sealed pages in the tree.
     row: Row | None = None
     path: list[Node] = field(default_factory=list)
-    known: Sequence[Node] = ()                 # what was once matched, as a hint: the tree may have lost it
-    prefix: Sequence[list[HbmPage]] = ()       # of each group: pages on the device that its path begins with,
-                                               # as it got its row; empty: look at the table
-    arriving: list[tuple[bool, Copy]] = field(default_factory=list)    # of what it got with its row that which
-                                               # is not in place yet, and whether it is on the host
-    lost_by_group: Mapping[int, int] = field(default_factory=dict)  # pages behind it, by the group that lacks a part
-    reserve: list[list[int]] = field(init=False)  # per group: host pages not used yet
-    reserved_pages: list[int] = field(init=False)  # per group: pages that it is promised, and has not taken
     is_runnable: bool = False                  # it waits for a row
-    lookup_keys: tuple[bytes, ...] = ()        # keys of its pages behind the first `lookup_from`: storage was
-    lookup_from: int = -1                      # asked for these, and it waits for the answer
-    prefetch_pending: bool = False             # storage was not asked for it yet
     leader: Request | None = None              # a fork's, until that has begun to answer
     forks: list[Request] = field(default_factory=list)  # who waits for that
-    is_saved: bool = False                     # it waits, and what it keeps is pinned
-    is_saving: bool = False                    # some of that is still being copied
-    save_at: tuple[int, int] | None = None     # so far, group and entry, it has saved its pages to the host,
-    unsaved: list[tuple[int, int]] = field(default_factory=list)  # but for those that are still being copied
-    may_lack: bool = False                     # since it was paused, an entry has lost both its pages
     read_to: int | None = None                 # it decodes from host pages, and has not unpinned all that it
                                                # reads on the device: entries below this; None: all
-    reload_at: int | None = None               # while promoted: entries below have device pages; None: all
-    booked: tuple[Tier, list[int]] | None = None   # pages of each group promised to what goes on over turns
-    shares_pages: bool = False                 # it began with pages that it may not have computed itself
-    own_from: int = 1 << 60                    # pages behind so many of its path it may have computed itself
-    retried: bool = False                      # it has failed, and is computed again without what is cached;
-    doubted: list[Node] = field(default_factory=list)  # the pages that it had begun with
     session: Session = SHARED
+    hot: HotBuffer = field(default_factory=HotBuffer)
+    storage: FromStorage = field(default_factory=FromStorage)
+    saving: Saving = field(default_factory=Saving)
+    promotion: Promotion = field(default_factory=Promotion)
+    remote: Remote = field(default_factory=Remote)
+    told: Told = field(init=False)
+    origin: Origin = field(default_factory=Origin)
+    setbacks: Setbacks = field(default_factory=Setbacks)
+    found: Found = field(default_factory=Found)
+    held: Held = field(init=False)
     moves: set[MoveId] = field(default_factory=set)  # flying copies of its private pages
     step_depends_on: list[MoveId] = field(default_factory=list)  # loads that its next steps wait for
-
-    # What the device has not been told yet.
-    device_len: list[int] = field(init=False)  # per group: entries it knows of
-    remapped: list[dict[int, None]] = field(init=False)  # per group: entries that have other copies now
 
     rid: RequestId = field(init=False)         # of `arrived`: each result asks for it
 
     def __post_init__(self) -> None:
         self.rid = self.arrived.rid
-        self.reserve = [[] for _ in self.tables]
-        self.reserved_pages = [0] * len(self.tables)
-        self.remapped = [{} for _ in self.tables]
-        self.device_len = [0] * len(self.tables)
+        self.held = Held([[] for _ in self.tables], [0] * len(self.tables))
+        self.told = Told(lengths=[0] * len(self.tables), remapped=[{} for _ in self.tables])
 
     # ---------------------------------------------------------------- what several modules tell it
     def begin(self) -> None:
         """It is in another phase: what was true of the last one is not any more."""
         self.visit += 1
         self.issued, self.unchanged_until, self.append_until = None, 0, 0
-        self.blocked_on, self.next_missing, self.lookup_keys = [], None, ()
+        self.blocked_on, self.storage.next_missing, self.storage.keys = [], None, ()
         if self.phase is not Phase.PROMOTING:
-            self.loading, self.reload_at = [], None
-        self.is_saved, self.is_saving, self.hot_wait_until = False, False, StepId(0)
-        self.save_at, self.unsaved, self.may_lack = None, [], False
+            self.promotion = Promotion(undone_at=self.promotion.undone_at)
+        self.hot.wait_until = StepId(0)
+        self.saving = Saving()
 
     def disown_steps(self) -> None:
         """No result of its steps in flight counts, through no fault of the planner."""
         self.invalid_through = self.last_issue
-        self.forced_preemptions += 1
+        self.setbacks.forced += 1
 
     def hint(self, nodes: Sequence[Node]) -> None:
         """The pages that its tokens begin with, as far as the tree has not lost them since."""
-        self.known = nodes
+        self.found.hint = nodes
 
     def hand_over(self, tables: list[PageTable]) -> Request:
         """A request that has all pages of this one, which begins anew with empty tables."""
@@ -174,8 +237,10 @@ class Request:
     def part(self, tables: list[PageTable], path: list[Node]) -> Request:
         """A request without a row that has these pages of this one, to give them up in later turns."""
         other = copy.copy(self)
+        for name in PARTS:
+            setattr(other, name, copy.copy(getattr(self, name)))
         other.tables, other.path, other.row, other.phase = tables, path, None, Phase.DROPPED
-        other.moves, other.reserve, other.booked = set(), [[] for _ in tables], None
+        other.moves, other.held = set(), Held([[] for _ in tables], self.held.reserved)
         return other
 
     @property
@@ -189,7 +254,7 @@ class Request:
 
     def take_prefix(self) -> Sequence[list[HbmPage]]:
         """Of each group the pages that need no look, once."""
-        pages, self.prefix = self.prefix or [[] for _ in self.tables], ()
+        pages, self.found.prefix = self.found.prefix or [[] for _ in self.tables], ()
         return pages
 
     def follow(self, leader: Request) -> None:
@@ -199,15 +264,15 @@ class Request:
 
     def resize(self) -> None:
         """Its hot buffer has another size, of which the device knows nothing yet."""
-        self.is_resized, self.has_news, self.unchanged_until = self.bound, False, 0
+        self.hot.is_resized, self.hot.has_news, self.unchanged_until = self.told.bound, False, 0
 
     def end_hot(self) -> None:
         """It has no hot buffer any more, of which the device may know."""
-        self.is_resized = self.hot_ended = self.bound
-        self.hot_drafts = 0
+        self.hot.is_resized = self.hot.has_ended = self.told.bound
+        self.hot.drafts = 0
 
     def leave_row(self) -> None:
-        self.row, self.bound, self.prefix = None, False, ()
+        self.row, self.told.bound, self.found.prefix = None, False, ()
 
     def look(self) -> None:
         """Its row has news."""
@@ -227,7 +292,7 @@ class Request:
     @property
     def hot_kept(self) -> int:
         """Of these, those that go last."""
-        return max(self.hot_units, self.hot_drafts)
+        return max(self.hot.least, self.hot.drafts)
 
     @property
     def num_output(self) -> int:
@@ -264,7 +329,7 @@ class Request:
     @property
     def cached_max(self) -> int:
         """Tokens that it may take from what is cached."""
-        if self.retried:
+        if self.origin.retried:
             return 0
         return self.num_tokens if self.arrived.cached_max is None else self.arrived.cached_max
 
@@ -273,3 +338,7 @@ class Request:
         selects: of that request, and for no prompt, which is computed with all of its KV."""
         tokens = self.between(index * page_size, (index + 1) * page_size)
         return pack((*tokens, -self.arrived.attention, -num_prompt))
+
+
+# What `part` copies too.
+PARTS = ("hot", "storage", "saving", "promotion", "remote", "told", "origin", "setbacks", "found")

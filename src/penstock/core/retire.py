@@ -59,7 +59,7 @@ def _look(core: CoreState, row: ScheduledRow, step: StepId, new: tuple[int, ...]
         if r.retired >= (len(r.path) + 1) * core.cfg.page_size:
             sealing.seal(core.kv, r)         # before it may end: its pages serve others
         r.append_until = schedule.append_until(core, r)
-        if r.doubted and row.last and new:
+        if r.origin.doubted and row.last and new:
             faults.succeeded(core, r)
     if outcome is not None:
         core.end(r, outcome)
@@ -92,11 +92,11 @@ def take(core: CoreState, r: Request, tokens: tuple[int, ...]) -> Outcome | None
 
 def delivered(core: CoreState, r: Request, tokens: tuple[int, ...]) -> None:
     """Decode role: a prefill engine has computed the prompt, and its KV is in our pages."""
-    r.delivered = r.num_prompt - r.retired
+    r.remote.delivered = r.num_prompt - r.retired
     if not r.started:
         core.started(r)
     r.restart(r.num_prompt)
-    r.is_saved = True                     # it keeps what it has until it gets a row
+    r.saving.is_done = True                     # it keeps what it has until it gets a row
     core.update_parked(r)
     core.update_runnable(r)
     sealing.seal(core.kv, r)

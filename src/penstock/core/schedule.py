@@ -142,13 +142,13 @@ def _ahead(core: CoreState, prompts: list[Request], budget: int) -> dict[Request
         longest = max(longest, todo)
     ahead: dict[RequestId, int] = {}
     share = int(SHARE * budget)
-    short.sort(key=lambda r: (0 if r.passed_over >= PATIENCE_STEPS else r.todo, *r.key))
+    short.sort(key=lambda r: (0 if r.setbacks.passed_over >= PATIENCE_STEPS else r.todo, *r.key))
     for r in short:
         if n := min(share, _wanted(core, r)):
             ahead[r.rid] = n
             share -= n
         else:
-            r.passed_over += 1
+            r.setbacks.passed_over += 1
     return ahead
 
 
@@ -188,7 +188,7 @@ def _chunk(core: CoreState, r: Request, n: int, taken: reclaim.PlannedRows) -> i
     promised."""
     end = r.computed + n
     grown: Literal[True] | Shortage = True
-    if any(r.reserved_pages):
+    if any(r.held.reserved):
         core.kv.grow(r, end)                   # all at once, if it can
     while r.capacity < end and (grown := core.kv.grow(r, r.capacity + 1)):
         pass
@@ -222,9 +222,9 @@ def _bind(r: Request) -> Bind:
                     for t, pages in zip(r.tables, r.take_prefix(), strict=True))
     bind = Bind(r.row, r.rid, columns, r.num_output, host, hot)
     for g, t in enumerate(r.tables):
-        r.device_len[g] = len(t.device)
-        r.remapped[g] = {}
-    r.bound, r.is_resized, r.hot_ended = True, False, False
+        r.told.lengths[g] = len(t.device)
+        r.told.remapped[g] = {}
+    r.told.bound, r.hot.is_resized, r.hot.has_ended = True, False, False
     return bind
 
 
@@ -236,12 +236,12 @@ def _readable(r: Request, column: Sequence[Copy | None]) -> Sequence[Copy | None
 def _grows(r: Request) -> list[Grow]:
     grows: list[Grow] = []
     assert r.row is not None
-    told = r.device_len
+    told = r.told.lengths
     for g, t in enumerate(r.tables):
         device, at = t.device, told[g]
         if (end := len(device)) > at:
             host = _dram(t.host[at:], end - at) if len(t.host) > at else ()
-            new = _readable(r, device[at:]) if r.loading else device[at:]
+            new = _readable(r, device[at:]) if r.promotion.loading else device[at:]
             grows.append(make(Grow, (r.row, g, at, _hbm(new), host)))
             told[g] = end
     return grows
@@ -249,13 +249,13 @@ def _grows(r: Request) -> list[Grow]:
 
 def _remaps(r: Request) -> list[Remap]:
     out: list[Remap] = []
-    for g, (t, entries) in enumerate(zip(r.tables, r.remapped, strict=True)):
+    for g, (t, entries) in enumerate(zip(r.tables, r.told.remapped, strict=True)):
         if entries:
             assert r.row is not None
             out.append(Remap(r.row, Group(g), tuple(entries),
                              _hbm(_readable(r, [own(t.device, i) for i in entries])),
                              _dram([own(t.host, i) for i in entries], len(entries))))
-            r.remapped[g] = {}
+            r.told.remapped[g] = {}
     return out
 
 
@@ -265,10 +265,10 @@ def _resizes(r: Request) -> list[HotResize]:
     for g, t in enumerate(r.tables):
         if t.hosted:
             now = tuple([Hot(HbmPage(c.page), t.kept.get(c.page, -1)) for c in t.hot])
-            wants = ((),) * r.hot_ended + (now,) * (now != () or not r.hot_ended)
+            wants = ((),) * r.hot.has_ended + (now,) * (now != () or not r.hot.has_ended)
             out += [HotResize(r.row, Group(g), pages) for pages in wants]
             t.kept = {}
-    r.is_resized = r.hot_ended = False
+    r.hot.is_resized = r.hot.has_ended = False
     return out
 
 
@@ -285,14 +285,14 @@ class _News:
         self.waits: dict[MoveId, None] = {}
 
     def of(self, core: CoreState, r: Request) -> None:
-        if not r.bound:
+        if not r.told.bound:
             self.binds.append(_bind(r))
-        elif r.capacity != r.device_capacity:
+        elif r.capacity != r.told.capacity:
             self.grows += _grows(r)
-        r.device_capacity = r.capacity
-        if any(r.remapped):
+        r.told.capacity = r.capacity
+        if any(r.told.remapped):
             self.remaps += _remaps(r)
-        if r.is_resized:
+        if r.hot.is_resized:
             self.resizes += _resizes(r)
         if r.step_depends_on:
             r.step_depends_on = [m for m in r.step_depends_on if m in core.kv.moves.flying]
@@ -369,9 +369,9 @@ def check(core: CoreState) -> None:
     """Whether all that is not looked at is as it was when it was. Raises AssertionError."""
     for r in core.live.values():
         if r.computed < r.unchanged_until:
-            assert r.phase in DECODING and r.bound and not any(r.remapped), r.rid
-            assert not r.is_resized, r.rid
-            assert r.unchanged_until == unchanged_until(r) and r.capacity == r.device_capacity, r.rid
+            assert r.phase in DECODING and r.told.bound and not any(r.told.remapped), r.rid
+            assert not r.hot.is_resized, r.rid
+            assert r.unchanged_until == unchanged_until(r) and r.capacity == r.told.capacity, r.rid
             assert r.issued is not None and (r.issued.row, r.issued.kv_epoch) == (r.row, r.kv_epoch), r.rid
         if r.retired < r.append_until:
             assert r.append_until == append_until(core, r), r.rid

@@ -114,7 +114,7 @@ class CoreState(Queues):
         gains = any(x not in self.holds[source, r.place] for x in holds) or target is Phase.PAUSED
         if trigger not in WAYS_IN and r in self.kv.entering:
             self.kv.abandon(r)
-        if r.booked is not None:
+        if r.held.booked is not None:
             self.kv.unbook(r)                  # for the phase that it leaves; refused, it goes on without
         if gains and not (trial := self.kv.acquire(r, target, holds, place, headroom)):
             return trial
@@ -128,11 +128,11 @@ class CoreState(Queues):
         leaves = target in (Phase.DONE, Phase.DROPPED) and self.kv.is_long(r)
         self.kv.release(r, [x for x in Lease if x not in keep and not (leaves and x in PAGES)])
         if target is Phase.LOADING:
-            r.shares_pages = bool(r.path) or r.delivered > 0
-        if target in (Phase.LOADING, Phase.RECEIVING) and not r.retried:   # then it begins with none
-            r.own_from = min(r.own_from, len(r.path))
+            r.origin.shares_pages = bool(r.path) or r.remote.delivered > 0
+        if target in (Phase.LOADING, Phase.RECEIVING) and not r.origin.retried:   # then it begins with none
+            r.origin.own_from = min(r.origin.own_from, len(r.path))
         if source is Phase.LOADING:            # what the device has may be what does not get to the host
-            r.failed_saves = r.failed_saves + 1 if target is Phase.DROPPED else 0
+            r.setbacks.failed_saves = r.setbacks.failed_saves + 1 if target is Phase.DROPPED else 0
         if target in (Phase.DROPPED, Phase.DONE):
             r.kv_epoch += 1
             r.moves = set()                    # its pages wait for them behind fences
@@ -143,7 +143,7 @@ class CoreState(Queues):
         elif (source, target) == (Phase.PROMOTING, Phase.RESIDENT):
             promote.leave_host(self.kv, r)
         elif trigger is Trigger.STAY:          # its host pages are not complete, nor will they be
-            r.failed_saves += 1
+            r.setbacks.failed_saves += 1
             moves = self.kv.moves
             moves.cancel_planned([m for m in moves.outbox if moves.flying[m.id].request is r])
             claims.leave_mirrors(self.kv, r)
@@ -161,13 +161,13 @@ class CoreState(Queues):
 
     def update_runnable(self, r: Request) -> None:
         """Keep the line of those who wait for a row in step with what has changed about one of them."""
-        waits = r.leader is None and (r.phase in LINE or (r.phase is Phase.RECEIVING and r.delivered > 0))
-        if r.arrived.warms or (self.prefills_only and r.num_output and r.grant is None):
+        waits = r.leader is None and (r.phase in LINE or (r.phase is Phase.RECEIVING and r.remote.delivered > 0))
+        if r.arrived.warms or (self.prefills_only and r.num_output and r.remote.grant is None):
             waits = False                      # it wants no row, or has been computed once and waits for its grant
         if waits is not r.is_runnable:
             (insert if waits else remove)(self.runnable, r)
         if waits or r.is_runnable:
-            keep(self.candidates, r, waits and not r.lookup_keys)
+            keep(self.candidates, r, waits and not r.storage.keys)
         r.is_runnable = waits
 
     def enqueue(self, r: Request) -> None:
@@ -178,12 +178,12 @@ class CoreState(Queues):
 
     def look_up(self, r: Request, more: bool) -> None:
         """Ask storage for pages that the tree does not know; then for what is known to be there."""
-        r.lookup_keys = listing.keys(self.kv, r) if more else ()
-        if r.lookup_keys:
-            self.out.append(Lookup(r.rid, r.visit, r.lookup_keys))
+        r.storage.keys = listing.keys(self.kv, r) if more else ()
+        if r.storage.keys:
+            self.out.append(Lookup(r.rid, r.visit, r.storage.keys))
         else:
             insert(self.prefetch_queue, r)
-            r.prefetch_pending = True
+            r.storage.is_due = True
         self.update_runnable(r)
 
     def release_forks(self, r: Request) -> None:
@@ -203,12 +203,12 @@ class CoreState(Queues):
         `place` before."""
         self.phase_changed(r, source, place)
         self.update_runnable(r)
-        if r.prefetch_pending:                       # it was queued, and is no more
+        if r.storage.is_due:                       # it was queued, and is no more
             remove(self.prefetch_queue, r)
-            r.prefetch_pending = False
+            r.storage.is_due = False
         if r.phase is Phase.DONE:
             self.release_forks(r)
-        r.num_preemptions += source in ACTIVE and r.phase in (Phase.PAUSED, Phase.DROPPED)
+        r.setbacks.preemptions += source in ACTIVE and r.phase in (Phase.PAUSED, Phase.DROPPED)
         self.counters["pauses"] += r.phase is Phase.PAUSED
         self.counters["drops"] += r.phase is Phase.DROPPED
         self.counters["spills"] += r.phase is Phase.STAGING
@@ -230,19 +230,19 @@ class CoreState(Queues):
     def started(self, r: Request) -> None:
         """The first row or the first token of `r`: say what of its prompt was found, and where."""
         r.started = True
-        g, disk = self.cfg.page_size, min(r.fetched, r.loads)    # not what failed on its way
+        g, disk = self.cfg.page_size, min(r.storage.fetched, r.found.loads)    # not what failed on its way
         unread = min([t.begin(r.computed) * t.unit for t in r.tables]) // g   # all groups are past it
-        found = [len(r.path) - unread - r.loads, r.loads - disk, disk]
+        found = [len(r.path) - unread - r.found.loads, r.found.loads - disk, disk]
         found[next((i for i, n in enumerate(found) if n), 0)] += unread
         hbm, dram, disk = (n * g for n in found)
         self.counters["prefix_queries"] += r.num_prompt
         self.counters["prefix_hbm_hits"] += hbm
         self.counters["prefix_dram_hits"] += dram
         self.counters["prefix_disk_hits"] += disk
-        for lacking, pages in r.lost_by_group.items():
+        for lacking, pages in r.found.lost_by_group.items():
             self.counters[f'prefix_cache_cut_total{{group="{self.cfg.groups[lacking].name}"}}'] += pages * g
         self.counters["prefix_recomputed"] += self.kv.recomputed(r)
-        self.out.append(Started(r.rid, hbm, dram, disk, r.delivered))
+        self.out.append(Started(r.rid, hbm, dram, disk, r.remote.delivered))
         if self.cfg.store_root and (keys := tuple([node.digest for node in r.path if node.digest])):
             self.out.append(Used(keys))
         if self.cfg.store_reused:

@@ -61,7 +61,7 @@ class StepTime:
             for t in r.tables:
                 if t.hosted and t.device:
                     lacks = t.device.count(None) / len(t.device)
-                    grown = max(1.0, len(t.hot) / max(1, r.hot_units))
+                    grown = max(1.0, len(t.hot) / max(1, r.hot.least))
                     selected = min(self._budget, r.num_tokens)
                     self._missing[r.rid] = selected * self.rates.miss_share * lacks / grown
                     rows.append((r.rid, selected, int(self._missing[r.rid])))

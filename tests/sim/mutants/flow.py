@@ -36,8 +36,8 @@ def no_rebind_after_resume(real: Real, core: Core, r: Request, trigger: Trigger,
     """The device keeps the page table of the row's previous tenant."""
     ok: Trial = real(core, r, trigger, headroom)
     if ok and trigger is Trigger.RESUME:
-        r.bound, r.device_capacity = True, r.capacity
-        r.device_len = [len(t.device) for t in r.tables]
+        r.told.bound, r.told.capacity = True, r.capacity
+        r.told.lengths = [len(t.device) for t in r.tables]
     return ok
 
 
@@ -171,7 +171,7 @@ def second_victim_for_the_same_page(real: Real, core: Core, tier: Tier = Tier.HB
 @instead_of(Core, "update_parked")
 def pages_of_a_paused_request_are_promised_for_ever(real: Real, core: Core, r: Request) -> None:
     """Nobody takes a paused request off the list of those that still have copies to make."""
-    if not (r.phase is Phase.PAUSED and r.is_saved):
+    if not (r.phase is Phase.PAUSED and r.saving.is_done):
         real(core, r)
 
 
@@ -207,4 +207,4 @@ class SleepsOverHalfAPause(Core):
 @instead_of(Admission, "may_start")
 def half_saved_request_gets_a_row(real: Real, admission: Admission, r: Request) -> bool:
     """A pause that takes several turns may end between two of them, with the rest of its reserve."""
-    return bool(real(admission, r)) or (r.save_at is not None and not (r.moves or r.lookup_keys))
+    return bool(real(admission, r)) or (r.saving.at is not None and not (r.moves or r.storage.keys))

@@ -39,7 +39,7 @@ def spill_that_the_device_is_not_told_of(real: Real, core: Core, r: Request, tri
     source = r.phase
     ok: Trial = real(core, r, trigger, headroom)
     if ok and (source, trigger) == (Phase.STAGING, Trigger.LANDED):
-        r.remapped = [{} for _ in r.tables]
+        r.told.remapped = [{} for _ in r.tables]
     return ok
 
 
@@ -62,7 +62,7 @@ class PageMappedBeforeItsLoadHasLanded(Core):
 
         with holding(schedule, "_readable", all_of_it):
             for r in self.running:
-                for g, i in r.loading:
+                for g, i in r.promotion.loading:
                     self.kv.remap(r, g, (i,))
             return super().advance(events)
 
@@ -84,7 +84,7 @@ def hot_buffer_of_before_goes_on(real: Real, kv: KVCache, r: Request) -> None:
     """A row that came back and goes to the host again in one turn believes that its hot units hold what they
     held before."""
     real(kv, r)
-    r.hot_ended = False
+    r.hot.has_ended = False
 
 
 @instead_of(schedule, "_grows", 300)
@@ -110,7 +110,7 @@ def hot_buffer_longer_than_the_request(real: Real, cfg: CoreConfig, _: int, *, g
 def hot_buffer_shrinks_and_the_device_is_not_told(real: Real, r: Request) -> list[HotResize]:
     """A row whose hot buffer is back at its least goes on reading hot pages that are others'."""
     resizes: list[HotResize] = real(r)
-    return [z for z in resizes if len(z.pages) != r.hot_units or max([h.keeps for h in z.pages]) >= 0]
+    return [z for z in resizes if len(z.pages) != r.hot.least or max([h.keeps for h in z.pages]) >= 0]
 
 
 @instead_of(KVCache, "trim_hot_buffers", mode=RESIZES)
@@ -119,10 +119,10 @@ def hot_buffer_shrinks_below_its_least(real: Real, kv: KVCache, want: Sequence[i
     """A row that has lent its hot buffer gets less of it back than a step reads."""
     grown = list(kv.grown)
     for r in grown:
-        r.hot_units -= 1
+        r.hot.least -= 1
     real(kv, want, drafts=drafts)
     for r in grown:
-        r.hot_units += 1
+        r.hot.least += 1
 
 
 @instead_of(KVCache, "trim_hot_buffers", mode=RESIZES)
@@ -147,12 +147,12 @@ def page_of_a_grown_buffer_is_not_counted(real: Real, copy: Copy, pool: Pool) ->
 @instead_of(Residency, "_draft", 400, mode=f"{RESIZES},draft_tokens=3,draft_positions=32")
 def hot_buffer_grows_again_before_the_device_knows_that_it_shrank(real: Real, residency: Residency) -> None:
     """What drafts get comes where something has just gone, and the device takes the one for the other."""
-    resized = [r for r in residency._core.hosted if r.is_resized]
+    resized = [r for r in residency._core.hosted if r.hot.is_resized]
     for r in resized:
-        r.is_resized = False
+        r.hot.is_resized = False
     real(residency)
     for r in resized:
-        r.is_resized = True
+        r.hot.is_resized = True
 
 
 # ---------------------------------------------------------------- on the way to the host
@@ -160,9 +160,9 @@ def hot_buffer_grows_again_before_the_device_knows_that_it_shrank(real: Real, re
 def hot_buffer_skipped_on_resume(real: Real, kv: KVCache, r: Request, g: int, place: Place,
                                  claim: Claim, way: GroupAllocation) -> None:
     """One way to host pages forgets the hot buffer."""
-    units, r.hot_units = r.hot_units, r.hot_units * (r.phase is not Phase.PAUSED)
+    units, r.hot.least = r.hot.least, r.hot.least * (r.phase is not Phase.PAUSED)
     real(kv, r, g, place, claim, way)
-    r.hot_units = units
+    r.hot.least = units
 
 
 @instead_of(offload, "is_staged")

@@ -153,7 +153,7 @@ def lease_dropped_by_a_pause(real: Real, kv: KVCache, r: Request) -> None:
 def leak_when_a_paused_request_is_aborted(real: Real, core: Core, r: Request, outcome: Outcome) -> None:
     """The abort of a paused request forgets its host pages."""
     if outcome is Outcome.ABORT and r.phase is Phase.PAUSED:
-        r.reserve = [[] for _ in r.tables]
+        r.held.reserve = [[] for _ in r.tables]
         for t in r.tables:
             page_table.take_all(t.host)
     real(core, r, outcome)
@@ -236,7 +236,7 @@ def promised_pages_can_be_had(real: Real, arena: Arena, want: Sequence[int]) -> 
 def promise_outlives_its_row(real: Real, kv: KVCache, r: Request, leases: Iterable[Lease]) -> None:
     """Who is dropped or aborted in the middle of its prompt keeps others from its pages for ever."""
     if Lease.ROW in leases:
-        r.reserved_pages = [0] * len(r.reserved_pages)
+        r.held.reserved = [0] * len(r.held.reserved)
     real(kv, r, leases)
 
 

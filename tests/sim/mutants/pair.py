@@ -161,9 +161,9 @@ def push_of_other_groups_forgotten(real: Real, pair: Pairing, r: Request, end: i
 @wrong(Pairing, "push", 500, first=330, more=",again=0.9,turns=0.9")
 def push_begins_at_a_whole_page(real: Real, pair: Pairing, r: Request, end: int) -> None:
     """A grant that begins inside a page of ours loses the rest of that page."""
-    assert r.grant is not None
+    assert r.remote.grant is not None
     size = pair.core.cfg.page_size
-    r.pushed = min(-(-r.pushed // size) * size, end - 1)
+    r.remote.pushed = min(-(-r.remote.pushed // size) * size, end - 1)
     real(pair, r, end)
 
 
@@ -179,7 +179,7 @@ def pushed_early_and_not_counted(real: Real, pair: Pairing, r: Request, end: int
     if end == r.num_prompt:
         real(pair, r, end)
     else:
-        r.pushed = end
+        r.remote.pushed = end
 
 
 @wrong(Core, "request_edge", first=130)
@@ -188,9 +188,9 @@ def dropped_while_its_pushes_fly(real: Real, core: Core, rid: int, trigger: Trig
     r = core.live.get(rid)  # type: ignore[call-overload]
     if r is None:
         return
-    pushed, r.is_pushed = r.is_pushed, False
+    pushed, r.remote.is_pushed = r.remote.is_pushed, False
     real(core, rid, trigger)
-    r.is_pushed = pushed
+    r.remote.is_pushed = pushed
 
 
 @wrong(reclaim, "_drop_sending")
@@ -224,7 +224,7 @@ def row_of_a_delivered_request_not_bound(real: Real, core: Core, r: Request, *ed
     """The device keeps the page table of the row's previous tenant."""
     source = r.phase
     ok: Trial = real(core, r, *edge, **more)
-    r.bound = r.bound or (bool(ok) and source is Phase.RECEIVING and r.row is not None)
+    r.told.bound = r.told.bound or (bool(ok) and source is Phase.RECEIVING and r.row is not None)
     return ok
 
 

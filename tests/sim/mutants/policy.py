@@ -93,7 +93,7 @@ def hot_buffer_keeps_the_oldest_pages(real: Real, kv: KVCache, r: Request) -> ob
     """What the next step reads has to be loaded."""
     own = [[copy for copy in t.device if copy is not None and copy.pins == 1 and not copy.moves]
            for t in r.tables if t.hosted]
-    hidden = [copy for copies in own for copy in copies[r.hot_units:]]
+    hidden = [copy for copies in own for copy in copies[r.hot.least:]]
     for copy in hidden:
         copy.moves += 1
     try:
@@ -127,8 +127,8 @@ def every_row_in_one_step(real: Real, core: Core, free: StepId) -> tuple[list[Sc
 def nobody_is_asked_after_a_restart(real: Real, pair: Pairing, r: Request) -> None:
     """A decode engine that was started again computes all prompts itself."""
     real(pair, r)
-    if isinstance(pair.side, DecodeSide) and r.is_asked and r.arrived.transfer >= 8:
-        r.is_asked = False
+    if isinstance(pair.side, DecodeSide) and r.remote.is_asked and r.arrived.transfer >= 8:
+        r.remote.is_asked = False
         pair._apply(pair.side.cancel(r.arrived.transfer))
 
 

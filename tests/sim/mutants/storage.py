@@ -76,7 +76,7 @@ def deadline_frees_what_is_still_being_filled(real: Real, kv: KVCache, r: Reques
                                               leases: Iterable[Lease]) -> None:
     """Pages released by time-out: the read that hangs lands later."""
     hung = [(kv.host[g], copy) for g, t in enumerate(r.tables) for copy in t.host
-            if r.phase is Phase.DROPPED and r.fetched and copy is not None and not copy.ready]
+            if r.phase is Phase.DROPPED and r.storage.fetched and copy is not None and not copy.ready]
     real(kv, r, leases)
     for space, copy in hung:
         if copy.node is not None and not copy.pins:
@@ -157,7 +157,7 @@ def stored_pages_of_selecting_decode_for_every_prompt(real: Real, r: Request, in
 @instead_of(listing, "listed", 400, mode=NAMED)
 def what_was_asked_for_is_taken_for_there(real: Real, kv: Pages, r: Request, present: bytes) -> bool:
     """Host pages are taken for misses."""
-    complete: bool = real(kv, r, bytes([(1 << len(kv.disk)) - 1]) * len(r.lookup_keys))
+    complete: bool = real(kv, r, bytes([(1 << len(kv.disk)) - 1]) * len(r.storage.keys))
     return complete
 
 

@@ -49,7 +49,7 @@ class KVCache(Pages):
             if lease is Lease.ROW and r.row is not None:
                 self.rows.release([r.row], Fence(r.last_issue))      # a promise of `Bind`
                 r.leave_row()
-                self.reserve_pages(r, r.place, r.reserved_pages, -1)
+                self.reserve_pages(r, r.place, r.held.reserved, -1)
             elif lease is Lease.HOT:
                 self._free_hot_buffer(r)
             elif lease is Lease.DRAM:
@@ -88,12 +88,12 @@ def enter(kv: Pages, r: Request, place: Place, headroom: Headroom) -> Trial:
         if (entry := _name(kv, r, place)) is None:
             return UNDERWAY
         found = entry.found
-        r.lost_by_group = entry.lost_by_group
+        r.found.lost_by_group = entry.lost_by_group
         r.restart(len(r.path) * kv.cfg.page_size)
     else:
         if r.phase is Phase.FETCHING:
             found = _find(kv, r)
-            if place is Place.HOST and r.failed_saves >= FAILED_SAVES_MAX:
+            if place is Place.HOST and r.setbacks.failed_saves >= FAILED_SAVES_MAX:
                 kv.forget_path(r)            # computed in host pages, nothing is to be copied
                 r.restart(0)
         if (entry := _resume(kv, r, place)) is None:
@@ -122,16 +122,16 @@ def enter(kv: Pages, r: Request, place: Place, headroom: Headroom) -> Trial:
         kv.may_start, kv.spent = False, claim
     for node in [node for g, w in enumerate(parts) for node in _take(kv, r, g, w)]:
         loaded[node.depth - 1] = 1
-    r.loads = loaded.count(1)
+    r.found.loads = loaded.count(1)
     r.capacity = kv.covered(r, place)
-    r.prefix = [w.pages for w in parts]
-    r.arriving = [late for w in parts for late in (*w.late, *[(False, f.target) for f in w.loads],
+    r.found.prefix = [w.pages for w in parts]
+    r.found.arriving = [late for w in parts for late in (*w.late, *[(False, f.target) for f in w.loads],
                                                   *[(True, f.target) for f in w.saves])]
     if place is Place.HOST:
         kv.make_evictable(r)
     elif r.may_host and kv.cfg.role != "prefill":
         for g, t in enumerate(r.tables):       # what a prompt leaves open must be there if it is to spill
-            if t.hosted and t.end(r.computed) < len(t.device) and not r.reserved_pages[g]:
+            if t.hosted and t.end(r.computed) < len(t.device) and not r.held.reserved[g]:
                 mirror(kv, g, t, len(t.device) - 1)
     return True
 
@@ -172,10 +172,10 @@ def _name(kv: Pages, r: Request, place: Place) -> Entry | None:
         size, claim = kv.cfg.page_size, Claim(kv, r, path=True)
         useful = min(r.num_tokens - 1, r.cached_max) // size
         entry = kv.entering[r] = Entry(
-            place, list(r.known[:useful]), claim.needed, claim.optional, claim=claim,
+            place, list(r.found.hint[:useful]), claim.needed, claim.optional, claim=claim,
             parts=[GroupAllocation() for _ in r.tables])
         entry.is_hinted = bool(entry.nodes)
-        if place is Place.HOST and r.failed_saves >= FAILED_SAVES_MAX:
+        if place is Place.HOST and r.setbacks.failed_saves >= FAILED_SAVES_MAX:
             entry.nodes, entry.found = [], PrefixMatch(None, 0, 0, {})  # nothing is to be copied
             entry.is_fresh = True
     while entry.found or _match(kv, r, entry):
@@ -287,7 +287,7 @@ def receive(kv: Pages, r: Request, place: Place, headroom: Headroom) -> Trial:
     if not (room := claim.commit(headroom)):
         room.found = found
         return room
-    r.loads = len({id(n) for g, w in enumerate(parts) for n in _take(kv, r, g, w)})
+    r.found.loads = len({id(n) for g, w in enumerate(parts) for n in _take(kv, r, g, w)})
     return True
 
 
@@ -299,7 +299,7 @@ def _not_ready(parts: list[GroupAllocation]) -> SourceNotReady | None:
 def _find(kv: Pages, r: Request) -> PrefixMatch:
     """Name what of the known tokens has KV somewhere, and set `computed`."""
     found = kv.name_path(r)
-    r.lost_by_group = found.lost_by_group
+    r.found.lost_by_group = found.lost_by_group
     for g, t in enumerate(r.tables):
         for i, copy in enumerate(t.host):      # what it has fetched may have been banished since
             if copy is not None and copy.node is not None and copy.node.banished:
@@ -321,7 +321,7 @@ def _allocate_group(kv: Pages, r: Request, g: int, place: Place, claim: Claim, p
         if hosted:
             part.down.append(claim.want(Tier.DRAM, g))
         part.up.append(None if hosted else claim.want(Tier.HBM, g))
-    part.buffer = [claim.want(Tier.HBM, g) for _ in range(r.hot_units if hosted else 0)]
+    part.buffer = [claim.want(Tier.HBM, g) for _ in range(r.hot.least if hosted else 0)]
 
 
 def _have(kv: Pages, r: Request, g: int, place: Place, claim: Claim, part: GroupAllocation, most: int) -> bool:
@@ -443,5 +443,5 @@ def _start(kv: Pages, r: Request, g: int, fills: list[Load], *, up: bool) -> Non
 # ---------------------------------------------------------------- until all is there
 def missing(r: Request) -> list[Copy] | None:
     """Device pages that are still being loaded; None if something else is not in place either."""
-    r.arriving = [(below, copy) for below, copy in r.arriving if not copy.ready]
-    return None if any([below for below, _ in r.arriving]) else [copy for _, copy in r.arriving]
+    r.found.arriving = [(below, copy) for below, copy in r.found.arriving if not copy.ready]
+    return None if any([below for below, _ in r.found.arriving]) else [copy for _, copy in r.found.arriving]

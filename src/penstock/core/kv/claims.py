@@ -180,7 +180,7 @@ def grow(kv: Pages, r: Request, upto: int) -> Literal[True] | Shortage:
     # Where each new page could have a slab of its own, nobody need count slabs. A single pool has none.
     above, below = kv.arenas[_HBM], kv.arenas[_DRAM]
     if new_up > len(above.free) or new_down > len(below.free) or above.num_reserved or below.num_reserved:
-        mine = [min(n, more) for n, more in zip(map(max, hbm, dram), r.reserved_pages, strict=True)]
+        mine = [min(n, more) for n, more in zip(map(max, hbm, dram), r.held.reserved, strict=True)]
         kv.reserve_pages(r, r.place, mine, -1)  # it takes these now
         room = kv.make_both_free(dram, hbm)
         if not room:
@@ -193,7 +193,7 @@ def grow(kv: Pages, r: Request, upto: int) -> Literal[True] | Shortage:
             _append(kv.host[g].pool, t.host, down)
             if not up:
                 extend(t.device, len(t.host))
-        elif up and t.hosted and r.may_host and not r.reserved_pages[g] and kv.cfg.role != "prefill":
+        elif up and t.hosted and r.may_host and not r.held.reserved[g] and kv.cfg.role != "prefill":
             # Of a prompt only the last page is mirrored: the others are full when it is over.
             for i in range(len(t.device) - (up if r.phase is Phase.RESIDENT else 1), len(t.device)):
                 mirror(kv, g, t, i)

@@ -208,9 +208,9 @@ class Matching:
 def keys(kv: Matching, r: Request) -> tuple[bytes, ...]:
     """Keys of the next pages behind those of `r` that can be had; the last token is always computed."""
     path, _ = kv.match(r, stored=True)
-    if len(path) <= r.lookup_from:
+    if len(path) <= r.storage.first:
         return ()                              # the last answer was of no use: it could not be remembered
-    size, r.lookup_from = kv.cfg.page_size, len(path)
+    size, r.storage.first = kv.cfg.page_size, len(path)
     end = min((r.num_tokens - 1) // size, r.cached_max // size, len(path) + PAGES_MAX, kv.cfg.disk_pages)
     at = kv.tree.digest(path[-1]) if path else kv.tree.root_digest(r.arrived.namespace)
     found = []
@@ -224,8 +224,8 @@ def listed(kv: Matching, r: Request, present: bytes) -> bool:
     it may have more."""
     size, tree = kv.cfg.page_size, kv.tree
     node, path = tree.root(r.arrived.namespace), list[Node]()
-    for i in range(r.lookup_from + len(r.lookup_keys)):
-        new = i - r.lookup_from
+    for i in range(r.storage.first + len(r.storage.keys)):
+        new = i - r.storage.first
         if new >= 0 and not (new < len(present) and present[new]):
             break
         below = node.child(r.page_key(i, size))
@@ -235,10 +235,10 @@ def listed(kv: Matching, r: Request, present: bytes) -> bool:
         tree.ref(node)
         path.append(node)
         if new >= 0:
-            node.digest = r.lookup_keys[new]
+            node.digest = r.storage.keys[new]
             if not _remember(kv, node, present[new]):
                 break
-    complete = len(path) == r.lookup_from + len(r.lookup_keys)
+    complete = len(path) == r.storage.first + len(r.storage.keys)
     tree.unref(path)
     if not path:
         tree.update_evictable(node)            # a root that nothing builds on

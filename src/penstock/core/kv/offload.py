@@ -56,7 +56,7 @@ def reserve(kv: Pages, r: Request, phase: Phase) -> Trial:
         return room
     for column, i, copy in held:
         enter_pinned(column, i, copy)
-    for pages, copies in zip(r.reserve, spare, strict=True):
+    for pages, copies in zip(r.held.reserve, spare, strict=True):
         pages += [copy.page for copy in copies]
     if any(booked):
         kv.book(r, Tier.DRAM, booked)
@@ -92,8 +92,8 @@ def _save_open(kv: Pages, r: Request, g: int) -> None:
     again."""
     t = r.tables[g]
     last = t.end(r.computed) - 1
-    if last >= 0 and kv.node(r, t, last) is None and own(t.host, last) is None and r.reserve[g]:
-        put(t.host, last, Copy(r.reserve[g].pop()))
+    if last >= 0 and kv.node(r, t, last) is None and own(t.host, last) is None and r.held.reserve[g]:
+        put(t.host, last, Copy(r.held.reserve[g].pop()))
         source, target = t.device[last], t.host[last]
         assert source is not None and target is not None
         kv.moves.move_private(r, kv.device[g], source, kv.host[g], target, r.computed - last * t.unit)
@@ -115,7 +115,7 @@ def _save_some(kv: Pages, r: Request, g: int, begin: int, end: int) -> None:
             bare.append(node)
     if bare:
         write_through(kv, g, bare, r)
-    space, arena, want = kv.host[g], kv.arenas[Tier.DRAM], [-len(pages) for pages in r.reserve]
+    space, arena, want = kv.host[g], kv.arenas[Tier.DRAM], [-len(pages) for pages in r.held.reserve]
     for i in range(begin, end):
         node = kv.node(r, t, i)
         if node is not None and own(t.host, i) is None and (copy := node.good(space)):
@@ -132,45 +132,45 @@ def save(kv: Pages, r: Request) -> bool:
     at_once = staging and not _is_wide(kv, r)
     if kv.saves_left <= 0 and not at_once:
         return False
-    if r.save_at is None:
-        r.save_at = 0, 0
+    if r.saving.at is None:
+        r.saving.at = 0, 0
         for g in range(len(r.tables) if not staging else 0):
             _save_open(kv, r, g)
-    g, at = r.save_at
+    g, at = r.saving.at
     while g < len(r.tables):
         t = r.tables[g]
         begin, end = t.begin(r.computed), t.end(r.computed)
         top = max(len(t.device), end) if t.hosted or not staging else 0
         to = top if at_once else min(top, at + kv.saves_left)
-        if r.booked is not None:               # it needs no more than are left
+        if r.held.booked is not None:               # it needs no more than are left
             left = max(0, min(end, len(r.path) * kv.cfg.page_size // t.unit) - to)
-            kv.use_booked(r, g, max(0, r.booked[1][g] - left))
+            kv.use_booked(r, g, max(0, r.held.booked[1][g] - left))
         if staging and t.hosted and not at:
             _save_open(kv, r, g)
         _save_some(kv, r, g, max(at, begin), min(to, end))
-        r.may_lack |= not staging and min(to, end) > len(t.device)
+        r.saving.may_lack |= not staging and min(to, end) > len(t.device)
         for i in range(at, min(to, len(t.device))):
             below = own(t.host, i)
             if staging:
-                if i >= end and below is None and r.reserve[g]:      # nothing is in them yet
-                    put(t.host, i, below := Copy(r.reserve[g].pop()))
+                if i >= end and below is None and r.held.reserve[g]:      # nothing is in them yet
+                    put(t.host, i, below := Copy(r.held.reserve[g].pop()))
                 if below is None or not below.ready:
-                    r.unsaved.append((g, i))
+                    r.saving.unsaved.append((g, i))
             elif not begin <= i < end or (below is not None and below.ready):
                 kv.drop_entry(r, g, t.device, i)
             elif below is not None:
-                r.unsaved.append((g, i))
+                r.saving.unsaved.append((g, i))
             elif t.device[i] is None:
-                r.may_lack = True
+                r.saving.may_lack = True
         kv.saves_left -= 0 if at_once else to - at
-        r.save_at = g, to
+        r.saving.at = g, to
         if to < top:
             return False
         g, at = g + 1, 0
-        r.save_at = g, at
+        r.saving.at = g, at
     kv.return_reserve(r)
     kv.unbook(r)
-    r.is_saved = True
+    r.saving.is_done = True
     if not staging:
         for g, t in enumerate(r.tables):       # the mirror of what its prompt would have left open
             for i in range(t.end(r.computed), len(t.host)):
@@ -182,10 +182,10 @@ def save(kv: Pages, r: Request) -> bool:
 def let_go_of_device(kv: Pages, r: Request) -> None:
     """A parked request keeps device pages that have no copy below, and those being copied. If these are many, it
     looks at as many as this turn allows, up to the first that is not in place."""
-    left, flying, n = list[tuple[int, int]](), kv.moves.flying, len(r.unsaved)
+    left, flying, n = list[tuple[int, int]](), kv.moves.flying, len(r.saving.unsaved)
     if many := n > kv.cfg.save_pages:
         n = max(0, min(n, kv.saves_left))
-    for at, (g, i) in enumerate(r.unsaved[:n]):
+    for at, (g, i) in enumerate(r.saving.unsaved[:n]):
         t = r.tables[g]
         below = own(t.host, i)
         if below is not None and not below.ready:
@@ -200,13 +200,16 @@ def let_go_of_device(kv: Pages, r: Request) -> None:
                 kv.abandon(r)                  # it resumes, and has pinned what is its own (sim seed 31767)
             kv.drop_entry(r, g, t.device, i)
     kv.saves_left -= n if many else 0
-    r.unsaved[:n] = left
-    r.is_saving = bool(r.unsaved)
+    r.saving.unsaved[:n] = left
+    r.saving.is_copying = bool(r.saving.unsaved)
 
 
 def may_let_go(r: Request) -> bool:
     """Whether it can go on with that: the first page that it has not seen there is in place, or lost."""
-    return r.is_saving and ((copy := own(r.tables[r.unsaved[0][0]].host, r.unsaved[0][1])) is None or copy.ready)
+    if not r.saving.is_copying:
+        return False
+    g, i = r.saving.unsaved[0]
+    return (copy := own(r.tables[g].host, i)) is None or copy.ready
 
 
 def is_staged(kv: Pages, r: Request) -> bool:
@@ -214,9 +217,9 @@ def is_staged(kv: Pages, r: Request) -> bool:
     was still to come."""
     if r.moves:
         return False
-    if r.is_saved:
-        r.unsaved = [(g, i) for g, i in r.unsaved if not _is_below(r.tables[g].host, i)]
-        return not r.unsaved
+    if r.saving.is_done:
+        r.saving.unsaved = [(g, i) for g, i in r.saving.unsaved if not _is_below(r.tables[g].host, i)]
+        return not r.saving.unsaved
     return not _is_wide(kv, r) and all(
         _is_below(t.host, i) for t in r.tables if t.hosted for i in range(len(t.device)))
 
@@ -228,7 +231,7 @@ def _is_below(host: Column, i: int) -> bool:
 
 def coming(r: Request) -> list[Copy]:
     """The last page that is on its way to the host, if any is, for a row that has saved all."""
-    copies = [copy for g, i in r.unsaved if (copy := own(r.tables[g].host, i)) is not None]
+    copies = [copy for g, i in r.saving.unsaved if (copy := own(r.tables[g].host, i)) is not None]
     return copies[-1:]
 
 
@@ -241,7 +244,7 @@ def lose(kv: Pages, r: Request, lost: Collection[Copy]) -> bool:
             for i, copy in enumerate(column):
                 if copy is None or copy not in lost:
                     continue
-                found = r.may_lack = True
+                found = r.saving.may_lack = True
                 if r.row is None or r.phase is Phase.STAGING:
                     kv.drop_entry(r, g, column, i)
                     node = kv.node(r, t, i)

@@ -166,7 +166,7 @@ class Pages(Matching):
     def is_long(self, r: Request) -> bool:
         """Whether giving up all pages of `r` at once keeps others waiting."""
         columns = [column for t in r.tables for column in (t.device, t.host)]
-        return not (r.moves or any(r.reserve)) and max(map(len, (r.path, *columns))) > self.cfg.take_pages
+        return not (r.moves or any(r.held.reserve)) and max(map(len, (r.path, *columns))) > self.cfg.take_pages
 
     def free_gradually(self, *, all: bool = False) -> None:
         """Give up some pages of a request that has ended, or all of all. The last ones go first: what others
@@ -267,28 +267,28 @@ class Pages(Matching):
             if n:
                 tier = Tier.DRAM if place is Place.HOST and t.hosted else Tier.HBM
                 self.arenas[tier].reserve_pages(g, times * n)
-                r.reserved_pages[g] += times * n
+                r.held.reserved[g] += times * n
 
     def book(self, r: Request, tier: Tier, pages: Sequence[int]) -> None:
         """Promise so many pages of each group to what `r` does over several turns."""
-        assert r.booked is None
-        r.booked = tier, list(pages)
+        assert r.held.booked is None
+        r.held.booked = tier, list(pages)
         for g, n in enumerate(pages):
             self.arenas[tier].reserve_pages(g, n)
 
     def use_booked(self, r: Request, g: int, n: int) -> None:
         """`r` takes n of these now, or does without."""
-        if r.booked is not None:
-            tier, pages = r.booked
+        if r.held.booked is not None:
+            tier, pages = r.held.booked
             n = min(n, pages[g])
             pages[g] -= n
             self.arenas[tier].reserve_pages(g, -n)
 
     def unbook(self, r: Request) -> None:
         """What `r` was doing has ended."""
-        for g, n in enumerate(r.booked[1] if r.booked is not None else ()):
+        for g, n in enumerate(r.held.booked[1] if r.held.booked is not None else ()):
             self.use_booked(r, g, n)
-        r.booked = None
+        r.held.booked = None
 
     def capacity_version(self, tier: Tier) -> tuple[int, ...]:
         """As long as this is the same, who was refused pages of `tier` would be again: pages that came to
@@ -417,21 +417,21 @@ class Pages(Matching):
             rows = [r for r in self.grown if drafts or r.num_hot > r.hot_kept]
             if not rows:
                 return
-            r = min(rows, key=lambda r: (r.missed / r.num_hot, *[-x for x in r.key]))
-            least = r.hot_units if drafts else r.hot_kept
+            r = min(rows, key=lambda r: (r.hot.missed / r.num_hot, *[-x for x in r.key]))
+            least = r.hot.least if drafts else r.hot_kept
             for g, t in enumerate(r.tables):
                 per = t.group.slab_pages if len(r.tables) > 1 else 1
                 if (n := min(short * per, len(t.hot) - least)) > 0:
                     for copy in cut(t.hot, n):
                         self.unpin(r, self.device[g], copy)
-            if r.num_hot == r.hot_units:
+            if r.num_hot == r.hot.least:
                 self.grown.remove(r)
             r.resize()
 
     def remap(self, r: Request, g: int, entries: Sequence[int]) -> None:
         """What `r` has of these entries has changed: its row has news, if the device knows of it."""
-        if r.bound:
-            r.remapped[g].update(dict.fromkeys([i for i in entries if i < r.device_len[g]]))
+        if r.told.bound:
+            r.told.remapped[g].update(dict.fromkeys([i for i in entries if i < r.told.lengths[g]]))
             r.look()
 
     # ---------------------------------------------------------------- pins
@@ -448,9 +448,9 @@ class Pages(Matching):
 
     def return_reserve(self, r: Request) -> None:
         """Host pages that `r` was to use, and did not."""
-        for g, pages in enumerate(r.reserve):
+        for g, pages in enumerate(r.held.reserve):
             self.host[g].pool.release(pages, Fence(StepId(0)))
-            r.reserve[g] = []
+            r.held.reserve[g] = []
 
     def unpin(self, r: Request, space: TierGroup, copy: Copy) -> None:
         """`r` gives up one page: it goes back if it was its own, else it may be evicted."""

@@ -43,7 +43,7 @@ def reserve(kv: Pages, r: Request) -> Trial:
         return room
     for column, i, copy in held:
         enter_pinned(column, i, copy)
-    r.fetched = len(nodes)
+    r.storage.fetched = len(nodes)
     read(kv, r)
     return True
 
@@ -52,7 +52,7 @@ def read(kv: Pages, r: Request) -> None:
     """Start reading what is missing, in order, as much as storage may hold of the host at once. The rest
     is asked for when this has come; what comes after a page that cannot be had is not."""
     todo: list[list[Node]] = [[] for _ in r.tables]
-    left, r.has_more, r.next_missing = kv.moves.reads_left, False, None
+    left, r.storage.has_more, r.storage.next_missing = kv.moves.reads_left, False, None
     for g, i, node in _wanted(kv, r, r.path):
         if own(r.tables[g].host, i) is not None:
             continue
@@ -60,7 +60,7 @@ def read(kv: Pages, r: Request) -> None:
         if copy is None:
             if node.good(kv.device[g]):
                 continue
-            r.has_more = not left
+            r.storage.has_more = not left
             if (not left or node.find(kv.host[g]) is not None or not node.ready(kv.disk[g])
                     or not kv.make_free(Tier.DRAM, kv.one_page(g))):
                 break
@@ -76,10 +76,10 @@ def read(kv: Pages, r: Request) -> None:
 def is_fetched(kv: Pages, r: Request) -> bool:
     """Nothing that this request waits for is on its way any more; some of it may have failed. Its path
     may be long: it is walked anew when the page that was missing has come, and not again after the end."""
-    if r.next_missing is None or not all([_is_coming(kv, g, node) for g, node in r.next_missing]):
-        r.next_missing = next(([(g, node)] for g, _, node in _wanted(kv, r, r.path)
+    if r.storage.next_missing is None or not all([_is_coming(kv, g, node) for g, node in r.storage.next_missing]):
+        r.storage.next_missing = next(([(g, node)] for g, _, node in _wanted(kv, r, r.path)
                          if _is_coming(kv, g, node)), [])
-    return not r.next_missing
+    return not r.storage.next_missing
 
 
 def _is_coming(kv: Pages, g: int, node: Node) -> bool:

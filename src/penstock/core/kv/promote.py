@@ -21,10 +21,10 @@ def take_hot_buffer(kv: Pages, r: Request) -> Trial:
     keep: dict[int, list[int]] = {}
     for g, t in enumerate(r.tables):
         if t.hosted:
-            last = range(max(0, len(t.device) - r.hot_units - kv.cfg.look_pages), len(t.device))
+            last = range(max(0, len(t.device) - r.hot.least - kv.cfg.look_pages), len(t.device))
             mine = [i for i in last if (c := t.device[i]) is not None and is_own(c) and not c.moves]
-            keep[g] = mine[-r.hot_units:]
-            want[g] = r.hot_units - len(keep[g])
+            keep[g] = mine[-r.hot.least:]
+            want[g] = r.hot.least - len(keep[g])
     room = kv.make_free(Tier.HBM, want)
     if not room:
         return room
@@ -78,7 +78,7 @@ def reload(kv: Pages, r: Request, headroom: Headroom) -> Trial:
         enter_pinned(r.tables[g].device, i, copy)
         if copy.node is None:
             copy.ready = False
-    r.loading = [(g, i) for g, i, _ in lacks]
+    r.promotion.loading = [(g, i) for g, i, _ in lacks]
     load_next(kv, r)
     return True
 
@@ -91,24 +91,24 @@ def _begin_reload(kv: Pages, r: Request, headroom: Headroom) -> Trial:
         return Shortage(Tier.HBM, wanted, kv.gives_up)
     kv.stop_softening(r)
     kv.book(r, Tier.HBM, want)
-    r.reload_at, r.loading = 0, []
+    r.promotion.reload_at, r.promotion.loading = 0, []
     return True
 
 
 def _reload_some(kv: Pages, r: Request) -> bool:
     """Go on with that as far as this turn allows. False: its pages cannot be had."""
-    assert r.reload_at is not None
-    begin, room = r.reload_at, True
-    while room and r.reload_at < min(r.longest, begin + min(kv.saves_left, kv.cfg.load_pages)):
+    assert r.promotion.reload_at is not None
+    begin, room = r.promotion.reload_at, True
+    while room and r.promotion.reload_at < min(r.longest, begin + min(kv.saves_left, kv.cfg.load_pages)):
         for g, t in enumerate(r.tables):
-            if t.hosted and not (room := _reload_entry(kv, r, g, r.reload_at)):
+            if t.hosted and not (room := _reload_entry(kv, r, g, r.promotion.reload_at)):
                 if not kv.arenas[Tier.HBM].short(kv.one_page(g), promised=True):
                     break                      # it is behind fences
                 return False
-        r.reload_at += room
-    kv.saves_left -= r.reload_at - begin
-    if r.reload_at == r.longest:
-        r.reload_at = None
+        r.promotion.reload_at += room
+    kv.saves_left -= r.promotion.reload_at - begin
+    if r.promotion.reload_at == r.longest:
+        r.promotion.reload_at = None
         kv.unbook(r)
     return True
 
@@ -131,7 +131,7 @@ def _reload_entry(kv: Pages, r: Request, g: int, i: int) -> bool:
             return False
         found = Copy(space.pool.acquire(1)[0], ready=False)
     put(t.device, i, found)
-    r.loading.append((g, i))
+    r.promotion.loading.append((g, i))
     return True
 
 
@@ -164,13 +164,13 @@ def load_next(kv: Pages, r: Request) -> bool:
     """Pages of a row that is being promoted are read once they have come. The next loads, or those that fly,
     are what it waits for. It goes on meanwhile, and what it and others miss comes over the same link: few fly
     at once. False: what it was promised cannot be had."""
-    if r.reload_at is not None and len(r.loading) <= kv.cfg.load_pages and not _reload_some(kv, r):
+    if r.promotion.reload_at is not None and len(r.promotion.loading) <= kv.cfg.load_pages and not _reload_some(kv, r):
         return False
-    r.loading = _tell_ready(kv, r, r.loading)
-    missing = [c for g, i in r.loading if (c := r.tables[g].device[i]) is not None]
+    r.promotion.loading = _tell_ready(kv, r, r.promotion.loading)
+    missing = [c for g, i in r.promotion.loading if (c := r.tables[g].device[i]) is not None]
     flying = [c for c in missing if c.filled_by]
     r.blocked_on = flying[-1:] or missing[-1:]
-    sealed = ((g, i, node) for g, i in r.loading if (node := kv.node(r, r.tables[g], i)) is not None)
+    sealed = ((g, i, node) for g, i in r.promotion.loading if (node := kv.node(r, r.tables[g], i)) is not None)
     todo = list(itertools.islice(sealed, 0 if flying else kv.cfg.load_pages))
     for g in dict.fromkeys([g for g, _, _ in todo]):
         load(kv, r, g, [(i, node) for group, i, node in todo if group == g])
@@ -181,7 +181,7 @@ def load_next(kv: Pages, r: Request) -> bool:
 def stop_reload(kv: Pages, r: Request) -> None:
     """A promotion is given up: it reads the pages that are in place, the others go."""
     kv.make_evictable(r)
-    for g, i in _tell_ready(kv, r, r.loading):
+    for g, i in _tell_ready(kv, r, r.promotion.loading):
         kv.drop_entry(r, g, r.tables[g].device, i)
         kv.remap(r, g, (i,))
 
@@ -238,7 +238,7 @@ def load_some(kv: Pages, r: Request, entry: Entry, headroom: Headroom) -> bool:
     known, want = min(r.num_tokens, r.compute_limit), list[int]()
     for t, w in zip(r.tables, parts, strict=True):
         hosted = t.hosted and entry.place is Place.HOST
-        more = r.hot_units if hosted else 1 if t.reach else t.end(known) - t.end(r.computed)
+        more = r.hot.least if hosted else 1 if t.reach else t.end(known) - t.end(r.computed)
         want.append(len(w.loads) + more)
     if kv.lacks(Tier.HBM, kv.with_headroom(Tier.HBM, want, headroom)):
         return False

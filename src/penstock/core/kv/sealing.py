@@ -74,7 +74,7 @@ def _share(tree: Tree, node: Node, space: TierGroup, copy: Copy) -> None:
 def write_through(kv: Pages, g: int, nodes: list[Node], r: Request) -> None:
     """Copy sealed pages to the host, as far as there is room; reserved pages are used first. The rest is
     copied when the next pages are sealed, if there is room then."""
-    host, reserve = kv.host[g], r.reserve[g]
+    host, reserve = kv.host[g], r.held.reserve[g]
     pool, attach = host.pool, kv.tree.attach
     if (n := len(nodes) - len(reserve)) > 1 and (n := n - kv.lacks(Tier.DRAM, [n * k for k in kv.one_page(g)])) > 1:
         kv.make_free(Tier.DRAM, [n * k for k in kv.one_page(g)])     # evicts in one go

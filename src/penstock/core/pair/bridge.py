@@ -55,7 +55,7 @@ class Pairing(Watcher):
                 self._recall()
                 self._apply(self.side.left())
                 for r in self.requests.values():
-                    r.is_asked = False
+                    r.remote.is_asked = False
             case Claimed(rid, transfer):
                 if (found := self.core.live.get(rid)) is not None:
                     self._all[found.arrived.peer].handed_over(found)
@@ -90,11 +90,11 @@ class Pairing(Watcher):
         if r.arrived.transfer:
             self.requests[r.arrived.transfer] = r
             self.side.expect(r.arrived.transfer)
-            r.is_asked = isinstance(self.side, DecodeSide) and self.side.up
+            r.remote.is_asked = isinstance(self.side, DecodeSide) and self.side.up
 
     def handed_over(self, r: Request) -> None:
         """A request without a grant is another peer's from now on."""
-        assert isinstance(self.side, PrefillSide) and r.grant is None
+        assert isinstance(self.side, PrefillSide) and r.remote.grant is None
         del self.requests[r.arrived.transfer]
         self.side.forget(r.arrived.transfer)
 
@@ -138,7 +138,7 @@ class Pairing(Watcher):
             elif r.phase is Phase.PREFILL:
                 size = kv.cfg.page_size
                 end = min(r.retired, r.num_prompt - 1) // size * size
-                if end > r.pushed:
+                if end > r.remote.pushed:
                     self.push(r, end)
 
     def _open(self, r: Request) -> None:
@@ -165,15 +165,15 @@ class Pairing(Watcher):
         """Send positions up to `end` that the other engine lacks; with the last of them all is said. Of a
         window or a state only the end of the prompt is sent."""
         side, kv, n = self.side, self.core.kv, r.num_prompt
-        assert isinstance(side, PrefillSide) and r.grant is not None
-        transfer, grant = r.arrived.transfer, r.grant
+        assert isinstance(side, PrefillSide) and r.remote.grant is not None
+        transfer, grant = r.arrived.transfer, r.remote.grant
         pieces: list[tuple[TierGroup, list[Copy], int]] = []
         for g, t in enumerate(r.tables):
             if t.reach and end < n:
                 continue
             on_host = r.place is Place.HOST and t.hosted
             space, column = (kv.host[g], t.host) if on_host else (kv.device[g], t.device)
-            first = max(grant.start if t.reach else r.pushed, t.begin(n) * t.unit)
+            first = max(grant.start if t.reach else r.remote.pushed, t.begin(n) * t.unit)
             copies = [c for c in column[first // t.unit:t.end(end)] if c is not None]
             if end < n and not all([c.ready for c in copies]):
                 return                         # a page of it is on its way: the next turn looks again
@@ -181,9 +181,9 @@ class Pairing(Watcher):
         for space, copies, first in pieces:
             move = kv.moves.push(r, space, copies, first, end - first, transfer, grant.generation)
             side.push_started(transfer, move)
-        r.pushed = end
+        r.remote.pushed = end
         if end == n:
-            r.is_pushed = True
+            r.remote.is_pushed = True
             self.core.num_pushed += 1
             self._apply(side.finish(transfer, tuple(r.between(n, n + 1))))
 
@@ -201,13 +201,13 @@ class Pairing(Watcher):
                     self._landed(o, r)
                 case protocol.Declined():
                     if o.generation == 0 and r is not None:
-                        r.is_asked = False
-                    elif r is not None and r.phase is Phase.RECEIVING and not r.is_saved:
+                        r.remote.is_asked = False
+                    elif r is not None and r.phase is Phase.RECEIVING and not r.saving.is_done:
                         self.core.transition(r, Trigger.DROP)
                 case protocol.Granted():
                     assert r is not None, "a transfer is known as long as its request lives"
                     if o.tokens == r.num_prompt and 0 <= o.start < o.tokens:
-                        r.grant, r.pushed = o, o.start
+                        r.remote.grant, r.remote.pushed = o, o.start
                         self.core.update_parked(r)
                         self.pushing[r] = None
                         self.core.update_runnable(r)
@@ -234,7 +234,7 @@ class Pairing(Watcher):
         flying: list[FlyingMove] = [moves.landed(id, o.ok, 0)[0] for id in ids]
         for flight in flying:
             moves.finish(flight)
-        if r is None or r.phase is not Phase.RECEIVING or r.is_saved:
+        if r is None or r.phase is not Phase.RECEIVING or r.saving.is_done:
             return
         if o.ok:
             retire.delivered(self.core, r, o.tokens)

@@ -32,7 +32,7 @@ def may_host(cfg: CoreConfig, a: Arrived) -> bool:
 def draft_units(cfg: CoreConfig, r: Request, drafts: int) -> int:
     """The hot buffer that holds whatever `r` and so many drafts of it select, or the largest it may have."""
     budget = cfg.budget or cfg.hot_pages * cfg.page_size
-    return max(r.hot_units, min(r.hot_units_max, -(-(1 + drafts) * budget // cfg.page_size)))
+    return max(r.hot.least, min(r.hot.most, -(-(1 + drafts) * budget // cfg.page_size)))
 
 
 def _slabs(groups: Iterable[CacheGroup], pages: list[int], place: Place) -> int:
@@ -79,7 +79,7 @@ def ways_in(core: CoreState, r: Request) -> tuple[Trigger, ...]:
     """What to try, in this order, for a request that waits."""
     known = r.phase in (Phase.QUEUED, Phase.FETCHING, Phase.RECEIVING)
     device, host = (Trigger.ADMIT, Trigger.ADMIT_HOST) if known else (Trigger.RESUME, Trigger.RESUME_HOST)
-    if (r.phase, Trigger.RECEIVE) in core.edges and r.is_asked:
+    if (r.phase, Trigger.RECEIVE) in core.edges and r.remote.is_asked:
         device, host = Trigger.RECEIVE, Trigger.RECEIVE_HOST
     if not r.may_host:
         return (device,)
@@ -141,7 +141,7 @@ def worth(core: CoreState, r: Request) -> float:
             step += min(core.cfg.budget or len(t.hot) * t.unit, len(t.device) * t.unit)
             long = len(t.device) > LONG        # then a count of the others takes longer than a turn may
             load += (len(t.device) if long else t.device.count(None)) * t.unit
-    return left * step * r.missed / load if load else math.inf
+    return left * step * r.hot.missed / load if load else math.inf
 
 
 def growing(core: CoreState) -> Headroom:
@@ -158,7 +158,7 @@ def promote(core: CoreState) -> bool:
         return False                           # one at a time
     total, best, price = _demand(core, grown=True), None, 1.0
     for r in core.hosted:
-        if r.promotion_undone_at >= core.kv.issued:
+        if r.promotion.undone_at >= core.kv.issued:
             continue
         add(total, at_end(core.cfg, r, Place.HOST, grown=True), -1)
         add(total, at_end(core.cfg, r, Place.DEVICE))

@@ -123,7 +123,7 @@ class Admission:
         """Whether `r` did not fit, and less has come since than it lacked. Its tables are long: it is
         not tried for nothing. If nobody runs it is, for then somebody who waits may have to give way."""
         b = self._blocked
-        return (b is not None and b.request is r and (b.visit, b.is_asked) == (r.visit, r.is_asked)
+        return (b is not None and b.request is r and (b.visit, b.is_asked) == (r.visit, r.remote.is_asked)
                 and 0 < b.running <= len(self.core.running) and b.state in (None, self._state())
                 and all([copy.moves and not copy.ready for copy in b.early])
                 and all([self.core.kv.is_short(r, shortage) for shortage in b.shortages]))
@@ -188,7 +188,7 @@ class Admission:
             else:
                 no_row = True                  # that is soon seen
         self._see(shortages)
-        self._blocked = Blocked(r, r.visit, r.is_asked, running, () if no_row else state, shortages, early)
+        self._blocked = Blocked(r, r.visit, r.remote.is_asked, running, () if no_row else state, shortages, early)
         # The ways before the one that went on were tried in an earlier turn: what they lacked may have come.
         return resumes and not self._is_blocked(r) and self._enter(r)
 
@@ -214,7 +214,7 @@ class Admission:
             return
         short -= sum(1 for _ in reclaim.landing(core, Tier.HBM))
         rows = [q for q in core.running[1:] or core.running
-                if reclaim.may_spill(core, q) and q.num_preemptions < PREEMPTIONS_MAX - 1]
+                if reclaim.may_spill(core, q) and q.setbacks.preemptions < PREEMPTIONS_MAX - 1]
         lacked = []
         self._vain = core.edges_taken, kv.issued, lacked
         if short <= 0 or sum([reclaim.spillable(core, q, short) for q in rows]) < short:
@@ -227,9 +227,9 @@ class Admission:
 
     def may_start(self, r: Request) -> bool:
         """Whether nothing that `r`, who is in line, waits for by itself keeps it from getting a row."""
-        if r.moves or r.lookup_keys or self.core.kv.in_flight(r):
+        if r.moves or r.storage.keys or self.core.kv.in_flight(r):
             return False
-        if r.phase is Phase.PAUSED and not r.is_saved:
+        if r.phase is Phase.PAUSED and not r.saving.is_done:
             return False
         return r.phase is not Phase.FETCHING or prefetch.is_fetched(self.core.kv, r)
 
@@ -240,7 +240,7 @@ def headroom(core: CoreState, r: Request, place: Place) -> Headroom | None:
     victim. Those admitted later give way before it, or, if they come first in the order of service,
     leave it room to its end (`>` below: `test_core_room` has the one that would else give way for ever). So
     nobody gives way more than three times."""
-    tired = r.num_preemptions >= PREEMPTIONS_MAX - 1 or bool(core.tired and core.tired[-1].key > r.key)
+    tired = r.setbacks.preemptions >= PREEMPTIONS_MAX - 1 or bool(core.tired and core.tired[-1].key > r.key)
     if tired and (core.running or reclaim.is_away(core)) and not capacity.all_end(core, r, place):
         return None
     if tired and not core.running and not _is_clear(core):

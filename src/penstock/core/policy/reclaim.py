@@ -122,7 +122,7 @@ def for_growth(core: CoreState, r: Request, tier: Tier, taken: PlannedRows) -> N
         return
     for q in reversed(core.by_phase[Phase.PROMOTING]):
         if q not in taken:
-            q.promotion_undone_at = core.kv.issued
+            q.promotion.undone_at = core.kv.issued
             core.transition(q, Trigger.SPILL)    # it decodes without the pages that it was promised
             return
     if _revoke_grant(core, Tier.HBM, taken):
@@ -160,8 +160,8 @@ def _changes(core: CoreState) -> int:
 def may_spill(core: CoreState, r: Request) -> bool:
     """Whether `r` frees device pages when it goes on from the host, and copies to there do not always
     fail it."""
-    return (r.phase is Phase.RESIDENT and r.may_host and r.failed_saves < FAILED_SAVES_MAX
-            and any(t.hosted and len(t.device) > r.hot_units for t in r.tables))
+    return (r.phase is Phase.RESIDENT and r.may_host and r.setbacks.failed_saves < FAILED_SAVES_MAX
+            and any(t.hosted and len(t.device) > r.hot.least for t in r.tables))
 
 
 def spillable(core: CoreState, r: Request, most: int = 1) -> int:
@@ -169,7 +169,7 @@ def spillable(core: CoreState, r: Request, most: int = 1) -> int:
     from the host: what it shares stays, which is how its tables begin, and of its own a hot buffer."""
     if not may_spill(core, r):
         return 0
-    free, hot = 0, r.hot_units
+    free, hot = 0, r.hot.least
     for t in r.tables:
         if t.hosted:
             own = itertools.takewhile(lambda c: c is not None and is_own(c), reversed(t.device))
@@ -194,7 +194,7 @@ def spill(core: CoreState, r: Request) -> Trial:
 def stage(core: CoreState, r: Request) -> None:
     """`r` is on its way to the host: what it can do by itself."""
     kv = core.kv
-    if not r.is_saved and not offload.is_staged(kv, r):
+    if not r.saving.is_done and not offload.is_staged(kv, r):
         if kv.in_flight(r):
             return
         if not offload.save(kv, r):
@@ -204,17 +204,17 @@ def stage(core: CoreState, r: Request) -> None:
         trial = core.transition(r, Trigger.LANDED)
         if not trial and not _is_heating(core, r, trial):
             yield_device(core, r)     # no hot buffer to be had, nor is one on its way
-    elif r.is_saved:
+    elif r.saving.is_done:
         r.blocked_on = offload.coming(r)
-        if not (r.moves or r.blocked_on or not r.unsaved):
+        if not (r.moves or r.blocked_on or not r.saving.unsaved):
             yield_device(core, r)     # the host has no room any more
 
 
 def _is_heating(core: CoreState, r: Request, refused: TrialRefused) -> bool:
     """Whether pages for the hot buffer of `r`, who was just refused them, are behind fences. It waits
     for the steps that were in flight when it was first refused: others may get those pages."""
-    r.hot_wait_until = r.hot_wait_until or core.kv.issued
-    return isinstance(refused, Shortage) and refused.waits_for_fence and core.kv.retired < r.hot_wait_until
+    r.hot.wait_until = r.hot.wait_until or core.kv.issued
+    return isinstance(refused, Shortage) and refused.waits_for_fence and core.kv.retired < r.hot.wait_until
 
 
 def _for_host_pages(core: CoreState, taken: PlannedRows) -> None:

@@ -45,7 +45,7 @@ class Residency:
         for rid, selected, missed in rows:
             r = self._core.live.get(rid)
             if r is not None and 0 <= missed <= selected and selected:
-                r.missed, r.has_news = missed / selected, True
+                r.hot.missed, r.hot.has_news = missed / selected, True
 
     def progress(self) -> None:
         """Bring back who is worth it, and give what then lies idle to hot buffers."""
@@ -88,14 +88,14 @@ class Residency:
             return
         for r in core.hosted:
             drafts = min(r.drafts, most)
-            r.hot_drafts = capacity.draft_units(core.cfg, r, drafts) if drafts > 0 else 0
-        self._keeps = any([r.hot_drafts > r.hot_units for r in core.hosted])
+            r.hot.drafts = capacity.draft_units(core.cfg, r, drafts) if drafts > 0 else 0
+        self._keeps = any([r.hot.drafts > r.hot.least for r in core.hosted])
         if self._admission.lacks(Tier.HBM) or any([r.phase is Phase.STAGING for r in core.transient]):
             return                             # they would take it back
-        rows = [r for r in core.hosted if r.phase is Phase.HOSTED and r.num_hot < r.hot_drafts]
-        resized = any([r.is_resized for r in rows])            # what comes would be taken for what went
+        rows = [r for r in core.hosted if r.phase is Phase.HOSTED and r.num_hot < r.hot.drafts]
+        resized = any([r.hot.is_resized for r in rows])            # what comes would be taken for what went
         for r in rows:
-            for drafts in range(min(r.drafts, most) if not r.is_resized else 0, 0, -1):
+            for drafts in range(min(r.drafts, most) if not r.hot.is_resized else 0, 0, -1):
                 n = capacity.draft_units(core.cfg, r, drafts) - r.num_hot
                 if n <= 0 or self._gets(r, n):
                     break
@@ -108,7 +108,7 @@ class Residency:
         stays, and so does what others have for theirs."""
         kv, want = self._core.kv, self._headroom(n)
         arena = kv.arenas[Tier.HBM]
-        kept = sum([min(q.num_hot, q.hot_kept) - q.hot_units for q in kv.grown])
+        kept = sum([min(q.num_hot, q.hot_kept) - q.hot.least for q in kv.grown])
         if kv.lacks(Tier.HBM, self._headroom(n + kept)):
             return False
         kv.reclaim(Tier.HBM, want, drafts=False)
@@ -124,8 +124,8 @@ class Residency:
         arena = kv.arenas[Tier.HBM]
         if self._admission.needs_pages() and any([pool.in_limbo > pool.away for pool in arena.pools]):
             return                             # the head of the line may be about to get these
-        for r in sorted(filter(_may_grow, core.hosted), key=lambda r: (-r.missed / r.num_hot, r.key)):
-            n = min(r.hot_units, r.hot_units_max - r.num_hot)
+        for r in sorted(filter(_may_grow, core.hosted), key=lambda r: (-r.hot.missed / r.num_hot, r.key)):
+            n = min(r.hot.least, r.hot.most - r.num_hot)
             want = self._reserve(n)
             kv.evict_redundant(want)
             if arena.short(want, promised=False) and not arena.short(want, promised=True):
@@ -146,7 +146,7 @@ class Residency:
         if self._waits or reclaim.reserved_will_come(core) or not capacity.is_crowded(core):
             return
         for r in reversed(core.running):
-            if r.num_preemptions < PREEMPTIONS_MAX - 1 and reclaim.spillable(core, r) and (
+            if r.setbacks.preemptions < PREEMPTIONS_MAX - 1 and reclaim.spillable(core, r) and (
                     reclaim.spill(core, r)):
                 return
 
@@ -160,5 +160,5 @@ class Residency:
 def _may_grow(r: Request) -> bool:
     """Whether a larger hot buffer would save `r` something, as far as the device has told. One that has just
     become smaller is told so first: what comes would be taken for what went."""
-    return (r.phase is Phase.HOSTED and r.has_news and r.missed > 0 and r.num_hot < r.hot_units_max
-            and not r.is_resized)
+    return (r.phase is Phase.HOSTED and r.hot.has_news and r.hot.missed > 0 and r.num_hot < r.hot.most
+            and not r.hot.is_resized)

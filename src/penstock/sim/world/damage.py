@@ -50,7 +50,7 @@ def strike(view: View, executor: SimExecutor, r: Live, rng: Random) -> Counter[s
     # What nobody finds any more may be read for somebody who has left it.
     others |= {sealed for sealed in known if view.is_banished(sealed) and any(
         copy.last_step > view.retired for copy in view.copies(sealed))}
-    mine = range(min(r.own_from, len(known)), len(known))      # what it may have computed itself
+    mine = range(min(r.origin.own_from, len(known)), len(known))      # what it may have computed itself
     own: Sequence[int] = [i for i in mine
                           if view.readers(known[i]) == int(not dropped) and known[i] not in others]
     shared = sharers(view, r) if view.cfg.role == "unified" and rng.random() < 0.5 else []
@@ -82,5 +82,5 @@ def distrusted(view: View, r: Live) -> list[Sealed]:
     """The pages that no request may start from once `r` is found to be damaged: those that it may have
     computed, and if it has ever given up its KV all such that have its tokens."""
     if not r.kv_epoch:
-        return r.path[r.own_from:]
-    return [] if r.path and view.is_banished(r.path[-1]) else list(view.sealed(r))[r.own_from:]
+        return r.path[r.origin.own_from:]
+    return [] if r.path and view.is_banished(r.path[-1]) else list(view.sealed(r))[r.origin.own_from:]

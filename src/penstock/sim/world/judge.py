@@ -415,7 +415,7 @@ class Judge(Watcher):
             return                             # nobody else ran, and a peer may keep its pages for ever
         for w in self.view.waiting:
             a = self.made[w.rid].arrived
-            if w.phase is Phase.QUEUED and a.leader is None and not (w.lookup_keys or a.warms):
+            if w.phase is Phase.QUEUED and a.leader is None and not (w.storage.keys or a.warms):
                 assert (a.priority, w.key[1]) > mine, f"request {r.rid} overtook {w.rid}"
 
     # ---------------------------------------------------------------- who owns what
@@ -452,9 +452,9 @@ class Judge(Watcher):
         waiting, parked = view.waiting, self.parked
         self.stats["back-pressure"] += any([r.phase is Phase.QUEUED for r in waiting])
         self.stats["window left behind"] += sum([any([t.first for t in r.tables]) for r in view.live])
-        self.parked = {r.rid for r in waiting if r.is_saved}
+        self.parked = {r.rid for r in waiting if r.saving.is_done}
         for r in waiting:
-            if r.is_saved and r.rid not in parked:              # its DRAM lease begins here
+            if r.saving.is_done and r.rid not in parked:              # its DRAM lease begins here
                 assert view.is_complete(r), f"request {r.rid}: lost"
 
     def still(self, in_flight: int) -> None:
@@ -470,7 +470,7 @@ class Judge(Watcher):
             f"request {running[0].rid} has a row, and waits for the peer")
         for r in view.waiting if not (asked or running) and view.head() is not None else ():
             idle = r.phase in (Phase.PAUSED, Phase.FETCHING) or (
-                r.is_saved if r.phase is Phase.RECEIVING else r.phase is Phase.SENDING and r.grant is None)
+                r.saving.is_done if r.phase is Phase.RECEIVING else r.phase is Phase.SENDING and r.remote.grant is None)
             assert not idle, f"request {r.rid} could give way, and waits for the peer"
 
     def end(self) -> None:

@@ -78,7 +78,7 @@ class Policy:
         for a second look at that, what came during this look may be missed (sim seed 11958)."""
         if r.row is not None and source in (Phase.QUEUED, Phase.DROPPED) and (
                 r.place is Place.DEVICE and not self.refused):
-            assert r.computed == 0 if r.retried else self.least[r.rid] <= r.computed <= self.longest, (
+            assert r.computed == 0 if r.origin.retried else self.least[r.rid] <= r.computed <= self.longest, (
                 f"request {r.rid} begins at {r.computed}, and {self.longest} positions are cached")
 
     def _last_resort(self, r: Live, trigger: Trigger, failed: bool) -> None:
@@ -99,7 +99,7 @@ class Policy:
 
     def _frees_pages(self, r: Live) -> bool:
         """Whether nobody else reads more of `r` than a hot buffer takes; of several groups, in slabs."""
-        own = [(_num_own(t) - r.hot_units) // (group.slab_pages if len(self.cfg.groups) > 1 else 1)
+        own = [(_num_own(t) - r.hot.least) // (group.slab_pages if len(self.cfg.groups) > 1 else 1)
                for t, group in zip(r.tables, self.cfg.groups, strict=True) if group.hosted]
         return any([n > 0 for n in own])
 
@@ -141,7 +141,7 @@ class Policy:
 
     def effect(self, event: Event, r: Live, before: tuple[Phase, int]) -> None:
         """A deadline that counts has an effect."""
-        if isinstance(event, Expired) and not r.is_saved:
+        if isinstance(event, Expired) and not r.saving.is_done:
             ends = r.phase in (Phase.QUEUED, Phase.FETCHING, Phase.RECEIVING) or (
                 r.phase is Phase.DROPPED and not r.started)
             assert (r.phase, r.visit) != before or not ends, f"request {r.rid}: its deadline is over"

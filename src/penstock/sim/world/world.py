@@ -285,7 +285,7 @@ class World(Watcher):
         self.judge.distrusted.update(damage.distrusted(self.view, r))
         self.judge.forced.update({r.rid, *(q.rid for q in damage.sharers(self.view, r))})
         self.stats += damage.strike(self.view, self.executor, r, self._damage_rng)
-        if r.shares_pages and not r.retried:
+        if r.origin.shares_pages and not r.origin.retried:
             self.stats["computed again for itself"] += 1       # it goes on, and says what it would have said
         else:
             self.load.made[r.rid].aborted = True
