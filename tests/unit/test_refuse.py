@@ -47,6 +47,8 @@ CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
     ({"kv_storage": "file://host/a"}, {"kv_storage": "file:///a/b%20c"}),
     ({"kv_storage": "file:///a", "kv_offloading_size": "0"}, {"kv_storage": "file:///a", "kv_offloading_size": "1B"}),
     ({"kv_storage": "file:///a", "prefix_cache": False}, {"kv_storage": "file:///a", "prefix_cache": True}),
+    ({"retained_share": 1.5}, {"retained_share": 1.0}),
+    ({"retained_share": 0.5, "prefix_cache": False}, {"retained_share": 0.5, "prefix_cache": True}),
     ({"kv_storage_bytes": "1G"}, {"kv_storage": "file:///a", "kv_storage_bytes": "1G"}),
     ({"kv_storage_key": "f"}, {"kv_storage": "file:///a", "kv_storage_key": "f"}),
     ({"kv_storage_policy": "wait_complete"},
