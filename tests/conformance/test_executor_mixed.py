@@ -149,7 +149,7 @@ def test_each_cause_says_which_steps_are_not_captured_and_why(name, monkeypatch)
         on_a_device.drafting(engine, 3)
         ahead = engine.rank._drafts.graphs.ahead
     engine.rank._eager.cause = ""
-    assert engine.rank.uncaptured == "" and WHY.keys() - LEFT.keys() == {"off", "stages", "shared", "layer"}
+    assert engine.rank.uncaptured == "" and WHY.keys() - LEFT.keys() == {"off", "stages", "shared", "layer", "fp8"}
     assert cause("prompts", engine.rank._attending, ahead) == name
     assert cause("decodes", engine.rank._attending, ahead) == ("codes" if name == "codes" else "")
     engine.rank._eager.cause = name
