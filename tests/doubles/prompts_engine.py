@@ -221,7 +221,7 @@ SHARED = (7, 3, 29, 41, 5, 5, 18, 60, 2, 33, 9)
 BACKENDS = where.backends()
 # Device pages of group 0, too few.
 SMALL = {"grouped": 11, "latent": 18, "experts": 11, "window": 13, "mla": 11, "sinks": 13, "state": 12,
-         "gemma4": 13, "mtp": 20, "mtp_chosen": 34, "mtp_state": 24, "mtp_lanes": 20, "eagle": 16, "eagle_latent": 20}
+         "gemma4": 12, "mtp": 20, "mtp_chosen": 34, "mtp_state": 24, "mtp_lanes": 20, "eagle": 16, "eagle_latent": 20}
 PROMPTS = {1: (*SHARED, 1, 2), 2: (*SHARED, 40), 3: (50,), 4: SHARED * 2, 5: (12, 8, 30, 21),
            6: SHARED[:8], 7: (*SHARED, *SHARED, 4, 4)}
 

@@ -421,12 +421,12 @@ def check(tried: Engines, kind: str, place: str, ends: Sequence[Options], more: 
         told = tried.asked.built.executor.stats().items()
         windows = [n for key, n in told if key.startswith("hot_window_pages_total")]
         assert len(ends) == 2 or (windows and min(windows) > 0), "prompts of every layer came through windows"
-    if one.weights == "fp8":        # a CPU dequantises them; so do three ranks, of which one begins inside of a block
+    if one.weights == "fp8":        # a CPU dequantises them
         ranks = int(ends[0]["tp"])
         kept = sum(int(info[f"rank_{i}_weight_bytes"]) for i in range(ranks))
         floats = 4 * sum(math.prod(shape) for name, shape in registry.tensor_shapes(MOE if "experts" in kind else ODD)
                          if name.endswith("_proj.weight"))
-        assert (kept < floats) == (where.DEVICE == "cuda" and ranks == 2)
+        assert (kept < floats) == (where.DEVICE == "cuda")
 
 
 def test_one_rank_answers_what_was_asked_of_the_recall_model(wanted: Callable[..., list[list[int]]]) -> None:

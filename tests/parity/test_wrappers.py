@@ -253,8 +253,8 @@ def test_names_of_the_text_lose_their_prefix_and_names_of_towers_have_none() -> 
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "text": ({"model_type": "gemma4", "text_config": {"model_type": "gemma4_text"}},
-             "model_type 'gemma4', whose text is 'gemma4_text', is not supported"),
+    "text": ({"model_type": "llama4", "text_config": {"model_type": "llama4_text"}},
+             "model_type 'llama4', whose text is 'llama4_text', is not supported"),
     "another text": ({"model_type": "mistral3", "text_config": {"model_type": "mistral5"}},
                      "the text of mistral3, model_type 'mistral5', is not supported; one of mistral, min"),
     "no text": ({"model_type": "qwen3_5"}, "text_config or llm_config, an object: found None"),

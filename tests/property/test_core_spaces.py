@@ -241,7 +241,7 @@ class SpacesMachine(RuleBasedStateMachine):
                 c.ready and not (c.pins or c.moves) for x in nodes for s, c in x.copies.items() if s is space)
             assert len(space.order) + len(space.read) == space.pool.num_evictable, "a page has one entry"
             for copy in space.order:
-                assert copy.number >> ENTRY_BITS == place(copy.node, copy), "an entry has the wrong place"
+                assert copy.number >> ENTRY_BITS == place(copy.node, copy, 0), "an entry has the wrong place"
             assert [c.number for c in space.order] == sorted({c.number for c in space.order})
         for node in nodes:
             assert node.copies or node.children or node.refs, "a node with nothing left"

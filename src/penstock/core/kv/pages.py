@@ -258,7 +258,7 @@ class Pages(Matching):
     def _has_freed(self, gone: Request | Returned) -> None:
         """What it had is cached from now on. If it had ended before a flush, that is flushed too."""
         if gone is self._flush_after:
-            self.tree.flush()
+            self.tree.hide()
             self._flush_after = None
 
     def reserve_pages(self, r: Request, place: Place, pages: Sequence[int], times: int = 1) -> None:
