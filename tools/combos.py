@@ -120,7 +120,7 @@ def answer(cell: Cell) -> Answer:
 
 # ---------------------------------------------------------------- the small view
 _START, _END = "<!-- combos: written by `make docs` -->", "<!-- combos: end -->"
-_SHOWN = {"yes": "tested", "refused": "no", "covered": "in pairs"}
+_SHOWN = {"yes": "tested", "refused": "no", "covered": "covered"}
 # Run on a GPU by programs of bench/device, with figures in docs/performance.md, and by no test there.
 _MEASURED = {("ordinary", "bfloat16"), ("ordinary", "fp8")}
 _ORDINARY, _HOSTED = {"kind": "ordinary"}, {"kind": "selecting", "place": "hosted"}

@@ -325,9 +325,10 @@ def test_damaged_pages_are_removed_of_every_cache_group(tmp_path):
 
 
 def test_pages_found_to_be_damaged_while_they_are_written_or_read_are_not_kept(bench):
+    threads = threading.active_count()
     bench.files.before = lambda what, key: bench.storage.deny(KEYS[:1]) if what == "put" else None
     assert not bench.write(1).ok
-    until(lambda: list(bench.files.present(KEYS[:1])) == [0])
+    until(lambda: list(bench.files.present(KEYS[:1])) == [0] and threading.active_count() == threads)    # all removed
     bench.files.before = lambda what, key: None
     bench.write(2)
     bench.files.before = lambda what, key: bench.storage.deny(KEYS[1:2]) if key == KEYS[1] else None

@@ -347,7 +347,7 @@ def test_whoever_does_not_listen_is_not_told_more_than_fits(ends, monkeypatch) -
         prefill.say(1, Refused(i + 1, 1, 1))
     most = 0
     for i in range(1000):
-        most = max(most, len(decode.link._events._waiting))
+        most = max(most, len(decode.link.events._waiting))
         assert decode.wait(PeerMessage).message.transfer == i + 1
     assert most <= 10
 
@@ -449,7 +449,7 @@ def test_who_cannot_connect_says_why_once(address: str, said: str, ends) -> None
     decode = ends("decode", address, plaintext=True)
     assert said in decode.wait(Unpaired).words
     time.sleep(0.3)                             # some attempts more
-    assert not decode.link.collect()
+    assert not decode.link.events.collect()
 
 
 def test_a_host_that_cannot_be_one_is_not_listened_on(ends) -> None:

@@ -250,7 +250,8 @@ class Pages(Matching):
             self._return(back, len(back.pins) + len(back.path))
 
     def flush(self) -> None:
-        """Hide from lookups what no request needs; `give_up_flushed` frees it."""
+        """Hide from lookups what no request needs; `give_up_flushed` frees it. None of it is retained any more."""
+        self.tree.retained.flush()
         self.tree.flush()
         queue = self.freeing or self.returned            # `free_gradually` goes on with the second first
         self._flush_after = queue[-1] if queue else None
@@ -258,7 +259,7 @@ class Pages(Matching):
     def _has_freed(self, gone: Request | Returned) -> None:
         """What it had is cached from now on. If it had ended before a flush, that is flushed too."""
         if gone is self._flush_after:
-            self.tree.hide()
+            self.tree.flush()
             self._flush_after = None
 
     def reserve_pages(self, r: Request, place: Place, pages: Sequence[int], times: int = 1) -> None:

@@ -417,13 +417,7 @@ class Tree:
         return sum([self.evict(space, 1 << 60) for space in spaces])
 
     def flush(self) -> None:
-        """Hide from lookups the pages that no request names now: they are the oldest, and evicted first. None is
-        retained any more."""
-        self.retained.flush()
-        self.hide()
-
-    def hide(self) -> None:
-        """The same again, for a request that had ended before and has given up its pages since."""
+        """Hide from lookups the pages that no request names now: they are the oldest, and evicted first."""
         self._clock += 2               # between the two are pages of ended sessions
         self.flushed, self.to_flush, self.was_flushed = self._clock - 1, list(self.spaces), True
 
