@@ -162,7 +162,7 @@ def state_of_a_rejected_token(mp):
 
     def settle(self, step, found):
         open = self._open.get(step)
-        right(self, step, {} if open is None else {
+        return right(self, step, {} if open is None else {
             row: run.end - run.first - 1 for row, run in open._drafting.items()})
     mp.setattr(StatePools, "settle", settle)
 
