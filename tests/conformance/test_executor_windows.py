@@ -163,7 +163,7 @@ def sink_in_each_part(e: Any, patch: pytest.MonkeyPatch) -> None:
 def sinks_lost_where_rows_select(e: Any, patch: pytest.MonkeyPatch) -> None:
     layers = e.rank._attending._layers
     right = layers.attend
-    layers.attend = lambda layer, q, chosen, step, sinks: right(layer, q, chosen, step, None)
+    layers.attend = lambda layer, q, chosen, step, sinks, *reader: right(layer, q, chosen, step, None, *reader)
 
 
 FAULTS = {

@@ -182,6 +182,8 @@ class Selecting(Selects):
     def _through(self, chunk: PromptChunk, windows: Sequence[Window], place: _Place, q_TNH: Tensor, k_TKH: Tensor,
                  v_TKH: Tensor, sinks_N: Tensor | None) -> Tensor:
         of = chunk.tokens
+        if place[1]:            # windows go where queries of an earlier reader have made units hot
+            self.rows.hot.void(chunk.row)
         return self._prompts.attend(place[0], chunk, windows, q_TNH[of], k_TKH[of], v_TKH[of], sinks_N)
 
     def _selected(self, at: slice | Tensor, step: SparseStep, budget_B: Tensor, most: int, place: _Place,
