@@ -247,6 +247,11 @@ def test_a_call_of_no_tool_is_the_text_that_it_came_as(name):
     ("gemma4", '<|tool_call>call:f{ "text" : "a}" }<tool_call|>\n<|tool_call>call:a-b.c{}<tool_call|>',
      [("f", {"text": "a}"}), ("a-b.c", {})]),
     ("gemma4", '<|tool_call>call:f{text:a word}<tool_call|>', [("f", {"text": "a word"})]),
+    ("gemma4", '<|tool_call>call:f{more:{"x:y":1,"a\\"b":2}}<tool_call|>', [("f", {"more": {"x:y": 1, 'a"b': 2}})]),
+    *(("gemma4", f"<|tool_call>call:f{{{broken}<tool_call|>", [("f", had)]) for broken, had in (
+        ("items:[}", {}), ("items:[1}", {}), ("more:[{b:1]}", {}), ("more:{b:1]}", {}), ("items:[,]}", {}),
+        ("text:}", {}), ("count:1,text:1", {"count": 1}), ('text:"a}', {}), ('text:"\\q"}', {}), ('text:<|"|>a}', {}),
+        ("count:1,text", {"count": 1}), ("more:" + 70 * "{a:" + "1" + 71 * "}", {}))),
     ("gemma4", "<|tool_call>call:f", []), ("gemma4", "<|tool_call>f{}", []),
     ("glm", "<tool_call>f<arg_key>count</arg_key><arg_value>1</arg_value></tool_call>",
      [("f", {"count": 1})]),
@@ -261,6 +266,14 @@ def test_what_models_write_beside_the_form(name, text, calls):
     assert called(items) == calls
     if not calls:
         assert items == [TextItem(text)]
+
+
+@pytest.mark.parametrize("broken", ["items:[}", "items:[1}", "more:{b:1]}", 'text:"a}', 'text:"\\q"}', "text:1", "a", "a:{"])
+def test_a_broken_call_is_the_same_however_it_comes(broken):
+    text = f"<|tool_call>call:f{{count:1,{broken}<tool_call|> tail"
+    found = [joined(read("gemma4", text, [size])) for size in (1, 2, 5, 1000)]
+    assert called(found[0]) == [("f", {"count": 1})] and found[0][-1] == TextItem(" tail")
+    assert all(one == found[0] for one in found)
 
 
 def test_an_id_that_the_model_wrote_is_the_calls_once():

@@ -28,54 +28,72 @@ def read(source: Source) -> Reading:
             source.no_call()
 
 
+class _Broken(Exception):
+    """No value is there, or not all of one."""
+
+
 def _arguments(source: Source) -> Reading:
-    """All of one call, from behind the first brace. What is broken ends it."""
+    """All of one call, from behind the first brace. What is broken ends it, and is dropped up to CLOSE."""
     before = "{"
-    while not (yield from source.one_of("}")):
-        if (found := (yield from _pair(source, 0))) is None:
-            if source.final:
-                source.drop_rest()
-                return
-            break
-        source.tell(Arguments, before + found)
-        before = ", "
-        yield from source.one_of(",")
+    try:
+        while not (yield from source.one_of("}")):
+            pair = yield from _pair(source, 0)
+            source.tell(Arguments, before + pair)
+            before = ", "
+            yield from source.one_of(",")
+    except _Broken:
+        _, mark = yield from source.take(CLOSE)
+        if not mark:                    # it is cut off
+            source.drop_rest()
+            return
+        source.at -= len(mark)
     source.tell(Arguments, "{}" if before == "{" else "}")
     source.end()
 
 
-def _pair(source: Source, depth: int) -> Generator[None, None, str | None]:
-    """`"key": value` as JSON; None: it is cut off, or broken."""
-    if (yield from source.one_of(QUOTE)):
-        key, _ = yield from source.take(QUOTE)
+def _pair(source: Source, depth: int) -> Generator[None, None, str]:
+    """`"key": value` as JSON. Raises _Broken."""
+    if begun := (yield from source.one_of(QUOTE, '"')):
+        key = yield from _string(source, begun)
         mark = yield from source.one_of(":")
     else:
-        key, mark = yield from source.take(":", ",", "}")
-        key = key.strip().strip('"')
+        key, mark = yield from source.take(":", ",", "}", CLOSE)
         source.at -= len(mark) * (mark != ":")
-    value = (yield from _value(source, depth)) if mark == ":" else None
-    return None if value is None else f"{quoted(key)}: {value}"
+    if mark != ":":
+        raise _Broken
+    value = yield from _value(source, depth)
+    return f"{key if begun else quoted(key.strip())}: {value}"
 
 
-def _value(source: Source, depth: int) -> Generator[None, None, str | None]:
-    """A value as JSON; None: it is cut off, or broken."""
-    begun = yield from source.one_of(QUOTE, "{", "[", '"')
+def _string(source: Source, begun: str) -> Generator[None, None, str]:
+    """The rest of a string that has begun with this mark, as JSON. Raises _Broken."""
     if begun == QUOTE:
-        text, mark = yield from source.take(QUOTE)
-        return quoted(text) if mark else None
-    if begun == '"':                    # as JSON has it
-        source.at -= 1
-        said = yield from source.string()
-        return None if said is None else quoted(said)
+        found, mark = yield from source.take(QUOTE)
+        if not mark:
+            raise _Broken
+        return quoted(found)
+    source.at -= 1                      # as JSON has it
+    if (said := (yield from source.string())) is None:
+        raise _Broken
+    return quoted(said)
+
+
+def _value(source: Source, depth: int) -> Generator[None, None, str]:
+    """A value as JSON. Raises _Broken."""
+    begun = yield from source.one_of(QUOTE, "{", "[", '"')
+    if begun in (QUOTE, '"'):
+        return (yield from _string(source, begun))
     if not begun:
-        text, mark = yield from source.take(",", "}", "]")
+        text, mark = yield from source.take(",", "}", "]", CLOSE)
         source.at -= len(mark)
-        return typed(text, frozenset()) if mark else None
+        if mark in ("", CLOSE) or not text.strip():
+            raise _Broken
+        return typed(text, frozenset())
+    if depth >= DEPTH_MAX:
+        raise _Broken
     end, found = {"{": "}", "[": "]"}[begun], list[str]()
     while not (yield from source.one_of(end)):
-        one = (yield from (_pair if begun == "{" else _value)(source, depth + 1)) if depth < DEPTH_MAX else None
-        if one is None:
-            return None
+        one = yield from (_pair if begun == "{" else _value)(source, depth + 1)
         found.append(one)
         yield from source.one_of(",")
     return f"{begun}{', '.join(found)}{end}"
