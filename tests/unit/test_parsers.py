@@ -268,7 +268,8 @@ def test_what_models_write_beside_the_form(name, text, calls):
         assert items == [TextItem(text)]
 
 
-@pytest.mark.parametrize("broken", ["items:[}", "items:[1}", "more:{b:1]}", 'text:"a}', 'text:"\\q"}', "text:1", "a", "a:{"])
+@pytest.mark.parametrize("broken", ["items:[}", "items:[1}", "more:{b:1]}", 'text:"a}', 'text:"\\q"}', "text:1", "a",
+                                    "a:{"])
 def test_a_broken_call_is_the_same_however_it_comes(broken):
     text = f"<|tool_call>call:f{{count:1,{broken}<tool_call|> tail"
     found = [joined(read("gemma4", text, [size])) for size in (1, 2, 5, 1000)]
