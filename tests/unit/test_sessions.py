@@ -1,12 +1,16 @@
 """Sessions outside the scheduler: whose they are, which engine has them, and which prompts are kept."""
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from penstock.config.base.errors import RequestError
 from penstock.config.request.params import SamplingParams
+from penstock.core.core import Core
 from penstock.core.plan import NAME_BITS, Arrived, RetentionEnded, SessionEnded, key_of
 from penstock.core.settings import CoreConfig
 from penstock.engine import sessions as engine_sessions
@@ -14,8 +18,13 @@ from penstock.engine.client import affinity
 from penstock.engine.client.affinity import ServedSessions
 from penstock.engine.client.namespaces import check_session, namespace, session_number
 from penstock.engine.client.replicas import Engines
+from penstock.engine.loop import EngineLoop
 from penstock.engine.sessions import Retaining, SessionPrompts, Shares
 from penstock.engine.wire import OfSession, Origin, Submit
+
+_spec = importlib.util.spec_from_file_location("loop_hostile", Path(__file__).with_name("test_loop_hostile.py"))
+hostile = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(hostile)
 
 
 def submit(rid: int, session: int, tokens: range) -> Submit:
@@ -145,14 +154,73 @@ def test_a_session_is_retained_from_its_last_request_on() -> None:
     now[0] = 41
     assert retaining.wait_s == 0 and retaining.passed() == [RetentionEnded(7)]
     assert retaining.wait_s is None and retaining.passed() == []
-    retaining.begin(7, None)
-    retaining.end(7)
-    assert retaining.wait_s is None, "it has to ask again"
     retaining.begin(8, 10)
     retaining.begin(8, 0)
     retaining.end(8)
     retaining.end(8)
-    assert retaining.passed() == [RetentionEnded(8)]
+    assert retaining.passed() == [RetentionEnded(8)] and not retaining.retains(8)
+
+
+def test_seconds_of_a_session_count_again_after_its_time_is_over() -> None:
+    now = [0.0]
+    retaining = Retaining(lambda: now[0])
+    retaining.begin(7, 60)
+    retaining.end(7)
+    for _ in range(2):
+        now[0] += 61
+        assert retaining.passed() == [RetentionEnded(7)] and not retaining.retains(7)
+        assert retaining.begin(7, None) == [] and retaining.retains(7)
+        retaining.end(7)
+        assert retaining.wait_s == 60
+    now[0] += 61
+    retaining.passed()
+    retaining.begin(7, 0)
+    assert not retaining.retains(7)
+    retaining.end(7)
+    assert retaining.passed() == [RetentionEnded(7)]
+    retaining.begin(7, None)
+    retaining.end(7)
+    assert retaining.wait_s is None, "0 is its last value"
+
+
+def test_an_ended_session_has_no_seconds_and_no_place(monkeypatch) -> None:
+    monkeypatch.setattr(engine_sessions, "RETAINED_MAX", 2)
+    now = [0.0]
+    retaining = Retaining(lambda: now[0])
+    for session in (1, 2):
+        retaining.begin(session, 10)
+        retaining.end(session)
+    retaining.forget(2)
+    assert retaining.begin(3, 10) == [], "the place of 2"
+    retaining.forget(3)
+    retaining.end(3)
+    now[0] = 11
+    assert retaining.passed() == [RetentionEnded(1)] and retaining.wait_s is None
+    retaining.forget(1)
+    for session in (1, 2, 3):
+        assert retaining.begin(session, None) == [] and not retaining.retains(session)
+
+
+def test_an_expired_session_takes_no_place_from_a_retained_one(monkeypatch) -> None:
+    monkeypatch.setattr(engine_sessions, "RETAINED_MAX", 2)
+    now = [0.0]
+    retaining = Retaining(lambda: now[0])
+    for session, seconds in ((1, 100), (2, 1)):
+        retaining.begin(session, seconds)
+        retaining.end(session)
+    now[0] = 2
+    assert retaining.passed() == [RetentionEnded(2)] and retaining.begin(3, 100) == []
+    assert retaining.begin(2, None) == [RetentionEnded(1)] and retaining.retains(2)
+
+
+def test_a_session_in_use_is_newer_than_one_whose_requests_ended_before(monkeypatch) -> None:
+    monkeypatch.setattr(engine_sessions, "RETAINED_MAX", 2)
+    retaining = Retaining(lambda: 0.0)
+    for session in (1, 2):
+        retaining.begin(session, 10)
+    for session in (2, 1):
+        retaining.end(session)
+    assert retaining.begin(3, 10) == [RetentionEnded(2)]
 
 
 def test_of_many_retained_sessions_the_key_with_the_most_loses_its_oldest(monkeypatch) -> None:
@@ -163,6 +231,34 @@ def test_of_many_retained_sessions_the_key_with_the_most_loses_its_oldest(monkey
         retaining.end(session)
     assert retaining.begin(1 << NAME_BITS | 1, 10) == [RetentionEnded(1)]
     assert sorted(retaining._until) == [2, 3]
+
+
+def test_the_core_retains_a_session_by_its_last_seconds_until_it_ends() -> None:
+    now = [0.0]
+    core = Core(CoreConfig(page_size=4, rows=4, hbm_pages=40, step_tokens=24, max_len=120, retained_pages=20))
+    loop = EngineLoop(core, hostile.Executor(), vocab_size=100, max_model_len=120, clock=lambda: now[0])
+
+    def run() -> bool:
+        """Return whether pages are retained after all that is to do."""
+        loop.turn(block=True)
+        while not loop.idle:
+            loop.turn(block=True)
+        return len(core.sessions.retained.users) > 0
+
+    def ask(rid: int, retain_s: int | None = None) -> bool:
+        origin = Origin(session=7, retain_s=retain_s)
+        loop.handle(msgspec.structs.replace(submit(rid, 7, range(12)), origin=origin))
+        return run()
+
+    assert not ask(1) and ask(2, 60) and ask(3)
+    now[0] = 61
+    assert not run() and ask(4), "its time was over"
+    core.sessions._known.clear()
+    core.sessions.retained.flush()
+    assert not run() and ask(5), "the core has forgotten it"
+    loop.handle(OfSession(7, True))
+    assert not run() and not ask(6) and not loop._retaining._until, "it has ended"
+    assert ask(7, 60)
 
 
 @pytest.mark.parametrize(("name", "retain_s", "pages", "says"), [

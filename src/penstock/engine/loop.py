@@ -176,6 +176,8 @@ class EngineLoop:
 
     def _of_session(self, m: OfSession) -> None:
         self._events += self._sessions.events(m)
+        if m.ends:
+            self._retaining.forget(m.session)
         if self._paired is not None and not self._works_for_peer:
             self._paired.of_session(m)
 
@@ -317,7 +319,7 @@ class EngineLoop:
             leader=None if leader is None else RequestId(leader), selects=m.selects,
             attention=m.attention, transfer=transfer,
             peer=at if peer is None else peer.id, cached_max=m.params.cached_max, session=m.origin.session,
-            retains=bool(m.origin.retain_s), drafts=m.params.speculative_tokens))
+            retains=self._retaining.retains(m.origin.session), drafts=m.params.speculative_tokens))
 
     # ------------------------------------------------------------ one turn
     def turn(self, *, block: bool) -> list[OutputChunk]:

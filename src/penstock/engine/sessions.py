@@ -67,11 +67,16 @@ class Shares(Generic[T]):
 
 
 class Retaining:
-    """Until when sessions are retained: for so many seconds after the last of their requests."""
+    """Until when sessions are retained: for so many seconds after the last of their requests.
+
+    The seconds of a session whose time is over are kept for its next request, apart: they take no place from sessions
+    that are retained. Those of an ended session are forgotten.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._seconds: Shares[int] = Shares(RETAINED_MAX)
+        self._expired: Shares[int] = Shares(RETAINED_MAX)       # seconds of sessions whose time is over
         self._open = Counter[int]()             # live requests, by session
         self._until: dict[int, float] = {}      # of those without
         self._look_at: float | None = None      # not later than the first of these
@@ -85,13 +90,14 @@ class Retaining:
         """A request of this session has come, or one without (0). Return what the planner is to know."""
         self._open[session] += 1
         self._until.pop(session, None)
-        seconds = self._seconds.get(session) if retain_s is None else retain_s
+        expired, seconds = self._expired.pop(session), retain_s
         if seconds is None:
-            return []
-        lost = [other for other, _ in self._seconds.put(session, 1, seconds)]
-        for other in lost:
-            self._until.pop(other, None)
-        return [RetentionEnded(other) for other in lost]
+            seconds = expired if expired is not None else self._seconds.get(session)
+        return [] if seconds is None else self._keep(session, seconds)
+
+    def retains(self, session: int) -> bool:
+        """Return whether the session asks to be retained: its latest number of seconds is above 0."""
+        return bool(self._seconds.get(session))
 
     def end(self, session: int) -> None:
         """One of these requests has ended."""
@@ -100,8 +106,15 @@ class Retaining:
             return
         del self._open[session]
         if (seconds := self._seconds.get(session)) is not None:
+            self._keep(session, seconds)        # it is the newest: its time begins now
             self._until[session] = until = self._clock() + seconds
             self._look_at = until if self._look_at is None else min(self._look_at, until)
+
+    def forget(self, session: int) -> None:
+        """Forget the seconds of a session that ends. The planner releases its pages by itself."""
+        self._until.pop(session, None)
+        self._seconds.pop(session)
+        self._expired.pop(session)
 
     def passed(self) -> list[Event]:
         """Return those that are retained no longer since the last call."""
@@ -110,9 +123,17 @@ class Retaining:
         over = [session for session, until in self._until.items() if until <= self._clock()]
         for session in over:
             del self._until[session]
-            self._seconds.pop(session)
+            if seconds := self._seconds.pop(session):
+                self._expired.put(session, 1, seconds)
         self._look_at = min(self._until.values(), default=None)
         return [RetentionEnded(session) for session in over]
+
+    def _keep(self, session: int, seconds: int) -> list[Event]:
+        """Make the session the newest of its key. Return the ends of those that lose their place for it."""
+        lost = [other for other, _ in self._seconds.put(session, 1, seconds)]
+        for other in lost:
+            self._until.pop(other, None)
+        return [RetentionEnded(other) for other in lost]
 
 
 class SessionPrompts:
