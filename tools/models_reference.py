@@ -76,13 +76,13 @@ _QUANTISED = """
 
 `quant_method` in config.json decides. Which modules are quantised is read from the headers of the files, so modules
 in `ignore` or `modules_to_not_convert` need no pattern. Activations are of the type of `--dtype`; with `--backends
-linear=fp8` on Hopper prompts are multiplied in fp8, where weights are. On a GPU weights keep the bits that they
-have in the files, but for groups of no multiple of 16 columns; `desc_act` and a GGUF become floats. Weights that
-become floats do so once, at load, which the log says. Each then takes 2 bytes in bfloat16 and 4 in float32
-(`--dtype auto` on a CPU): 4 and 8 times an int4 checkpoint. Tests compare each format with weights packed as its
-definition says; no published checkpoint of one has run here, except of fp8 in blocks. Other formats (bitsandbytes,
-three bits, ModelOpt's int4) are refused by name, and so are experts packed in one tensor, ModelOpt's
-`pre_quant_scale`, and zero points of 4-bit floats.
+linear=fp8` on Hopper prompts are multiplied in fp8, where weights are: linears in blocks of 128 x 128, or with a
+scale per row or tensor. Experts are not. On a GPU weights keep the bits that they have in the files, but for groups
+of no multiple of 16 columns; `desc_act` and a GGUF become floats. Weights that become floats do so once, at load,
+which the log says. Each then takes 2 bytes in bfloat16 and 4 in float32 (`--dtype auto` on a CPU): 4 and 8 times an
+int4 checkpoint. Tests compare each format with weights packed as its definition says; no published checkpoint of one
+has run here, except of fp8 in blocks. Other formats (bitsandbytes, three bits, ModelOpt's int4) are refused by name,
+and so are experts packed in one tensor, ModelOpt's `pre_quant_scale`, and zero points of 4-bit floats.
 
 `--dtype gguf` keeps integers as the codes of the file, with scales of a GGUF, and on a CPU all, rounded to f16; it
 computes in float32 on a CPU, in bfloat16 on a GPU. int4 and GGUF's Q4 take half a byte each, others a byte. Groups of
@@ -101,8 +101,10 @@ _END = """
 - A weight or bias in a layer of the model that its family does not have is refused by name: without it the
   model would be another one. Biases of zeros, which AutoGPTQ writes for every matrix, are skipped.
 - `hf_quant_config.json` counts as `quantization_config` where config.json has none. 
-- A checkpoint that asks for fp8 KV (`kv_cache_scheme`, `kv_cache_quant_algo`) gets it with `--kv-cache-dtype auto`.
-  Its static scales are not used: each vector has a scale of its own. Another format is named in the log."""
+- A checkpoint that asks for fp8 KV (`kv_cache_scheme`, `kv_cache_quant_algo`) gets it with `--kv-cache-dtype auto`
+  where the compute type is bfloat16 and head dimensions are multiples of 16. Else KV keeps the compute type, and one
+  log line says why; with float32 (a CPU's default, and its `--dtype gguf`) `--kv-cache-dtype fp8` makes it fp8.
+  Static scales are not used: each vector has a scale of its own. Another format is named in the log."""
 
 # Published repositories, by family; those of tests/data/configs are read by a test.
 EXAMPLES: dict[str, tuple[str, ...]] = {

@@ -15,9 +15,10 @@ from penstock.kernels.gemm.linear import triton_fp8
 from penstock.kernels.op import Unusable
 from penstock.kernels.platform import KernelError, probe
 from penstock.kernels.registry import choose
-from penstock.kernels.types.packed import Packed, quantised
+from penstock.kernels.types.packed import Packed, joined, quantised
 
-WEIGHTS = {"blocks": (384, 512, 128, 128), "rows": (272, 528, 1, 528), "tensor": (96, 208, 96, 208)}
+WEIGHTS = {"blocks": (384, 512, 128, 128), "rows": (272, 528, 1, 528), "tensor": (96, 208, 96, 208),
+           "joined": (160, 208, 96, 208)}     # of two weights with a scale per tensor, 96 and 64 rows
 
 
 def made(form: str) -> tuple[Packed, torch.Tensor, torch.Tensor]:
@@ -25,7 +26,9 @@ def made(form: str) -> tuple[Packed, torch.Tensor, torch.Tensor]:
     outputs, inputs, rows, cols = WEIGHTS[form]
     generator = torch.Generator().manual_seed(outputs)
     x = torch.randn(270, inputs, generator=generator) * torch.logspace(-2, 1, 270)[:, None]
-    weight = quantised(torch.randn(outputs, inputs, generator=generator), rows, cols)
+    weight_OI = torch.randn(outputs, inputs, generator=generator)
+    weight = (joined([quantised(9 * weight_OI[:rows], rows, cols), quantised(weight_OI[rows:], outputs - rows, cols)])
+              if form == "joined" else quantised(weight_OI, rows, cols))
     return weight, x.bfloat16(), torch.randn(outputs, generator=generator).bfloat16()
 
 
@@ -41,6 +44,23 @@ def test_quantised_activations_cost_a_few_percent_of_a_row(form: str) -> None:
     assert 1e-3 < wrong(triton_fp8.reference(weight, None)(x), exact) < 5e-2
 
 
+@pytest.mark.parametrize("form", ["rows", "tensor", "joined"])
+def test_each_output_has_the_scale_of_its_block(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x, _ = made(form)
+    outputs, inputs = weight.shape
+    assert triton_fp8.form_of(weight) == inputs and (form != "joined" or weight.rows == 32)
+
+    def scaled_mm(x_TI: torch.Tensor, code_IO: torch.Tensor, scale_T1: torch.Tensor, by: object, scale_1O: torch.Tensor,
+                  each: object, **_: object) -> torch.Tensor:
+        assert by == each == F.ScalingType.RowWise and scale_1O.shape == (1, outputs)
+        assert scale_1O.dtype == torch.float32 and scale_1O.is_contiguous()
+        return (x_TI.float() @ code_IO.float()) * scale_T1 * scale_1O
+    monkeypatch.setattr(F, "scaled_mm", scaled_mm)
+    scale_T1 = x.float().abs().amax(1, keepdim=True) / 448
+    got = triton_fp8._product(weight, inputs)((x.float() / scale_T1).to(torch.float8_e4m3fn), scale_T1)
+    assert wrong(got, triton_fp8.reference(weight, None)(x)) < 1e-2
+
+
 def test_a_row_of_zeros_and_the_largest_elements_are_kept() -> None:
     x = torch.tensor([[0.0] * 128, [3.0e38] + [1.0] * 127, [448.0] + [1.0] * 127])
     found = triton_fp8.quantised(x, 128)
@@ -49,7 +69,7 @@ def test_a_row_of_zeros_and_the_largest_elements_are_kept() -> None:
 
 @pytest.mark.parametrize("weight, cols", [
     ((256, 256, 128, 128), 128), ((256, 264, 128, 128), 0), ((192, 256, 64, 128), 0), ((64, 48, 1, 48), 48),
-    ((64, 48, 64, 48), 48), ((64, 48, 1, 16), 0), ((63, 48, 1, 48), 0)])
+    ((64, 48, 64, 48), 48), ((64, 48, 16, 48), 48), ((64, 48, 1, 16), 0), ((63, 48, 1, 48), 0)])
 def test_weights_that_take_part(weight: tuple[int, int, int, int], cols: int) -> None:
     outputs, inputs, *block = weight
     assert triton_fp8.form_of(quantised(torch.randn(outputs, inputs), *block)) == cols

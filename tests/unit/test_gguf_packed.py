@@ -1,7 +1,9 @@
 """Models of GGUF files whose weights mix block types, kept as codes: the same logits, and what is told."""
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -13,9 +15,12 @@ from gguf import GGMLQuantizationType as Type
 from penstock.config.base.errors import ConfigError
 from penstock.config.settings.cli import from_options
 from penstock.config.settings.tree import Config
-from penstock.exec.load import weights
+from penstock.exec.load import backends, weights
 from penstock.kernels.c import build as native
+from penstock.kernels.op import Unusable
+from penstock.kernels.platform import Platform
 from penstock.model.base import Model
+from penstock.model.weights.locate import files_of
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, WIDTH, VOCAB, EXPERTS = 256, 4, 2, 64, 256, 40, 3
 # Files mix types: other ones for v, down and embeddings. Q3_K does not stay packed.
@@ -116,3 +121,21 @@ def test_without_a_compiler_it_is_refused_and_doctor_says_so(tmp_path, monkeypat
     [told] = [finding.text for finding in found if finding.name == "weights"]
     assert "Q3_K" in told.split(":")[0] and "Q3_K" not in told.split(";")[1]
     assert all(block in told.split(";")[1] for block in ("Q4_1", "Q4_K", "Q5_0", "Q6_K", "Q8_0"))
+
+
+def test_on_a_gpu_without_triton_it_is_refused_and_doctor_says_so(tmp_path, monkeypatch):
+    from penstock.cli import doctor
+
+    path, said = written(tmp_path / "m.gguf", "llama", DENSE), []
+
+    def usable_on(platform):
+        raise Unusable("Triton is missing")
+    monkeypatch.setattr(backends, "_platform", lambda config: Platform(device="cuda", features=("sm_90",), torch="2"))
+    monkeypatch.setattr(backends.linear, "OP", SimpleNamespace(get=lambda name: SimpleNamespace(usable_on=usable_on)))
+    asked = config(path, "gguf")
+    asked = replace(asked, device=replace(asked.device, device="cuda"))
+    with pytest.raises(ConfigError, match=r"--dtype gguf: Triton is missing: use --dtype bfloat16"):
+        backends.kept_packed(asked, files_of(asked.model), said.append)
+    floats = replace(asked, model=replace(asked.model, dtype="bfloat16"))
+    assert backends.kept_packed(floats, files_of(asked.model), said.append) == () and not said
+    assert "--dtype gguf: Triton is missing: use --dtype bfloat16" in [each.text for each in doctor._model(asked)]

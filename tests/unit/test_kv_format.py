@@ -11,7 +11,7 @@ import torch
 
 from penstock.config.base.errors import ConfigError
 from penstock.config.request.selection import selection_of
-from penstock.config.settings.tree import Config, KVConfig, ModelConfig
+from penstock.config.settings.tree import Config, Kept, KVConfig, ModelConfig
 from penstock.exec.load import weights
 from penstock.exec.load.layout import caches_of
 from penstock.exec.load.sizing import groups_of
@@ -44,6 +44,17 @@ class Shape:
     def reads(self) -> dict[LocalLayer, Reads]:
         return {layer: Reads(source=Source(layer), num_heads=4, scale=.125, dtype=self.dtype)
                 for group in self.groups for layer in group.layers}
+
+
+@dataclass
+class Latent(Shape):
+    """With MLA KV entries, of which the first `value_dim` values are coded."""
+
+    value_dim: int = 48
+
+    @property
+    def reads(self) -> dict[LocalLayer, Reads]:
+        return {layer: replace(reads, value_dim=self.value_dim) for layer, reads in super().reads.items()}
 
 
 @pytest.mark.parametrize(("dim", "wide"), [(16, 32), (64, 80), (80, 96), (128, 144), (256, 272), (512, 528),
@@ -90,6 +101,32 @@ def test_auto_is_what_the_checkpoint_asks_for_and_the_log_says_so(
     assert group.dtype == kept and (group.head_dim, group.values) == ((80, 64) if kept else (64, 0))
     said = weights._kv_asked(Config(model=ModelConfig(model="m"), kv=kv), model)
     assert (line is None and not said) or line in said[0]
+
+
+@pytest.mark.parametrize(("dtype", "dim", "kv", "kept", "line"), [
+    (torch.float32, 64, KVConfig(), None, "in fp8_e4m3, and gets one in the compute type, as float32 is computed in: "
+     "--kv-cache-dtype fp8 makes it fp8"),
+    (torch.float32, 64, CODES, torch.uint8, "its KV cache is fp8"),
+    (torch.float32, 72, KVConfig(), None, "as its full vectors have 72 values"),
+    (torch.bfloat16, 72, KVConfig(), None, "and gets one in the compute type, as its full vectors have 72 values, and "
+     "fp8 is for multiples of 16")])
+def test_auto_is_the_compute_type_with_float32_and_for_heads_that_fp8_cannot_hold(
+        dtype: torch.dtype, dim: int, kv: KVConfig, kept: torch.dtype | None, line: str) -> None:
+    model = Shape((replace(FULL, head_dim=dim),), dtype=dtype, kv_format="fp8_e4m3")
+    assert [group.dtype for group in groups_of(model, None, kv)] == [kept]
+    [said] = weights._kv_asked(Config(model=ModelConfig(model="m"), kv=kv), model)
+    assert line in said
+
+
+@pytest.mark.parametrize(("value", "key", "metadata", "kept"), [
+    (48, 32, "auto", [torch.uint8, torch.uint8]), (40, 32, "auto", [None, None]), (48, 48, "auto", [None, None]),
+    (48, 48, "bfloat16", [torch.uint8, torch.bfloat16])])
+def test_auto_looks_at_what_is_coded_of_mla_entries_and_at_the_keys_of_an_indexer(
+        value: int, key: int, metadata: Kept, kept: list[torch.dtype | None]) -> None:
+    model = Latent((replace(FULL, num_kv_heads=1, head_dim=64, planes=1),
+                    CacheShape(name="index", layers=(0,), num_kv_heads=1, head_dim=key, planes=1, selector=True)),
+                   dtype=torch.bfloat16, kv_format="fp8_e4m3", value_dim=value)
+    assert [group.dtype for group in groups_of(model, None, KVConfig(sparse_metadata_dtype=metadata))] == kept
 
 
 def test_states_and_drafts_stay_floats_and_windows_do_not() -> None:

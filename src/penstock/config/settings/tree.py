@@ -157,8 +157,8 @@ class KVConfig:
                               "(session_retain_s): evicted last. 0: none may"] = 0.0
     kv_events_config: Annotated[str | None, "publish cached pages to routers over ZMQ, by default on this machine: "
                                 "vLLM's JSON, e.g. {\"enable_kv_cache_events\": true}; needs '.[events]'"] = None
-    kv_cache_dtype: Annotated[Kept, "type of the KV cache: auto is what the checkpoint asks for or the "
-                              "compute type; fp8 is fp8_e4m3 with a scale per 128 values"] = "auto"
+    kv_cache_dtype: Annotated[Kept, "type of KV: auto is the compute type, or if bfloat16 what the "
+                              "checkpoint asks for; fp8: e4m3, a scale per 128 values"] = "auto"
     sparse_metadata_dtype: Annotated[Kept, "type of indexer keys (DSA; auto: as --kv-cache-dtype) or of key min/max "
                                      "per block (--sparse-top-k; auto: the compute type)"] = "auto"
 

@@ -81,7 +81,7 @@ def _check_packable(config: Config, files: ModelFiles) -> None:
 
 def kept_packed(config: Config, files: ModelFiles, log: Callable[[str], object]) -> tuple[str, ...]:
     """Which kinds of weights stay packed: on a CPU, and of a GGUF, where that was asked for; else those that a GPU has
-    kernels for. Raises ConfigError."""
+    kernels for. Raises ConfigError, also where --dtype gguf is asked for and nothing multiplies codes."""
     if config.model.dtype == "gguf":
         _check_packable(config, files)
     if config.device.device == "cpu":
@@ -93,6 +93,8 @@ def kept_packed(config: Config, files: ModelFiles, log: Callable[[str], object])
         platform = _platform(config)
         linear.OP.get("triton").usable_on(platform)
     except Unusable as why:
+        if config.model.dtype == "gguf":
+            raise ConfigError(f"--dtype gguf: {why}: use --dtype bfloat16") from None
         log(f"quantised weights are dequantised when they are loaded: {why}")
         return ()
     except KernelError:                 # no such device: whoever chooses back-ends says so

@@ -115,9 +115,37 @@ def _selected(model: Model, selection: Selection | None, kv: KVConfig,
 
 
 def kv_format(model: Model, kv: KVConfig) -> str:
-    """Return the format of a KV cache: --kv-cache-dtype, or for `auto` what the checkpoint asks for, if it is known."""
+    """Return the format of a KV cache: --kv-cache-dtype, or for `auto` fp8 where the checkpoint asks for it and this
+    model can have it, see `why_not_fp8`."""
     asks = kv.kv_cache_dtype == "auto" and model.kv_format == "fp8_e4m3"
-    return model.kv_format if asks else kv.kv_cache_dtype
+    return "fp8_e4m3" if asks and not why_not_fp8(model, kv) else kv.kv_cache_dtype
+
+
+def why_not_fp8(model: Model, kv: KVConfig) -> str:
+    """Return why `auto` is not fp8 although the checkpoint asks for it, for the log; "": it is."""
+    value_dim = value_dim_of(model)
+    for shape in model.groups:
+        follows = not shape.selector or kv.sparse_metadata_dtype == "auto"
+        coded = value_dim if value_dim and not shape.selector else shape.head_dim
+        if not (shape.snapshot or shape.drafts) and follows and not _is_codable(shape, coded):
+            return f"as its {shape.name} vectors have {coded} values, and fp8 is for {_codable(shape)}"
+    if any(reads.dtype != torch.bfloat16 for reads in model.reads.values()):
+        return "as float32 is computed in: --kv-cache-dtype fp8 makes it fp8"
+    return ""
+
+
+def _is_codable(shape: CacheShape, coded: int) -> bool:
+    """Return whether fp8 can hold vectors of this group, `coded` values of each."""
+    return not coded % 16 and not (_is_mixed(shape) and coded & (coded - 1))
+
+
+def _is_mixed(shape: CacheShape) -> bool:
+    """Return whether vectors of this group, an indexer's keys, are multiplied by a Hadamard matrix before fp8."""
+    return shape.selector and shape.planes == 1
+
+
+def _codable(shape: CacheShape) -> str:
+    return "powers of two from 16 on" if _is_mixed(shape) else "multiples of 16"
 
 
 def _kept_heads(shape: CacheShape, dtype: str, model: Model) -> CacheShape:
@@ -131,7 +159,7 @@ def _kept_heads(shape: CacheShape, dtype: str, model: Model) -> CacheShape:
         return shape
     if shape.head_dim % 16:
         raise ConfigError(f"--kv-cache-dtype fp8: heads of this model have {shape.head_dim} values, and fp8 is for "
-                          "multiples of 16: leave the flag out, or give bfloat16 where the checkpoint asks for fp8")
+                          "multiples of 16: leave the flag out")
     return replace(shape, dtype=torch.uint8, head_dim=fp8.head_width(shape.head_dim), values=shape.head_dim)
 
 
@@ -141,11 +169,10 @@ def _kept(shape: CacheShape, dtype: str, coded: int, flag: str) -> CacheShape:
         return shape
     if dtype == "bfloat16":
         return replace(shape, dtype=torch.bfloat16)
-    mixed = shape.selector and shape.planes == 1
-    if coded % 16 or (mixed and coded & (coded - 1)):
+    if not _is_codable(shape, coded):
         raise ConfigError(
             f"{flag} {dtype}: this model's {shape.name} vectors have {coded} values to code, and fp8 is for "
-            f"{'powers of two from 16 on' if mixed else 'multiples of 16'}: leave the flag out")
+            f"{_codable(shape)}: leave the flag out")
     return replace(shape, dtype=torch.uint8, head_dim=fp8.width(shape.head_dim, coded), values=shape.head_dim)
 
 

@@ -23,7 +23,7 @@ from penstock.config.settings.refuse_model import ModelFacts, check_model
 from penstock.config.settings.tree import Config
 from penstock.exec.load.backends import backends_of, kept_packed, packer, selection_for
 from penstock.exec.load.layout import Caches
-from penstock.exec.load.sizing import groups_of, kv_format, show_size
+from penstock.exec.load.sizing import groups_of, kv_format, show_size, why_not_fp8
 from penstock.exec.step.links import nodes_of, of_config
 from penstock.kernels import registry
 from penstock.kernels.fused import layer
@@ -99,8 +99,9 @@ def _kv_asked(config: Config, model: Model) -> list[str]:
     if asked == kept:
         return ["its KV cache is fp8, as the checkpoint asks; each vector has a scale of its own, in place of the "
                 "checkpoint's static ones"]
+    why = why_not_fp8(model, config.kv) if (asked, kept) == ("fp8_e4m3", "auto") else ""
     return [f"the checkpoint asks for a KV cache in {asked}, and gets one in "
-            f"{'the compute type' if kept == 'auto' else kept}"]
+            f"{'the compute type' if kept == 'auto' else kept}{', ' * bool(why)}{why}"]
 
 
 def facts_of(files: ModelFiles) -> ModelFacts:

@@ -74,7 +74,7 @@ def form_of(weight: Packed) -> int:
         return 0
     if (weight.rows, weight.cols) == (BLOCK, BLOCK):
         return BLOCK if outputs % BLOCK == inputs % BLOCK == 0 else 0
-    return inputs if weight.scale_RJ.shape[1] == 1 and (weight.rows == 1 or weight.rows >= outputs) else 0
+    return inputs if weight.scale_RJ.shape[1] == 1 else 0
 
 
 def reference(weight: Packed, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
@@ -120,7 +120,9 @@ def _product(weight: Packed, cols: int) -> Callable[[Tensor, Tensor], Tensor]:
         scale = F.pad(weight.scale_RJ.float(), (0, -weight.scale_RJ.shape[1] % 4)).contiguous().T
         recipes = ways.BlockWise1x128, ways.BlockWise128x128
     else:
-        scale = weight.scale_RJ.float().expand(weight.shape[0], 1).contiguous().T
+        # [1, O]. Joined weights with a scale each, as q, k and v, have blocks of as many rows as divide them all.
+        outputs = weight.shape[0]
+        scale = weight.scale_RJ.float().repeat_interleave(min(weight.rows, outputs), 0)[:outputs].contiguous().T
         recipes = ways.RowWise, ways.RowWise
 
     def product(code_TI: Tensor, scale_TJ: Tensor) -> Tensor:
