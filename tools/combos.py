@@ -120,9 +120,7 @@ def answer(cell: Cell) -> Answer:
 
 # ---------------------------------------------------------------- the small view
 _START, _END = "<!-- combos: written by `make docs` -->", "<!-- combos: end -->"
-_SHOWN = {"yes": "tested", "refused": "no", "covered": "covered"}
-# Run on a GPU by programs of bench/device, with figures in docs/performance.md, and by no test there.
-_MEASURED = {("ordinary", "bfloat16"), ("ordinary", "fp8")}
+_SHOWN = {"yes": "tested", "refused": "no"}
 _ORDINARY, _HOSTED = {"kind": "ordinary"}, {"kind": "selecting", "place": "hosted"}
 _MANY = {"kind": "selecting experts latent", "place": "hosted"}
 _VIEW: tuple[tuple[str, tuple[dict[str, str], ...]], ...] = (
@@ -152,8 +150,7 @@ _VIEW: tuple[tuple[str, tuple[dict[str, str], ...]], ...] = (
 def _shown(cell: Cell) -> str:
     """The word of the small view for a cell."""
     status = answer(cell).status
-    measured = status == "not tested" and cell.device == "gpu" and (cell.kind, cell.weights) in _MEASURED
-    return "measured" if measured else _SHOWN.get(status, status)
+    return _SHOWN.get(status, status)
 
 
 def view() -> str:

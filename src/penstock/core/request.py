@@ -92,7 +92,7 @@ class Remote:
 
 
 @dataclass(slots=True, eq=False)
-class Told:
+class Reported:
     """What the device knows of its row. What has changed since, the next plan tells."""
 
     bound: bool = False                        # it has the row
@@ -193,7 +193,7 @@ class Request:
     saving: Saving = field(default_factory=Saving)
     promotion: Promotion = field(default_factory=Promotion)
     remote: Remote = field(default_factory=Remote)
-    told: Told = field(init=False)
+    reported: Reported = field(init=False)
     origin: Origin = field(default_factory=Origin)
     setbacks: Setbacks = field(default_factory=Setbacks)
     found: Found = field(default_factory=Found)
@@ -206,7 +206,7 @@ class Request:
     def __post_init__(self) -> None:
         self.rid = self.arrived.rid
         self.held = Held([[] for _ in self.tables], [0] * len(self.tables))
-        self.told = Told(lengths=[0] * len(self.tables), remapped=[{} for _ in self.tables])
+        self.reported = Reported(lengths=[0] * len(self.tables), remapped=[{} for _ in self.tables])
 
     # ---------------------------------------------------------------- what several modules tell it
     def begin(self) -> None:
@@ -264,15 +264,15 @@ class Request:
 
     def resize(self) -> None:
         """Its hot buffer has another size, of which the device knows nothing yet."""
-        self.hot.is_resized, self.hot.has_news, self.unchanged_until = self.told.bound, False, 0
+        self.hot.is_resized, self.hot.has_news, self.unchanged_until = self.reported.bound, False, 0
 
     def end_hot(self) -> None:
         """It has no hot buffer any more, of which the device may know."""
-        self.hot.is_resized = self.hot.has_ended = self.told.bound
+        self.hot.is_resized = self.hot.has_ended = self.reported.bound
         self.hot.drafts = 0
 
     def leave_row(self) -> None:
-        self.row, self.told.bound, self.found.prefix = None, False, ()
+        self.row, self.reported.bound, self.found.prefix = None, False, ()
 
     def look(self) -> None:
         """Its row has news."""
@@ -341,4 +341,4 @@ class Request:
 
 
 # What `part` copies too.
-PARTS = ("hot", "storage", "saving", "promotion", "remote", "told", "origin", "setbacks", "found")
+PARTS = ("hot", "storage", "saving", "promotion", "remote", "reported", "origin", "setbacks", "found")

@@ -222,9 +222,9 @@ def _bind(r: Request) -> Bind:
                     for t, pages in zip(r.tables, r.take_prefix(), strict=True))
     bind = Bind(r.row, r.rid, columns, r.num_output, host, hot)
     for g, t in enumerate(r.tables):
-        r.told.lengths[g] = len(t.device)
-        r.told.remapped[g] = {}
-    r.told.bound, r.hot.is_resized, r.hot.has_ended = True, False, False
+        r.reported.lengths[g] = len(t.device)
+        r.reported.remapped[g] = {}
+    r.reported.bound, r.hot.is_resized, r.hot.has_ended = True, False, False
     return bind
 
 
@@ -236,26 +236,26 @@ def _readable(r: Request, column: Sequence[Copy | None]) -> Sequence[Copy | None
 def _grows(r: Request) -> list[Grow]:
     grows: list[Grow] = []
     assert r.row is not None
-    told = r.told.lengths
+    reported = r.reported.lengths
     for g, t in enumerate(r.tables):
-        device, at = t.device, told[g]
+        device, at = t.device, reported[g]
         if (end := len(device)) > at:
             host = _dram(t.host[at:], end - at) if len(t.host) > at else ()
             new = _readable(r, device[at:]) if r.promotion.loading else device[at:]
             grows.append(make(Grow, (r.row, g, at, _hbm(new), host)))
-            told[g] = end
+            reported[g] = end
     return grows
 
 
 def _remaps(r: Request) -> list[Remap]:
     out: list[Remap] = []
-    for g, (t, entries) in enumerate(zip(r.tables, r.told.remapped, strict=True)):
+    for g, (t, entries) in enumerate(zip(r.tables, r.reported.remapped, strict=True)):
         if entries:
             assert r.row is not None
             out.append(Remap(r.row, Group(g), tuple(entries),
                              _hbm(_readable(r, [own(t.device, i) for i in entries])),
                              _dram([own(t.host, i) for i in entries], len(entries))))
-            r.told.remapped[g] = {}
+            r.reported.remapped[g] = {}
     return out
 
 
@@ -285,12 +285,12 @@ class _News:
         self.waits: dict[MoveId, None] = {}
 
     def of(self, core: CoreState, r: Request) -> None:
-        if not r.told.bound:
+        if not r.reported.bound:
             self.binds.append(_bind(r))
-        elif r.capacity != r.told.capacity:
+        elif r.capacity != r.reported.capacity:
             self.grows += _grows(r)
-        r.told.capacity = r.capacity
-        if any(r.told.remapped):
+        r.reported.capacity = r.capacity
+        if any(r.reported.remapped):
             self.remaps += _remaps(r)
         if r.hot.is_resized:
             self.resizes += _resizes(r)
@@ -369,9 +369,9 @@ def check(core: CoreState) -> None:
     """Whether all that is not looked at is as it was when it was. Raises AssertionError."""
     for r in core.live.values():
         if r.computed < r.unchanged_until:
-            assert r.phase in DECODING and r.told.bound and not any(r.told.remapped), r.rid
+            assert r.phase in DECODING and r.reported.bound and not any(r.reported.remapped), r.rid
             assert not r.hot.is_resized, r.rid
-            assert r.unchanged_until == unchanged_until(r) and r.capacity == r.told.capacity, r.rid
+            assert r.unchanged_until == unchanged_until(r) and r.capacity == r.reported.capacity, r.rid
             assert r.issued is not None and (r.issued.row, r.issued.kv_epoch) == (r.row, r.kv_epoch), r.rid
         if r.retired < r.append_until:
             assert r.append_until == append_until(core, r), r.rid

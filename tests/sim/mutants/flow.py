@@ -36,8 +36,8 @@ def no_rebind_after_resume(real: Real, core: Core, r: Request, trigger: Trigger,
     """The device keeps the page table of the row's previous tenant."""
     ok: Trial = real(core, r, trigger, headroom)
     if ok and trigger is Trigger.RESUME:
-        r.told.bound, r.told.capacity = True, r.capacity
-        r.told.lengths = [len(t.device) for t in r.tables]
+        r.reported.bound, r.reported.capacity = True, r.capacity
+        r.reported.lengths = [len(t.device) for t in r.tables]
     return ok
 
 

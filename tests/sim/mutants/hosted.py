@@ -39,7 +39,7 @@ def spill_that_the_device_is_not_told_of(real: Real, core: Core, r: Request, tri
     source = r.phase
     ok: Trial = real(core, r, trigger, headroom)
     if ok and (source, trigger) == (Phase.STAGING, Trigger.LANDED):
-        r.told.remapped = [{} for _ in r.tables]
+        r.reported.remapped = [{} for _ in r.tables]
     return ok
 
 

@@ -224,7 +224,7 @@ def row_of_a_delivered_request_not_bound(real: Real, core: Core, r: Request, *ed
     """The device keeps the page table of the row's previous tenant."""
     source = r.phase
     ok: Trial = real(core, r, *edge, **more)
-    r.told.bound = r.told.bound or (bool(ok) and source is Phase.RECEIVING and r.row is not None)
+    r.reported.bound = r.reported.bound or (bool(ok) and source is Phase.RECEIVING and r.row is not None)
     return ok
 
 

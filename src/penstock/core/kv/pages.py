@@ -431,8 +431,8 @@ class Pages(Matching):
 
     def remap(self, r: Request, g: int, entries: Sequence[int]) -> None:
         """What `r` has of these entries has changed: its row has news, if the device knows of it."""
-        if r.told.bound:
-            r.told.remapped[g].update(dict.fromkeys([i for i in entries if i < r.told.lengths[g]]))
+        if r.reported.bound:
+            r.reported.remapped[g].update(dict.fromkeys([i for i in entries if i < r.reported.lengths[g]]))
             r.look()
 
     # ---------------------------------------------------------------- pins
