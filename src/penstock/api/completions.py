@@ -227,6 +227,14 @@ class OpenAI:
         """What to say to a part of a message that is not text."""
         return ONLY_TEXT if self.template is None else self.template.only
 
+    def check_turns(self, items: str | Sequence[Any]) -> None:
+        """Raise RequestError if `items`, mappings with roles, have more messages of others than the assistant than
+        the context has tokens: before anything is made of them."""
+        context = self.engine.ready.max_model_len
+        if len(items) > context and not isinstance(items, str) and context < sum(
+                isinstance(i, dict) and i.get("role", "assistant") != "assistant" for i in items):
+            raise too_many_messages(context)
+
     async def chat_prompt(self, request: ChatRequest, tenant: bytes, offer: ToolOffer) -> tuple[str, list[int]]:
         """Text and tokens of a conversation. Raises RequestError, ApiError."""
         if self.tokenizer is None:

@@ -74,6 +74,7 @@ class _Conversation(Body, kw_only=True, forbid_unknown_fields=True):
     def chat(self, api: OpenAI, **more: Any) -> ChatRequest:
         """The same as a chat request to `api`. Raises RequestError."""
         choice, config = self.tool_choice, self.output_config
+        api.check_turns(self.messages)
         messages = [m for i, given in enumerate(self.messages) for m in _messages(given, i, api.only_text)]
         if self.system:
             text = self.system if isinstance(self.system, str) else "\n".join(b.text for b in self.system)

@@ -91,6 +91,7 @@ class ResponsesRequest(Body, kw_only=True, forbid_unknown_fields=True):
 
     def chat(self, api: OpenAI) -> ChatRequest:
         """The same as a chat request to `api`. Raises RequestError."""
+        api.check_turns(self.input)
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
         text, reasoning = self.text or TextConfig(), self.reasoning or ReasoningConfig()
         form = text.format or ResponseTextFormat()
