@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import math
 from argparse import Namespace
@@ -80,7 +81,24 @@ def test_english_answers_are_in_their_contexts() -> None:
     (" big owl", False), ("", False), ("the red fox points to the big owl", False),
     ("red fox points to the big", False)])
 def test_what_counts_as_right(text: str, right: bool) -> None:
-    assert Question("", "", "red fox points to the big owl", 9).right(text) == right
+    assert Question("", "", "red fox points to the big owl", 9).score(text) == right
+
+
+def test_variables_and_common_words_follow_from_their_texts() -> None:
+    size = Size(contexts=(2048,), samples=2, questions=3, seed=1, tokens_of=lambda text: len(text.split()))
+    for question in tasks.variables(size):
+        names, value = question.answer.split(), question.prompt.rpartition("the value ")[2].split(",")[0]
+        said = [f"VAR {names[0]} = {value}.", *(f"VAR {b} = VAR {a}." for a, b in itertools.pairwise(names))]
+        assert len(names) == len({*names}) == 5
+        places = [question.prompt.index(line) for line in said]
+        assert places == sorted(places) and places[-1] - places[0] > 200
+        assert 1900 < len(question.prompt.split()) <= 2048
+        assert question.score(f"{names[2]}, VAR {names[0]} and others") == 0.4 and question.score("") == 0.0
+    for question in tasks.common(size):
+        listed = question.prompt.split("\n")[1].split()[1::2]
+        often = sorted((listed.count(word), word) for word in {*listed})
+        assert {word for _, word in often[-10:]} == {*question.answer.split()}
+        assert often[-10][0] >= 10 * often[-11][0] and 1900 < len(question.prompt.split()) <= 2048
 
 
 def test_gsm8k_reads_a_file_that_the_user_names(tmp_path: Path) -> None:

@@ -20,10 +20,12 @@ from penstock.eval.ask import Asker, Library, Server, all_of
 from penstock.eval.tasks import Interview, Question, Size
 from penstock.llm.llm import AsyncLLM
 
-TASKS = ("recall", "tracking", "sum", "copying", "needles", "text", "gsm8k")
+TASKS = ("recall", "tracking", "sum", "copying", "needles", "variables", "common", "text", "gsm8k")
 OWN_WORDS = ("sum", "copying")              # tasks that only the recall model understands
+ENGLISH = {"variables": tasks.variables, "common": tasks.common}
 DEFAULTS = {"contexts": "1024", "samples": 4, "questions": 8, "prefix": 0.5, "eval_seed": 0}
-UNUSED = {"text": ("samples", "eval_seed"), "gsm8k": ("contexts", "prefix")}     # others have no prefix
+# Others have no prefix.
+UNUSED = {"text": ("samples", "eval_seed"), "gsm8k": ("contexts", "prefix"), "common": ("questions", "prefix")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -160,6 +162,8 @@ async def _questions(asker: Asker, args: argparse.Namespace) -> list[Question]:
     size = await _size(asker, args)
     if args.task == "needles":
         return tasks.needles(size, _read(args.file) if args.file else None)
+    if args.task in ENGLISH:
+        return ENGLISH[args.task](size)
     if args.task in OWN_WORDS:
         await _need_words(asker, f"--task {args.task}")
     if await _in_words(asker):
@@ -174,10 +178,10 @@ async def _ask(asker: Asker, args: argparse.Namespace) -> int:
     texts = await all_of(asker.answer, questions, concurrency=args.concurrency, unit="question",
                          quiet=args.quiet)
     if args.task == "gsm8k":
-        right = [tasks.number_in(text) == q.answer for q, text in zip(questions, texts, strict=True)]
+        right = [float(tasks.number_in(text) == q.answer) for q, text in zip(questions, texts, strict=True)]
     else:
-        right = [q.right(text) for q, text in zip(questions, texts, strict=True)]
-    groups: dict[str, list[bool]] = defaultdict(list)
+        right = [q.score(text) for q, text in zip(questions, texts, strict=True)]
+    groups: dict[str, list[float]] = defaultdict(list)
     for question, ok in zip(questions, right, strict=True):
         groups[question.group].append(ok)
     answers = [{"group": q.group, "asked": q.prompt[-80:], "answer": q.answer, "given": text, "right": ok}
@@ -194,15 +198,15 @@ async def _interviews(asker: Library, args: argparse.Namespace) -> int:
         return [all(given[i].rank == 1 for i in places) for places in interview.answers]
 
     held = await all_of(hold, made, concurrency=args.concurrency, unit="context", quiet=args.quiet)
-    groups: dict[str, list[bool]] = defaultdict(list)
+    groups: dict[str, list[float]] = defaultdict(list)
     for interview, right in zip(made, held, strict=True):
         groups[interview.group] += right
     answers = [{"group": i.group, "right": right} for i, right in zip(made, held, strict=True)]
     return _report(args, groups, answers)
 
 
-def interval(right: int, asked: int) -> tuple[float, float]:
-    """95 % confidence interval of a share. Source: Wilson, 1927."""
+def interval(right: float, asked: int) -> tuple[float, float]:
+    """95 % confidence interval of a share; a wide one if answers can be right in part. Source: Wilson, 1927."""
     z = 1.959964
     share, spread = right / asked, z * z / asked
     middle = (share + spread / 2) / (1 + spread)
@@ -210,11 +214,11 @@ def interval(right: int, asked: int) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def _report(args: argparse.Namespace, groups: dict[str, list[bool]], answers: list[dict[str, Any]]) -> int:
+def _report(args: argparse.Namespace, groups: dict[str, list[float]], answers: list[dict[str, Any]]) -> int:
     rows, found = [], []
     for group, right in groups.items():
         low, high = interval(sum(right), len(right))
-        rows.append((group, f"{sum(right)} of {len(right)}", f"{100 * sum(right) / len(right):.1f} %",
+        rows.append((group, f"{sum(right):.4g} of {len(right)}", f"{100 * sum(right) / len(right):.1f} %",
                      f"{100 * low:.1f} to {100 * high:.1f} %"))
         found.append({"group": group, "right": sum(right), "asked": len(right), "interval95": [low, high]})
     kind = f"{args.task}, forced" if args.forced else args.task

@@ -4,6 +4,7 @@ Each task has two wordings: the words of the recall model, one token each, and p
 """
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -32,9 +33,9 @@ FILLER = ("The road went on along the river and past the old mill.",
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`answer`: its words must come in this order, the first one at once. `group`: a line of the table.
-    `chat`: the prompt is a message, not a text to continue. `max_tokens`: of what is looked at. `budget`:
-    `sparse_top_k` of the request."""
+    """`answer`: its words must come in this order, the first one at once; any_order: the share of them that comes
+    counts. `group`: a line of the table. `chat`: the prompt is a message, not a text to continue. `max_tokens`: of
+    what is looked at. `budget`: `sparse_top_k` of the request."""
 
     group: str
     prompt: str
@@ -42,13 +43,17 @@ class Question:
     max_tokens: int
     chat: bool = False
     budget: int | None = None
+    any_order: bool = False
 
-    def right(self, text: str) -> bool:
+    def score(self, text: str) -> float:
+        """How much of the answer a text has, 0 to 1."""
         found, wanted = (re.findall(r"\w+", x) for x in (text, self.answer))
+        if self.any_order:
+            return len({*wanted} & {*found}) / len(wanted)
         if not found or found[0] != wanted[0]:
-            return False
+            return 0.0
         rest = iter(found)
-        return all(any(word == other for other in rest) for word in wanted)
+        return float(all(any(word == other for other in rest) for word in wanted))
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +207,61 @@ def needles(size: Size, haystack: str | None) -> list[Question]:
             prompt = (f"{text[:at]} The secret number of the {name} is {code}.{text[at:]}\n\n"
                       f"As said above, the secret number of the {name} is")
             questions.append(Question(str(context), prompt, code, 8))
+    return questions
+
+
+CHAIN = 5                                   # variables that have one value
+COMMON = 10                                 # words that are asked for
+
+
+def variables(size: Size) -> list[Question]:
+    """Chains of assignments in order, spread over a long text: all variables that have a value.
+
+    Source: variable tracking of RULER, arXiv:2404.06654; `questions` chains in each text."""
+    questions = []
+    for context, rng in size.each("variables"):
+        names = ["".join(chr(65 + n // 26 ** i % 26) for i in range(4))
+                 for n in rng.sample(range(26 ** 4), CHAIN * size.questions)]
+        chains = [names[i:i + CHAIN] for i in range(0, len(names), CHAIN)]
+        values = rng.sample(range(10000, 99999), size.questions)
+        said = [[f"VAR {chain[0]} = {value}.", *(f"VAR {b} = VAR {a}." for a, b in itertools.pairwise(chain))]
+                for chain, value in zip(chains, values, strict=True)]
+        text = _spread(said, context - 64, size, rng)
+        for chain, value in zip(chains, values, strict=True):
+            ask = f"As said above, the {CHAIN} variables that have the value {value}, one assigned to the next, are VAR"
+            questions.append(Question(str(context), f"{text}\n\n{ask}", " ".join(chain), 40, any_order=True))
+    return questions
+
+
+def _spread(said: list[list[str]], tokens: int, size: Size, rng: random.Random) -> str:
+    """Sentences with these lines among them, each list in its order; `tokens` in all."""
+    room = tokens - size.tokens_of(" ".join(line for lines in said for line in lines))
+    each = size.tokens_of(" ".join(FILLER)) / len(FILLER)
+    text = [(rng.random(), rng.choice(FILLER)) for _ in range(int(room / each))]
+    for lines in said:
+        text += zip(sorted(rng.random() for _ in lines), lines, strict=True)
+    return " ".join(line for _, line in sorted(text, key=lambda placed: placed[0]))
+
+
+def common(size: Size) -> list[Question]:
+    """A list of words of which ten come often: which ones. One question a text.
+
+    Source: common words extraction of RULER, arXiv:2404.06654: often is 30 times, others come 3 times; a text that
+    is too short for that has a tenth of its words from each of the ten's share."""
+    questions = []
+    for context, rng in size.each("common"):
+        pool = [a + b for a in (*ADJECTIVES, *NOUNS) for b in NOUNS if a != b]
+        rng.shuffle(pool)
+        count = 100 * (context - 64) // size.tokens_of(" ".join(f"{i}. {w}" for i, w in enumerate(pool[:100], 100)))
+        often = min(30, count // (2 * COMMON))
+        seldom = max(1, often // 10)
+        others = -(-(count - COMMON * often) // seldom)
+        said = (pool[:COMMON] * often + pool[COMMON:COMMON + others] * seldom)[:count]
+        rng.shuffle(said)
+        text = " ".join(f"{i}. {word}" for i, word in enumerate(said, 1))
+        prompt = (f"A list of words, some of which come more often than others:\n{text}\n\n"
+                  f"The {COMMON} words that come most often in the list are: 1.")
+        questions.append(Question(str(context), prompt, " ".join(pool[:COMMON]), 120, any_order=True))
     return questions
 
 
