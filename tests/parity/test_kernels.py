@@ -17,8 +17,8 @@ from penstock.kernels.registry import OPS
 from penstock.kernels.types.ragged import Ragged
 
 # On a GPU each shape is a kernel to compile: so many tests of an op there, of neighbouring cases.
-PARTS = {"paged_attention": 12, "select": 3, "index_select": 3, "layer": 2, "latent_attention": 2, "experts": 3,
-         "linear": 3}
+PARTS = {"paged_attention": 12, "select": 3, "index_select": 3, "block_select": 2, "layer": 2, "latent_attention": 2,
+         "experts": 3, "linear": 3}
 WALK = [(op, implementation.name, device, part) for op in OPS.values()
         for implementation in op.implementations for device in implementation.devices
         if (implementation.name, device) != ("reference", "cpu")

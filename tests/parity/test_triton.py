@@ -89,9 +89,19 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
         for bounds, scales, vector, stages, warps in (
             (BF16, BF16, 128, 1, 4), (U8, F32, 132, 1, 2), (U8, F32, 132, 3, 2))],
     ("choose.select.triton_bounds", "choose_units"): [
-        (dict(score=F32, position=I32, budget=I32, chosen=I32, UNITS="i32", CHOSEN="i32", SINK_UNITS="i32",
-              WINDOW="i32"), dict(UNIT=8, CHOSEN_PAD=256, BLOCK=16384, WHOLE=whole), 16, 3)
-        for whole in (True, False)],
+        (dict(score=F32, position=I32, chosen=I32, UNITS="i32", CHOSEN="i32", SINK_UNITS="i32", WINDOW="i32",
+              **({"budget": I32} if given else {})),
+         dict(UNIT=8, CHOSEN_PAD=256, BLOCK=16384, WHOLE=whole, **({} if given else {"budget": None})), 16, 3)
+        for whole, given in ((True, True), (False, True), (True, False))],
+    ("choose.block_select.triton_blocks", "score_blocks"): [
+        (dict(q=q, key=key, scales=words, table=I32, row=I32, position=I32, score=F32, q_row="i32", key_page="i32",
+              table_row="i32", UNITS="i32", SINK_UNITS="i32", WINDOW="i32", turns="i32", NUM="i32"),
+         dict(UNIT=unit, HEADS=4, HEADS_PAD=16 // min(queries, 4), DIM=128, DIM_PAD=128, SIZE=128, PART=min(unit, 128),
+              PARTS=-(-unit // 128), BLOCKS=max(1, 64 // unit), EXACT=q == F32, KEY=row, CODED=key == E4M3,
+              QUERIES=queries), 8 if q == F32 else 4, 2)
+        for q, key, words, row, unit, queries in (
+            (BF16, BF16, BF16, 128, 128, 1), (BF16, BF16, BF16, 128, 16, 16), (BF16, BF16, BF16, 128, 256, 16),
+            (E4M3, E4M3, F32, 33, 128, 1), (E4M3, E4M3, F32, 33, 128, 16), (F32, F32, F32, 128, 128, 1))],
     ("choose.index_pair.triton_pair", "mix_pair"): [
         (dict(q=BF16, weight=F32, key=BF16, matrix=BF16, mixed=U8, counts=F32, codes=U8, scales=F32,
               weight_token="i32", key_token="i32", HEADS="i32", factor="fp32"),

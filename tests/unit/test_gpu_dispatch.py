@@ -68,13 +68,13 @@ def test_names_chosen_on_a_hopper_gpu(installed: None) -> None:
     assert chosen == {
         "linear": "cuda", "paged_attention": "fa4", "layer": "triton", "write_kv": "triton", "select": "cuda",
         "resolve": "cuda", "gather": "triton", "sparse_attention": "triton", "chunk_attention": "fa4",
-        "merge": "triton", "index_pair": "triton", "index_select": "cuda", "latent_attention": "gluon",
-        "experts": "triton", "draw": "triton", "mask": "triton", "scan": "triton"}
+        "merge": "triton", "index_pair": "triton", "index_select": "cuda", "block_select": "cuda",
+        "latent_attention": "gluon", "experts": "triton", "draw": "triton", "mask": "triton", "scan": "triton"}
 
 
 # Of operations with kernels for Hopper alone, what another GPU runs.
 OTHER = {"paged_attention": "triton", "chunk_attention": "torch", "select": "triton", "resolve": "triton",
-         "index_select": "triton", "latent_attention": "triton"}
+         "index_select": "triton", "block_select": "triton", "latent_attention": "triton"}
 
 
 def test_names_chosen_on_another_gpu_or_with_triton_alone(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,6 +163,13 @@ def select(name: str, units: int) -> None:
                         rule=SelectRule(unit=8, sink=8, window=8), chosen=16)
 
 
+def blocks(name: str, tokens: int) -> None:
+    row = torch.zeros(1, dtype=torch.int32)
+    use("block_select", name)(torch.zeros(1, 4, 128, dtype=BF16), torch.zeros(1, 128, 128, dtype=BF16),
+                              torch.zeros(1, tokens // 128, dtype=torch.int32), row, row, block=128, topk=16, first=0,
+                              last=1)
+
+
 def latent(name: str, heads: int, dim: int, value: int, dtype: torch.dtype = BF16) -> None:
     use("latent_attention", name)(torch.zeros(2, heads, dim, dtype=dtype), torch.zeros(4, 64, dim, dtype=dtype),
                                   torch.zeros(2, 256, dtype=torch.int32), value_dim=value, scale=1.0)
@@ -177,6 +184,7 @@ def scaled(name: str, rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
     (resolve, "resolve", "cuda", (16,), ["clear_one", "C++ map_units"], ["clear_one", "resolve_units"]),
     (resolve, "resolve", "cuda", (0,), ["resolve_units"], ["resolve_units"]),
     (select, "select", "cuda", (64,), ["score_units", "C++ choose_best"], ["score_units", "choose_units"]),
+    (blocks, "block_select", "cuda", (4096,), ["score_blocks", "C++ choose_best"], ["score_blocks", "choose_units"]),
     (latent, "latent_attention", "gluon", (64, 576, 512), ["attend_whole", "join_units"],
      ["attend_rows", "join_units"]),
     (latent, "latent_attention", "gluon", (16, 576, 512), ["attend_rows", "join_units"],

@@ -15,7 +15,7 @@ from penstock.kernels.attention import (
     paged_attention,
     sparse_attention,
 )
-from penstock.kernels.choose import index_pair, index_select, resolve
+from penstock.kernels.choose import block_select, index_pair, index_select, resolve
 from penstock.kernels.choose import select as unit_select
 from penstock.kernels.fused import layer
 from penstock.kernels.gemm import experts, linear
@@ -27,8 +27,8 @@ from penstock.kernels.state import scan
 
 OPS: dict[str, Op[Any]] = {op.name: op for op in (
     linear.OP, paged_attention.OP, layer.OP, write_kv.OP, unit_select.OP, resolve.OP, gather.OP,
-    sparse_attention.OP, chunk_attention.OP, merge.OP, index_pair.OP, index_select.OP, latent_attention.OP,
-    experts.OP, draw.OP, mask.OP, scan.OP)}
+    sparse_attention.OP, chunk_attention.OP, merge.OP, index_pair.OP, index_select.OP, block_select.OP,
+    latent_attention.OP, experts.OP, draw.OP, mask.OP, scan.OP)}
 # Beside what every model needs: one that chooses its tokens itself, and one for which bounds of keys do.
 HOSTING = ("write_kv", "resolve", "gather", "index_pair")
 SELECTING = ("write_kv", "select", "resolve", "gather", "sparse_attention", "chunk_attention", "merge")

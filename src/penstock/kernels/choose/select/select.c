@@ -7,6 +7,7 @@
  *   N query heads   K KV heads   g = N / K   H head dim   S units of a page of summaries
  */
 #include "fp8.h"
+#include "units.h"
 
 #define TASK 256                /* units that one thread scores at a time */
 #define MOST 0.75f              /* as in spec.py */
@@ -18,17 +19,10 @@ typedef struct {
     float *score;                   /* [B, K, width] */
     int32_t *chosen;                /* [B, K, chosen_width] */
     int64_t q_stride, page_stride, head_stride, plane_stride, table_stride;     /* elements */
-    int64_t queries, kv_heads, group, page_units, width, chosen_width, unit, sink_units, window;
+    int64_t queries, kv_heads, group, page_units, width, chosen_width;
+    Rule rule;
     int64_t vector, format;         /* elements of a bound; which, as in fp8.h */
 } Select;
-
-/* Units [first, end) are scored by a query at `position`. */
-INLINE void scored(const Select *s, int64_t position, int64_t *first, int64_t *end)
-{
-    int64_t before = position + 1 - s->window;
-    *end = before > 0 ? before / s->unit : 0;
-    *first = s->sink_units < *end ? s->sink_units : *end;
-}
 
 /* The largest score of the heads, of BLOCK units: lower bounds at `at`, the upper ones `plane` behind. */
 INLINE void best_of_block(const float *above, const float *below, const void *bounds, const int64_t *at,
@@ -94,37 +88,14 @@ INLINE void score_units(const Select *s, int64_t b, int64_t k, int64_t first, in
     }
 }
 
-static void choose(const Select *s, int64_t b, int64_t k)
-{
-    int32_t *out = s->chosen + (b * s->kv_heads + k) * s->chosen_width, *last = out + s->chosen_width;
-    const int64_t position = s->position[b];
-    if (position >= 0) {
-        int64_t first, end, own = position / s->unit;
-        scored(s, position, &first, &end);
-        int64_t want = s->budget[b] - first - (own + 1 - end), have = end - first;
-        want = want < have ? want : have;
-        for (int64_t u = 0; u < first; u++)
-            *out++ = u;
-        if (want > 0) {
-            largest_scores(s->score + (b * s->kv_heads + k) * s->width + first, have, want, out);
-            for (int64_t i = 0; i < want; i++)
-                *out++ += first;
-        }
-        for (int64_t u = end; u <= own; u++)
-            *out++ = u;
-    }
-    while (out < last)
-        *out++ = -1;
-}
-
 #define RUN(dim, bf16) \
     _Pragma("omp parallel num_threads(threads)") \
     { \
         _Pragma("omp for schedule(dynamic)") \
         for (int64_t i = 0; i < pairs * tasks; i++) { \
             int64_t b = i / tasks / s->kv_heads, first, end, from = i % tasks * TASK; \
-            scored(s, s->position[b], &first, &end); \
-            if (s->budget[b] - first - (s->position[b] / s->unit + 1 - end) >= end - first) \
+            scored(&s->rule, s->position[b], &first, &end); \
+            if (num_taken(&s->rule, s->position[b], s->budget[b]) >= end - first) \
                 continue; \
             from = from > first ? from : first; \
             end = end < (i % tasks + 1) * TASK ? end : (i % tasks + 1) * TASK; \
@@ -133,7 +104,8 @@ static void choose(const Select *s, int64_t b, int64_t k)
         } \
         _Pragma("omp for schedule(static)") \
         for (int64_t i = 0; i < pairs; i++) \
-            choose(s, i / s->kv_heads, i % s->kv_heads); \
+            keep_units(&s->rule, s->position[i / s->kv_heads], s->budget[i / s->kv_heads], \
+                       s->score + i * s->width, s->chosen + i * s->chosen_width, s->chosen_width); \
     }
 
 int penstock_select(const Select *s, int64_t dim, int bf16, int threads)

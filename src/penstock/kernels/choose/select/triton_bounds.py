@@ -102,7 +102,7 @@ def score_units(q, bounds, scales, table, row, position, score, q_row, q_head, b
 def choose_units(score, position, budget, chosen, UNITS, CHOSEN, SINK_UNITS, WINDOW, UNIT: tl.constexpr,
                  CHOSEN_PAD: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
     """What one query and KV head keeps: all that is not scored, and the best of what is, in the order of
-    units; -1 behind them. WHOLE: one block holds all scores of a row."""
+    units; -1 behind them. `budget`: of each query, None: CHOSEN. WHOLE: one block holds all scores of a row."""
     follow()
     head, b = tl.program_id(0), tl.program_id(1)
     at = (b * tl.num_programs(0) + head).to(tl.int64)
@@ -110,7 +110,8 @@ def choose_units(score, position, budget, chosen, UNITS, CHOSEN, SINK_UNITS, WIN
     end = tl.maximum(p + 1 - WINDOW, 0) // UNIT
     first = tl.minimum(SINK_UNITS, end)
     behind = tl.where(p < 0, 0, p // UNIT + 1 - end)
-    want = tl.maximum(tl.minimum(tl.load(budget + b) - first - behind, end - first), 0)
+    most = CHOSEN if budget is None else tl.load(budget + b)
+    want = tl.maximum(tl.minimum(most - first - behind, end - first), 0)
     out = chosen + at * CHOSEN
     c = tl.arange(0, CHOSEN_PAD)
     kept = tl.where(c < first, c, end + c - first - want)
@@ -158,6 +159,22 @@ MANY, TURNS = 4096, 4       # programs: of so many over codes, each takes that m
 SCORES = 1 << 24            # in memory at once: a prompt's outputs computed anew are thousands of queries
 
 
+def best_units(score_bKU: Tensor, position_b: Tensor, budget_b: Tensor | None, chosen_bKC: Tensor,
+               rule: SelectRule) -> None:
+    """Write what each query and KV head keeps. budget_b: as in `select`; None: as many as there is room for."""
+    num, kv_heads, units = score_bKU.shape
+    choose, chosen = clustered(num * kv_heads, units), chosen_bKC.shape[2]
+    if choose is not None:
+        choose(score_bKU, position_b, budget_b, chosen_bKC, heads=kv_heads, unit=rule.unit, sinks=rule.sink_units,
+               window=rule.window)
+        return
+    block = min(WHOLE_UNITS, max(32, triton.next_power_of_2(units)))
+    choose_units[(kv_heads, num)](
+        score_bKU, position_b, budget_b, chosen_bKC, units, chosen, rule.sink_units, rule.window, UNIT=rule.unit,
+        CHOSEN_PAD=triton.next_power_of_2(chosen), BLOCK=block, WHOLE=units <= block,
+        num_warps=max(1, min(32, block // 512)), **early())
+
+
 def select(q_BNH: Tensor, bounds_PK2SH: Tensor, table_RP: Tensor, row_B: Tensor, position_B: Tensor,
            budget_B: Tensor, *, rule: SelectRule, chosen: int) -> Tensor:
     """Implement `penstock.kernels.choose.select`. Capturable."""
@@ -176,8 +193,6 @@ def select(q_BNH: Tensor, bounds_PK2SH: Tensor, table_RP: Tensor, row_B: Tensor,
     score_bKU = torch.empty((most, kv_heads, units), dtype=torch.float32, device=q_BNH.device)
     chosen_BKC = torch.empty((queries, kv_heads, chosen), dtype=torch.int32, device=q_BNH.device)
     codes = coded and q_BNH.dtype == torch.bfloat16             # multiplied as f16
-    block = min(WHOLE_UNITS, max(32, triton.next_power_of_2(units)))
-    choose = clustered(most * kv_heads, units)
     for first in range(0, queries, most):
         at = slice(first, first + most)
         q_bNH, position_b = q_BNH[at], position_B[at]
@@ -190,14 +205,7 @@ def select(q_BNH: Tensor, bounds_PK2SH: Tensor, table_RP: Tensor, row_B: Tensor,
             DIM=dim, PART=part, PARTS=triton.cdiv(dim, part), OF_PAGE=of_page, BLOCK=BLOCK_UNITS,
             MOST=MOST, LEAST=LEAST, EXACT=q_BNH.dtype == torch.float32, VECTOR=vector, CODED=coded,
             STAGES=1 if turns == 1 else 3, num_warps=2 if codes and group <= 16 else 4, **early())
-        if choose is not None:
-            choose(score_bKU, position_b, budget_B[at], chosen_BKC[at], heads=kv_heads, unit=rule.unit,
-                   sinks=rule.sink_units, window=rule.window)
-            continue
-        choose_units[(kv_heads, len(q_bNH))](
-            score_bKU, position_b, budget_B[at], chosen_BKC[at], units, chosen, rule.sink_units, rule.window,
-            UNIT=rule.unit, CHOSEN_PAD=triton.next_power_of_2(chosen), BLOCK=block, WHOLE=units <= block,
-            num_warps=max(1, min(32, block // 512)), **early())
+        best_units(score_bKU[:len(q_bNH)], position_b, budget_B[at], chosen_BKC[at], rule)
     return chosen_BKC
 
 
