@@ -154,6 +154,7 @@ class Entry(Entering):
     is_fresh: bool = False   # its end was seen, and all that is cut from it was cut, in this turn,
     is_hinted: bool = False  # its nodes began with a hint
     again: bool = False      # or once more, with pages at its end that a group lacks: that may be long
+    is_long: bool = False    # it has more loads than one turn may start
     loaded: bytearray = field(default_factory=bytearray)     # of its path: 1 for a page whose load was started
 
 

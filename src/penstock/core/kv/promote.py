@@ -227,12 +227,12 @@ def load_some(kv: Pages, r: Request, entry: Entry, headroom: Headroom) -> bool:
     if most > kv.cfg.hit_pages:
         return False                           # it is alone, or no event need come: all at once
     if parts[0].unseen < 0:
-        many = sum([len(w.loads) for w in parts]) > kv.cfg.hit_pages
+        entry.is_long = many = sum([len(w.loads) for w in parts]) > kv.cfg.hit_pages
         entry.loaded = bytearray(many * len(r.path))
         for w in parts:
             w.unseen = many * len(w.loads)
     if not any([w.unseen for w in parts]):
-        return bool(entry.loaded) and not most  # the row is the next turn's
+        return entry.is_long and not most      # the row is the next turn's, also of private pages (sim seed 401411)
     if not most:
         return True
     known, want = min(r.num_tokens, r.compute_limit), list[int]()
