@@ -129,6 +129,16 @@ def test_of_many_sessions_the_latest_are_known() -> None:
     assert isinstance(first, Session) and not SHARED.ends
 
 
+def test_a_tenant_with_many_sessions_makes_none_of_another_unknown() -> None:
+    d, other = Driver(hbm_pages=40, dram_pages=40, retained_pages=16, sessions_max=3), 1 << NAME_BITS
+    asked(d, 1, conversation(1, 4), session=7, retains=True)
+    for n in range(5):
+        asked(d, 2 + n, conversation(2 + n, 2), session=other | 1 + n)
+    assert d.core.stats()["retained_pages"] == 4
+    d.tell(SessionEnded(7))
+    assert d.core.stats()["retained_pages"] == 0
+
+
 # ---------------------------------------------------------------- retained
 def host_pages(d: Driver) -> list[int]:
     """Tokens that each page begins with, the next to be evicted first."""
@@ -241,6 +251,25 @@ def test_a_flush_hides_retained_pages_at_once_and_evicts_them(again: bool) -> No
         d.core.advance(())
     assert all(not pool.num_held for arena in d.core.kv.arenas.values() for pool in arena.pools)
     assert bool(d.core.sessions.remembered) is False
+
+
+def test_a_flush_while_an_ended_request_still_has_pages_hides_them_and_none_that_is_used_later() -> None:
+    d = Driver(rows=3, hbm_pages=200, dram_pages=200, retained_pages=40, take_pages=4, step_tokens=400)
+    d.arrive(1, conversation(1, 2), max_new=40)   # beside one that runs
+    d.arrive(2, conversation(2, 60), max_new=40)
+    while RequestId(2) in d.core.live and not d.core.live[RequestId(2)].num_output:
+        d.retire()
+    d.tell(Aborted(RequestId(2)))
+    assert d.core.kv.gives_up, "it is not long"
+    d.tell(Flushed())
+    d.arrive(3, conversation(3, 3), max_new=1, session=7, retains=True)
+    while RequestId(1) in d.core.live:
+        d.retire()
+    tree = d.core.kv.tree
+    assert len(d.core.sessions.retained.users) == 3
+    assert not any([tree.is_flushed(page) for page in d.core.sessions.retained.users])
+    assert asked(d, 4, conversation(2, 60)) == 0
+    assert asked(d, 5, conversation(3, 3), session=7) == 12
 
 
 def test_retained_pages_are_evicted_before_a_request_waits() -> None:

@@ -253,7 +253,7 @@ def test_the_core_retains_a_session_by_its_last_seconds_until_it_ends() -> None:
     assert not ask(1) and ask(2, 60) and ask(3)
     now[0] = 61
     assert not run() and ask(4), "its time was over"
-    core.sessions._known.clear()
+    core.sessions._known = Shares(4096)
     core.sessions.retained.flush()
     assert not run() and ask(5), "the core has forgotten it"
     loop.handle(OfSession(7, True))

@@ -7,63 +7,22 @@ sessions go first when a bound is reached. Which pages belong to a session, the 
 from __future__ import annotations
 
 from array import array
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
-from typing import Generic, TypeVar
 
-from penstock.core.plan import Arrived, Event, RequestId, RetentionEnded, SessionEnded, key_of
+from penstock.core.plan import Arrived, Event, RequestId, RetentionEnded, SessionEnded
+from penstock.core.policy.sessions import Shares
 from penstock.engine.wire import OfSession, Submit
 
 WARM_IDS = 1 << 61              # above those of clients, and of prompts that decode instances have asked for
 TOKENS_MAX = 1 << 23            # of prompts that are kept: 4 bytes a token
 TOKENS_LEAST = 2048             # that a prompt counts as: so 4,096 are the most
 RETAINED_MAX = 3072             # sessions that ask to be retained
-T = TypeVar("T")
 
 
 def weight_of(tokens: int) -> int:
     """Return how much of TOKENS_MAX a prompt of so many tokens takes."""
     return max(tokens, TOKENS_LEAST)
-
-
-class Shares(Generic[T]):
-    """What is known of sessions, by number, up to a sum of weights. Beyond it the API key with the most loses its
-    oldest, so that no key makes others' sessions unknown."""
-
-    def __init__(self, most: int) -> None:
-        self._most, self._sum = most, 0
-        self._of: dict[int, OrderedDict[int, tuple[int, T]]] = {}       # by key, the oldest first
-        self._weights: dict[int, int] = {}                              # by key
-
-    def get(self, session: int) -> T | None:
-        of_key = self._of.get(key_of(session))
-        return None if of_key is None or session not in of_key else of_key[session][1]
-
-    def put(self, session: int, weight: int, value: T) -> list[tuple[int, T]]:
-        """It is the newest of its key. Return what is lost for it; one that is alone stays, whatever its weight."""
-        self.pop(session)
-        key = key_of(session)
-        self._of.setdefault(key, OrderedDict())[session] = weight, value
-        self._weights[key] = self._weights.get(key, 0) + weight
-        self._sum += weight
-        lost = []
-        while self._sum > self._most and self._sum > weight:
-            most = max(self._weights, key=self._weights.__getitem__)
-            oldest, (_, old) = next(iter(self._of[most].items()))
-            self.pop(oldest)
-            lost.append((oldest, old))
-        return lost
-
-    def pop(self, session: int) -> T | None:
-        key = key_of(session)
-        if key not in self._of or session not in self._of[key]:
-            return None
-        weight, value = self._of[key].pop(session)
-        self._sum -= weight
-        self._weights[key] -= weight
-        if not self._of[key]:
-            del self._of[key], self._weights[key]
-        return value
 
 
 class Retaining:

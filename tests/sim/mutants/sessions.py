@@ -7,7 +7,8 @@ from typing import Any
 from mutants.registry import Real, instead_of
 from penstock.core.core import Core
 from penstock.core.kv import prefix_tree
-from penstock.core.policy.sessions import Retained, Session, Sessions, above
+from penstock.core.plan import key_of
+from penstock.core.policy.sessions import Retained, Session, Sessions, Shares, above
 
 
 @instead_of(Sessions, "end")
@@ -79,6 +80,16 @@ def expired_sessions_stay_retained(real: Real, sessions: Sessions, number: int) 
 def a_forgotten_session_retains_what_its_last_request_used(real: Real, sessions: Sessions, session: Session) -> None:
     """A request that is live when its session is forgotten ends, and no expiry is to come."""
     sessions.retained.release(session)
+
+
+@instead_of(Shares, "put", budget=600, mode="sessions_max=3,sessions=4")
+def one_tenants_sessions_make_those_of_another_unknown(
+        real: Real, shares: Shares[Session], session: int, weight: int, value: Session) -> list[tuple[int, Session]]:
+    """Beyond the bound another tenant loses a session, however few it has."""
+    others = [n for key, of in shares._of.items() if key != key_of(session) for n in of]
+    is_full = shares._sum >= shares._most and shares.get(session) is None
+    lost = [(n, shares.pop(n)) for n in others[:is_full]]
+    return lost + real(shares, session, weight, value)
 
 
 @instead_of(Retained, "flush", budget=600)

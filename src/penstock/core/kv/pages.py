@@ -72,7 +72,6 @@ class Pages(Matching):
         self.saves_left = cfg.save_pages         # the same: entries of paused requests
         self.may_start = True                    # the same: no long hit has got its row in this turn
         self.spent: object = None                # a long list, which takes long to free: in a later turn
-        self._flush_after: Request | Returned | None = None      # flush again when this one has left
         # Pages of each group that were sealed when the host was full.
         self.late = [deque[Node](maxlen=max(1, cfg.dram_pages)) for _ in cfg.groups]
 
@@ -192,7 +191,6 @@ class Pages(Matching):
                     rest = rest or bool(column)
             if not (rest or r.path):
                 self.freeing.popleft()
-                self._has_freed(r)
             if not all:
                 return
 
@@ -207,7 +205,6 @@ class Pages(Matching):
         del back.pins[-n:]
         if not (back.path or back.pins):
             self.returned.remove(back)
-            self._has_freed(back)
 
     @property
     def gives_up(self) -> bool:
@@ -250,17 +247,11 @@ class Pages(Matching):
             self._return(back, len(back.pins) + len(back.path))
 
     def flush(self) -> None:
-        """Hide from lookups what no request needs; `give_up_flushed` frees it. None of it is retained any more."""
+        """Hide from lookups what no live request needs; `give_up_flushed` frees it. None of it is retained any more.
+        Requests that have ended give up all that they still have now: later it would be as if used after the flush."""
+        self.free_gradually(all=True)
         self.tree.retained.flush()
         self.tree.flush()
-        queue = self.freeing or self.returned            # `free_gradually` goes on with the second first
-        self._flush_after = queue[-1] if queue else None
-
-    def _has_freed(self, gone: Request | Returned) -> None:
-        """What it had is cached from now on. If it had ended before a flush, that is flushed too."""
-        if gone is self._flush_after:
-            self.tree.flush()
-            self._flush_after = None
 
     def reserve_pages(self, r: Request, place: Place, pages: Sequence[int], times: int = 1) -> None:
         """`r` takes so many pages of each group later, in `place`; -1: now, or never."""

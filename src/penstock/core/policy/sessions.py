@@ -2,16 +2,18 @@
 
 A page belongs to the session whose requests alone have used it. When the session ends, its pages become the oldest of
 all, so they are evicted before any other; pages that another request has used as well keep their place. The number of
-sessions is bounded: of the one that was used longest ago nothing is known any more, and its pages are as others.
+sessions is bounded: beyond it the key with the most loses the one that it used longest ago, whose pages are as others.
 """
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from penstock.core.plan import key_of
 
+T = TypeVar("T")
 LATE = 1 << 61      # what a retained page's place in an eviction order is later by than its last use: above any clock
 
 
@@ -153,23 +155,65 @@ class Retained:
                     session.last = above(page)
 
 
+class Shares(Generic[T]):
+    """What is known of sessions, by number, up to a sum of weights. Beyond it the API key with the most loses its
+    oldest, so that no key makes others' sessions unknown."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._sum = most, 0
+        self._of: dict[int, OrderedDict[int, tuple[int, T]]] = {}       # by key, the oldest first
+        self._weights: dict[int, int] = {}                              # by key
+
+    def get(self, session: int) -> T | None:
+        of_key = self._of.get(key_of(session))
+        return None if of_key is None or session not in of_key else of_key[session][1]
+
+    def put(self, session: int, weight: int, value: T) -> list[tuple[int, T]]:
+        """It is the newest of its key. Return what is lost for it; one that is alone stays, whatever its weight."""
+        self.pop(session)
+        key = key_of(session)
+        self._of.setdefault(key, OrderedDict())[session] = weight, value
+        self._weights[key] = self._weights.get(key, 0) + weight
+        self._sum += weight
+        lost = []
+        while self._sum > self._most and self._sum > weight:
+            most = max(self._weights, key=self._weights.__getitem__)
+            oldest, (_, old) = next(iter(self._of[most].items()))
+            self.pop(oldest)
+            lost.append((oldest, old))
+        return lost
+
+    def values(self) -> Iterator[T]:
+        return (value for of_key in self._of.values() for _, value in of_key.values())
+
+    def pop(self, session: int) -> T | None:
+        key = key_of(session)
+        if key not in self._of or session not in self._of[key]:
+            return None
+        weight, value = self._of[key].pop(session)
+        self._sum -= weight
+        self._weights[key] -= weight
+        if not self._of[key]:
+            del self._of[key], self._weights[key]
+        return value
+
+
 class Sessions:
     """The sessions of one engine, by number."""
 
     def __init__(self, most: int, retained: Retained) -> None:
-        self._most, self.retained = most, retained
-        self._known: OrderedDict[int, Session] = OrderedDict()
+        self.retained = retained
+        self._known: Shares[Session] = Shares(most)
         self.ending: list[tuple[Session, Any]] = []    # pages from which those before them become the oldest
 
     def begin(self, number: int, *, retains: bool = False) -> Session:
         """Return the session of a request that arrives; 0: it has none. retains: from now on it asks for that."""
         if not number:
             return SHARED
-        session = self._known.setdefault(number, Session(number))
+        session = self._known.get(number) or Session(number)
         session.retains |= retains
-        self._known.move_to_end(number)
-        if len(self._known) > self._most:
-            self._unretain(self._known.popitem(last=False)[1])
+        for _, forgotten in self._known.put(number, 1, session):
+            self._unretain(forgotten)
         return session
 
     def unretain(self, number: int) -> None:
@@ -194,7 +238,7 @@ class Sessions:
 
     def end(self, number: int) -> None:
         """It ends, if it is known. Its pages follow in `age`."""
-        session = self._known.pop(number, None)
+        session = self._known.pop(number)
         if session is not None:
             self._unretain(session)
             session.ended = True

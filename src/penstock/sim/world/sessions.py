@@ -4,7 +4,6 @@
 """
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
@@ -62,7 +61,8 @@ class Owners(Watcher):
         """most: sessions that are known. retained: pages of those that go last, together."""
         self._view, self._most, self._retained = view, most, retained
         self._last: list[Known] = []            # whose pages go last, in the order in which they came to
-        self._known: OrderedDict[int, Known] = OrderedDict()
+        self._known: dict[int, Known] = {}      # the one that was used longest ago first
+        self._tenants: dict[int, None] = {}     # in the order in which they came to have sessions
         self._of: dict[RequestId, Known | None] = {}        # of live requests; None: no session
         self._users: dict[Sealed, dict[Known | None, None]] = {}
         self._path: list[Sealed] = []
@@ -84,10 +84,14 @@ class Owners(Watcher):
     def _begin(self, number: int) -> Known | None:
         if not number:
             return None
-        known = self._known.setdefault(number, Known(number))
-        self._known.move_to_end(number)
-        if len(self._known) > self._most:
-            self._known.popitem(last=False)[1].asks = False
+        known, tenant = self._known.pop(number, None) or Known(number), number >> NAME_BITS
+        if all([other >> NAME_BITS != tenant for other in self._known]):
+            self._tenants.pop(tenant, None)
+            self._tenants[tenant] = None
+        self._known[number] = known
+        if len(self._known) > self._most:      # the tenant with the most, of equal ones the first, loses its oldest
+            of = {t: [n for n in self._known if n >> NAME_BITS == t] for t in self._tenants}
+            self._known.pop(max(of.values(), key=len)[0]).asks = False
         return known
 
     def _retain(self, known: Known) -> None:
@@ -139,6 +143,7 @@ class Owners(Watcher):
             self.retained += sum(retained)
             assert retained == [page in self._view.retained for page in order], "other pages are retained than should"
             assert retained == sorted(retained), "a page that no session retains outlives one that is retained"
+            assert not any([self._view.is_hidden(page) for page in order if page in last]), "a hidden page is retained"
         for order in self._view.eviction_orders():
             wanted = False
             for page in order:
