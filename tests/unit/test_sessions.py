@@ -12,6 +12,7 @@ from penstock.config.base.errors import RequestError
 from penstock.config.request.params import SamplingParams
 from penstock.core.core import Core
 from penstock.core.plan import NAME_BITS, Arrived, RetentionEnded, SessionEnded, key_of
+from penstock.core.policy.sessions import Shares
 from penstock.core.settings import CoreConfig
 from penstock.engine import sessions as engine_sessions
 from penstock.engine.client import affinity
@@ -19,7 +20,7 @@ from penstock.engine.client.affinity import ServedSessions
 from penstock.engine.client.namespaces import check_session, namespace, session_number
 from penstock.engine.client.replicas import Engines
 from penstock.engine.loop import EngineLoop
-from penstock.engine.sessions import Retaining, SessionPrompts, Shares
+from penstock.engine.sessions import Retaining, SessionPrompts
 from penstock.engine.wire import OfSession, Origin, Submit
 
 _spec = importlib.util.spec_from_file_location("loop_hostile", Path(__file__).with_name("test_loop_hostile.py"))

@@ -11,7 +11,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from penstock.engine.sessions import TOKENS_MAX, Shares, weight_of
+from penstock.core.policy.sessions import Shares
+from penstock.engine.sessions import TOKENS_MAX, weight_of
 
 # In tokens of a prompt that must be computed: a choice that is open, which slows down others' steps a little,
 # and one that has to wait for a row, while another engine has one free. A conversation so stays where its
