@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
@@ -45,11 +45,12 @@ NATIVE = {"256 tokens of it": SMALL,                           # of a model that
 class Server:
     """`penstock serve` as a user starts it; `ready_s` from start to its line."""
 
-    def __init__(self, *flags: str, model: str = "demo", stderr: IO[str] | None = None) -> None:
+    def __init__(self, *flags: str, model: str = "demo", stderr: IO[str] | None = None,
+                 env: Mapping[str, str] | None = None) -> None:
         started = time.perf_counter()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "penstock.cli.main", "serve", model, "--port", "0", *flags],
-            stdout=subprocess.PIPE, stderr=stderr, text=True, env=os.environ)
+            stdout=subprocess.PIPE, stderr=stderr, text=True, env={**os.environ, **(env or {})})
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         found = re.search(r"ready on (http://\S+) ", line)
@@ -84,8 +85,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(*flags: str, model: str = "demo", stderr: IO[str] | None = None) -> Iterator[Server]:
-    server = Server(*flags, model=model, stderr=stderr)
+def serving(*flags: str, model: str = "demo", stderr: IO[str] | None = None,
+            env: Mapping[str, str] | None = None) -> Iterator[Server]:
+    server = Server(*flags, model=model, stderr=stderr, env=env)
     try:
         yield server
     finally:

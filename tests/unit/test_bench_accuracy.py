@@ -1,0 +1,60 @@
+"""`bench/device/accuracy.py`: differences by problem, and when an arm is worse than the one it is compared with."""
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def accuracy() -> ModuleType:
+    folder = Path(__file__).parents[2] / "bench" / "device"
+    sys.path.insert(0, str(folder))
+    try:
+        spec = importlib.util.spec_from_file_location("bench_accuracy", folder / "accuracy.py")
+        assert spec is not None and spec.loader is not None
+        module = sys.modules["bench_accuracy"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(folder))
+    return module
+
+
+def test_a_pair_of_answers_is_one_measurement(accuracy: ModuleType) -> None:
+    """By problem: the shares differ by a quarter in both, and only where problems agree is that more than chance."""
+    mean, error = accuracy.paired([1, 1, 0, 0], [1, 1, 1, 0])
+    assert mean == -0.25 and error == pytest.approx(0.25)
+    mean, error = accuracy.paired([0, 1, 1, 0], [1, 0, 1, 1])
+    assert mean == -0.25 and error == pytest.approx(math.sqrt(11 / 12) / 2)
+    assert accuracy.paired([1.0], [0.0]) == (1.0, math.inf)
+
+
+def test_verdicts(accuracy: ModuleType) -> None:
+    gate, fault = accuracy.ARMS["hosted, pp 2"], accuracy.ARMS["fault: delivered row not admitted"]
+    right, worse = [1.0] * 100, [0.0] * 25 + [1.0] * 75
+    assert accuracy.verdict(gate, right, right) == "" and accuracy.verdict(gate, worse, right) == "below"
+    assert accuracy.verdict(gate, right, worse) == "above"
+    assert accuracy.verdict(gate, [0.0, *right[1:]], right) == ""       # one of a hundred: within two standard errors
+    assert accuracy.verdict(fault, worse, right) == "found"
+    assert accuracy.verdict(fault, right, right) == accuracy.verdict(fault, [0.0, *right[1:]], right) == "NOT FOUND"
+
+
+def test_what_a_step_reads(accuracy: ModuleType) -> None:
+    assert [accuracy.budget_of(share, context) for share, context in (
+        (0.0, 4096), (1 / 8, 4096), (1 / 4, 0), (1 / 16, 1024))] == [0, 512, 128, 128]
+
+
+def test_lines_compare_with_the_arm_that_is_named(accuracy: ModuleType) -> None:
+    def row(arm: str, *scores: float) -> dict[str, object]:
+        return {"arm": arm, "against": accuracy.ARMS[arm].base, "answers": {"needles, 4096": [
+            {"score": score, "given": str(score)} for score in scores]}}
+
+    lines = accuracy.compared([row("dense", 1, 1), row("1/8", 1, 0), row("hosted", 1, 0),
+                               {"arm": "fault: delivered row not admitted", "against": "hosted", "error": "refused"}])
+    assert lines[0][2:] == ("2 of 2", "", "", "")
+    assert lines[1][2:5] == ("1 of 2", "-0.500 (1.000)", "1 of 2") and lines[2][3] == "+0.000 (0.000)"
+    assert lines[3] == ("fault: delivered row not admitted", "all", "-", "-", "-", "refused")
