@@ -39,7 +39,7 @@ PAIR = ("--prefill-replicas", "1", "--decode-replicas", "1")
 SHORT = 512                             # tokens that a problem of GSM8K is counted with
 LEAST = 128                             # of a budget
 COUNTED = ("hot_misses_total", "pair_delivered_total", "num_preemptions_total", "storage_read_bytes_total",
-           "prefix_cache_hits_total")
+           "prefix_cache_hit_tokens")
 # name: a task's contexts and questions do not count for GSM8K, which has one length
 Problem = tuple[str, int]               # task, context; GSM8K: 0
 
@@ -154,7 +154,7 @@ class Asked:
         """The arm, with what was given to each question; `error`: why there is nothing."""
         arm, began = ARMS[name], time.perf_counter()
         env = {"FAULT": arm.fault, "PYTHONPATH": os.pathsep.join(
-            (str(Path(__file__).with_name("faults")), os.environ.get("PYTHONPATH", "")))} if arm.fault else {}
+            (str(Path(__file__).parents[1] / "patched"), os.environ.get("PYTHONPATH", "")))} if arm.fault else {}
         row: dict[str, Any] = {"arm": name, "against": self.args.base or arm.base, "flags": self.flags(arm)}
         with tempfile.TemporaryFile("w+") as log, tempfile.TemporaryDirectory() as folder:
             flags = *row["flags"], *(("--kv-storage", f"file://{folder}/kv", "--kv-storage-policy", "wait_complete")

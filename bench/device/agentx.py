@@ -48,17 +48,20 @@ def trace_of(sessions: int, turns: int, scale: float) -> Trace:
 def planned(flags: Sequence[str], rates: Rates, trace: Trace) -> dict[str, Any]:
     found = parsed("plan", [*flags, "--agents", "1"])
     assert found is not None and found[0] is not None
-    result = World(trace, plan_engine(found[0], rates), rates).run()
-    return {"hits": result.hits, "first_s": [percentile(result.ttft_s, p) for p in (50, 95)],
+    engine = plan_engine(found[0], rates)
+    result = World(trace, engine, rates).run()
+    return {"vocab": engine.vocab, "hits": result.hits, "first_s": [percentile(result.ttft_s, p) for p in (50, 95)],
             "tokens_s": result.output_tokens / result.seconds}
 
 
-def played(server: Server, count: int, args: argparse.Namespace) -> dict[str, Any]:
+def played(server: Server, count: int, vocab: int, args: argparse.Namespace) -> dict[str, Any]:
     urllib.request.urlopen(urllib.request.Request(server.url + "/flush_cache", b"", method="POST"), timeout=60).read()
     out = args.out / "played.json"
-    subprocess.run([*PENSTOCK, "bench", "agentx", "--base-url", server.url, "--agents", str(count), "--turns",
-                    str(args.turns), "--scale", str(args.scale), "--quiet", "--output-json", str(out)], check=True,
-                   stdout=subprocess.DEVNULL)
+    run = subprocess.run([*PENSTOCK, "bench", "agentx", "--base-url", server.url, "--agents", str(count), "--turns",
+                          str(args.turns), "--scale", str(args.scale), "--token-id-max", str(min(1000, vocab)),
+                          "--quiet", "--output-json", str(out)], capture_output=True, text=True)
+    if run.returncode:
+        print((run.stdout + run.stderr)[-800:], flush=True)
     found = json.loads(out.read_text())
     series = found["series"]
     return {"hits": found["hits"], "hits_largest": found["hits_largest"], "seconds": found["seconds"],
@@ -103,8 +106,9 @@ def main() -> None:
         with serving(*of(host), model=args.model) as server:
             for count in map(int, args.agents.split(",")):
                 trace = trace_of(count, args.turns, args.scale)
-                rows.append({"host": host, "agents": count, "plan": planned([args.model, *of(host)], rates, trace),
-                             "played": played(server, count, args)})
+                plan = planned([args.model, *of(host)], rates, trace)
+                rows.append({"host": host, "agents": count, "plan": plan,
+                             "played": played(server, count, plan["vocab"], args)})
                 print(*line(rows[-1]), flush=True)
                 write_json(str(args.out / "agentx.json"), {
                     "command": sys.argv[1:], "rates": json.loads(args.rates.read_text()), "rows": rows})

@@ -73,6 +73,9 @@ def test_english_answers_are_in_their_contexts() -> None:
         middle, end = question.answer.split(" points to the ")
         assert f"The {name} points to the {middle}.\n" in question.prompt
         assert f"The {middle} points to the {end}.\n" in question.prompt
+    long = Size(contexts=(16384,), samples=1, questions=2, seed=1, tokens_of=lambda text: len(text.split()))
+    for task in ("recall", "tracking"):
+        assert all(15000 < len(q.prompt.split()) <= 16384 for q in tasks.in_english(task, long))
     assert 1 < len({q.prompt.index(q.answer) for q in tasks.needles(SIZE, None)})
 
 

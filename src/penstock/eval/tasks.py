@@ -166,12 +166,15 @@ def in_english(task: str, size: Size) -> list[Question]:
     """recall: codes of things; tracking: things that point to others, two steps."""
     questions = []
     for context, rng in size.each(task):
-        names = [f"{a} {n}" for a in ADJECTIVES for n in NOUNS]
-        rng.shuffle(names)
-        line = f"The code of the {names[0]} is {rng.randrange(1000, 9999)}.\n"
-        if task == "tracking":
-            line = f"The {names[0]} points to the {names[1]}.\n"
-        n = min(len(names) // 2, max(4, (context - 48) // max(1, size.tokens_of(line * 8) // 8)))
+        for middle in ([""], [f"{n} " for n in NOUNS]):         # longer names where there must be more of them
+            names = [f"{a} {m}{n}" for a in ADJECTIVES for m in middle for n in NOUNS]
+            rng.shuffle(names)
+            line = f"The code of the {names[0]} is {rng.randrange(1000, 9999)}.\n"
+            if task == "tracking":
+                line = f"The {names[0]} points to the {names[1]}.\n"
+            n = max(4, (context - 48) // max(1, size.tokens_of(line * 8) // 8))
+            if n <= len(names) // 2:
+                break
         questions += (_codes if task == "recall" else _pointers)(str(context), names, n, size, rng)
     return questions
 
