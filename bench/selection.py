@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=2, help="lists")
     parser.add_argument("--questions", type=int, default=16, help="of each list")
     parser.add_argument("--choices", nargs="+", choices=CHOICES, default=list(CHOICES))
+    parser.add_argument("--at-once", type=int, default=1, help="choices that run beside each other")
     parser.add_argument("--output-json", metavar="FILE")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args = parser.parse_args(sys.argv[1:at])
@@ -64,19 +66,23 @@ def main() -> None:
     common = ["--backends", "select=reference,write_kv=reference", "--sparse-top-k", str(max(budgets)), "--host-decode",
               "off", "--concurrency", "2", "--contexts", str(args.context), *sys.argv[at + 1:]]
     losses, right = dict[tuple[str, int], list[float]](), dict[tuple[str, int], tuple[float, int]]()
-    for name in args.choices:
+
+    def of(name: str) -> tuple[str, list[int], dict[str, Any], dict[str, Any]]:
         choice = CHOICES[name]
-        own = ",".join(map(str, ([] if choice else [0]) + budgets))      # what reads all is the same for all
-        text = asked(args.model, choice, common, "--text", args.text, "--prefix", "0.75", "--questions",
-                     str(args.windows), "--budgets", own)
-        lists = asked(args.model, choice, common, "--task", "recall", "--samples", str(args.samples), "--questions",
-                      str(args.questions), "--budgets", own)
-        for found in text["contexts"]:
-            losses[name, found["budget"]] = [loss for window in found["losses"] for loss in window]
-        for budget, group in zip(map(int, own.split(",")), lists["groups"], strict=True):
-            right[name, budget] = group["right"], group["asked"]
-        print(name, {b: round(math.exp(statistics.fmean(v)), 3) for (n, b), v in losses.items() if n == name},
-              {b: v for (n, b), v in right.items() if n == name}, flush=True)
+        own = budgets if choice else [0, *budgets]              # what reads all is the same for all
+        words = [*common, "--budgets", ",".join(map(str, own))]
+        text = asked(args.model, choice, words, "--text", args.text, "--prefix", "0.75", "--questions",
+                     str(args.windows))
+        print(name, "text", [(c["budget"], math.exp(c["loss"])) for c in text["contexts"]], flush=True)
+        return name, own, text, asked(args.model, choice, words, "--task", "recall", "--samples", str(args.samples),
+                                      "--questions", str(args.questions))
+
+    with ThreadPoolExecutor(args.at_once) as pool:
+        for name, own, text, lists in pool.map(of, args.choices):
+            for found in text["contexts"]:
+                losses[name, found["budget"]] = [loss for window in found["losses"] for loss in window]
+            for budget, group in zip(own, lists["groups"], strict=True):
+                right[name, budget] = group["right"], group["asked"]
     dense, rows = losses.get(("bounds", 0)), []
     for (name, budget), each in losses.items():
         mean, error = paired(each, dense) if dense else (math.nan, math.nan)

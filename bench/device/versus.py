@@ -99,11 +99,11 @@ def _w1(rows: int, ours: str) -> dict[str, str]:
 
 SCENES = {
     "a": Scene("Qwen3-8B's shape, random weights, 16 GB for KV", (
-        Work(1, 65_536, 65_536, 128), Work(8, 65_536, 65_536, 256), Work(8, 65_536, 131_072, 256),
-        Work(16, 65_536, 131_072, 256, 0.2)), {
-        "penstock": f"{OURS} --load-format dummy --kv-cache-memory-bytes {KV_A} --kv-offloading-size 320G "
+        Work(1, 65_536, 65_536, 128), Work(8, 65_536, 65_536, 256), Work(6, 65_536, 131_072, 256),
+        Work(8, 65_536, 98_304, 256, 0.2)), {
+        "penstock": f"{OURS} --load-format dummy --kv-cache-memory-bytes {KV_A} --kv-offloading-size 100G "
                     "--sparse-top-k 2048 --no-prefix-cache --max-num-seqs 16",
-        "penstock-dense": f"{OURS} --load-format dummy --kv-cache-memory-bytes {KV_A} --kv-offloading-size 320G "
+        "penstock-dense": f"{OURS} --load-format dummy --kv-cache-memory-bytes {KV_A} --kv-offloading-size 100G "
                           "--no-prefix-cache --max-num-seqs 16",
         "vllm": f"{VLLM} --load-format dummy --kv-cache-memory-bytes {KV_A} --max-model-len 140000 "
                 "--no-enable-prefix-caching --max-num-seqs 16",
@@ -316,7 +316,7 @@ class Run:
         """Every work of the scene on a server, one at each `next`."""
         for work in self.scene.works:
             if n == 0:                          # each server's first of a kind compiles
-                asyncio.run(one_work(url, Work(work.requests, work.low, work.low, 8), self.vocab, -1))
+                asyncio.run(one_work(url, Work(min(2, work.requests), work.low, work.low, 8), self.vocab, -1))
             self.note(n, peer, str(work), asyncio.run(one_work(url, work, self.vocab, n)))
             yield
         for count in self.scene.agents:

@@ -48,10 +48,18 @@ def test_what_a_step_reads(accuracy: ModuleType) -> None:
         (0.0, 4096), (1 / 8, 4096), (1 / 4, 0), (1 / 16, 1024))] == [0, 512, 128, 128]
 
 
+def test_an_arm_that_never_did_what_it_is_for_says_so(accuracy: ModuleType) -> None:
+    arms, did = accuracy.ARMS, {"hot_misses_total": 3.0, "num_preemptions_total": 0.0}
+    assert accuracy.idle(arms["hosted"], did) == accuracy.idle(arms["1/8"], {}) == ""
+    assert accuracy.idle(arms["hosted, preempted"], did) == "no num_preemptions_total"
+    assert accuracy.idle(arms["hosted, pair"], {}) == "no hot_misses_total, no pair_delivered_total"
+
+
 def test_lines_compare_with_the_arm_that_is_named(accuracy: ModuleType) -> None:
     def row(arm: str, *scores: float) -> dict[str, object]:
-        return {"arm": arm, "against": accuracy.ARMS[arm].base, "answers": {"needles, 4096": [
-            {"score": score, "given": str(score)} for score in scores]}}
+        answers = [{"score": score, "given": str(score)} for score in scores]
+        return {"arm": arm, "against": accuracy.ARMS[arm].base, "told": {"hot_misses_total": 1},
+                "answers": {"needles, 4096": answers}}
 
     lines = accuracy.compared([row("dense", 1, 1), row("1/8", 1, 0), row("hosted", 1, 0),
                                {"arm": "fault: delivered row not admitted", "against": "hosted", "error": "refused"}])
