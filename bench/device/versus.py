@@ -48,7 +48,7 @@ QWEN3_30B_A3B = QWEN3_8B | {
     "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
                             "weight_block_size": [128, 128]}}
 TINY = QWEN3_8B | {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-                   "head_dim": 16, "intermediate_size": 128, "vocab_size": 512, "max_position_embeddings": 4096}
+                   "head_dim": 16, "intermediate_size": 128, "vocab_size": 512, "max_position_embeddings": 16384}
 SHAPES = {"qwen3-8b": QWEN3_8B, "qwen3-30b-a3b-fp8": QWEN3_30B_A3B, "tiny": TINY}
 SERVED = f"{shlex.quote(sys.executable)} -m penstock.cli.main serve {{model}} --port {{port}}"
 VLLM = "CUDA_VISIBLE_DEVICES={gpu} python3 -m vllm.entrypoints.openai.api_server --model {model} --port {port}"
