@@ -40,6 +40,11 @@ GLM = {
     "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
     "indexer_types": ["full", "shared", "full", "shared"],
 }
+# With sinks, and a window that most of each prompt is behind.
+SINKS = {**CONFIG, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 5,
+         "num_hidden_layers": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "rms_norm_eps": 1e-5,
+         "sliding_window": 21, "tie_word_embeddings": False, "swiglu_limit": 2.0,
+         "rope_parameters": {"rope_type": "default"}}
 STATES = {
     **CONFIG, "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],

@@ -23,6 +23,7 @@ from pipeline_engine import (
     CONFIG,
     GLM,
     PROMPTS,
+    SINKS,
     STATES,
     checkpoint,
     eagle_checkpoint,
@@ -48,11 +49,6 @@ SHARED = {**CONFIG, "num_hidden_layers": 4}
 MOE = {**CONFIG, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 4,
        "num_attention_heads": 6, "num_key_value_heads": 3, "num_experts": 5, "num_experts_per_tok": 2,
        "moe_intermediate_size": 24, "norm_topk_prob": True, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
-# With sinks, and a window that most of each prompt is behind.
-SINKS = {**CONFIG, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 5,
-         "num_hidden_layers": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "rms_norm_eps": 1e-5,
-         "sliding_window": 21, "tie_word_embeddings": False, "swiglu_limit": 2.0,
-         "rope_parameters": {"rope_type": "default"}}
 # A layer without an indexer attends to what the one before it selected.
 LATENT = {**GLM, "first_k_dense_replace": 1, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
           "n_shared_experts": 1, "num_experts_per_tok": 2}
@@ -147,6 +143,7 @@ KINDS = {
     "latent": Kind(make=of_config(LATENT), covers=("latent", "latent"), selects={}, always=True),
     "experts": Kind(make=of_config(MOE), covers=("experts", "experts"), selects=TOPK),
     "sinks": Kind(make=of_config(SINKS), covers=("experts", "experts"), selects=TOPK),
+    "sinks-interval": Kind(make=of_config(SINKS), selects=TOPK, options={"window_interval": 48}),
     "states": Kind(make=of_config(STATES), covers=("states", "states"), selects=TOPK, options={"state_interval": 32}),
     "states-3": Kind(make=of_config(STATES_3), selects=TOPK, options={"state_interval": 32}),
     "granite": Kind(make=of_config(GRANITE), options={"state_interval": 32}),
@@ -212,6 +209,8 @@ TABLE: dict[tuple[str, str], tuple[str, str, str]] = {
                             "tp2.pp2 tp3"),
     ("sinks", "resident"): ("pp2", "one>one pp3 tp3 tp4.ep2", ""),
     ("sinks", "hosted"): ("one>one", "one pp2", ""),
+    ("sinks-interval", "resident"): ("one", "one>one tp2.pp2 one+ngram one+untiered", ""),
+    ("sinks-interval", "hosted"): ("", "one pp2", ""),
     ("states", "resident"): ("pp2+ngram tp2", "one pp2 one>one pp3>pp3+ngram pp2>tp2 tp2.n2", "pp2>pp2 tp2.pp2+ngram"),
     ("states", "hosted"): ("one", "pp2 one>one tp2 pp2>tp2", "pp2>pp2 tp2.n2"),
     ("states-3", "resident"): ("tp3>tp2", "tp2.pp2+ngram tp2>one", "tp3.pp2"),
@@ -280,7 +279,8 @@ def across(ends: Sequence[Options]) -> str:
 
 def stored(kind: str, layout: str) -> bool:
     return layout in STORED and kind in (
-        "ordinary", "selecting", "fp8kv", "latent", "experts", "states", "states-3", "granite", "nemotron", "gemma4")
+        "ordinary", "selecting", "fp8kv", "latent", "experts", "states", "states-3", "granite", "nemotron", "gemma4",
+        "sinks-interval")
 
 
 def row(kind: str, place: str, layout: str, marks: Sequence[pytest.MarkDecorator]) -> Any:

@@ -31,6 +31,7 @@ CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
     ({"sparse_block_size": 3, "sparse_top_k": 512, "page_size": 24},
      {"sparse_block_size": 4, "sparse_top_k": 512, "page_size": 24}),
     ({"state_interval": 40}, {"state_interval": 48}),
+    ({"window_interval": 40}, {"window_interval": 48}),
     ({"sparse_top_k": 512, "page_size": 24, "sparse_block_size": 16},
      {"sparse_top_k": 512, "page_size": 24, "sparse_block_size": 12}),
     ({"sparse_top_k": 95}, {"sparse_top_k": 112, "sparse_block_size": 16}),

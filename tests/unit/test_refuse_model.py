@@ -37,6 +37,7 @@ CASES: tuple[tuple[ModelFacts, dict[str, object], dict[str, object]], ...] = (
     (DENSE, {"tp": 2, "ep": 0}, {"tp": 2}),
     (replace(DENSE, experts=2), {"tp": 3, "ep": 3}, {"tp": 4, "ep": 2}),
     (DENSE, {"state_interval": 512}, {}),
+    (DENSE, {"window_interval": 512}, {}),
     (DENSE, {"speculative_method": "mtp"}, {"speculative_method": "ngram"}),
     (STATES, {"tp": 3}, {"tp": 2}),
     (replace(STATES, state_bytes=1 << 20), {"disaggregation_mode": "prefill"}, {}),

@@ -18,6 +18,8 @@ class CacheGroup:
     page_bytes: int                    # one page of all its layers, in any tier
     page_tokens: int = 0               # of a snapshot: a multiple of the engine's page size; 0: the page size
     window: int = 0                    # 0: everything is read
+    keep: int = 0                      # of a window: tokens from one end of a prefix that it serves to the next, see
+                                       # `PageTable.stays`; 0: it serves all page ends
     snapshot: bool = False             # implies that only the last position is read
     selector: bool = False             # what the selector reads: on the device even while hosted
     resident: bool = False             # what attention reads all of: on the device even while hosted
@@ -85,13 +87,15 @@ class CoreConfig:
     group_base: int = 0                 # page ids of group g begin this much times g later
 
     def __post_init__(self) -> None:
-        """Raises ValueError: a hit ends with a page of the engine, and only a snapshot has no need of more
-        than the last of its own."""
+        """Raises ValueError: a hit ends with a page of the engine, only a snapshot has no need of more
+        than the last of its own, and only a window keeps a part of what it has."""
         for group in self.groups:
             unit = group.page_tokens or self.page_size
             if unit % self.page_size or not (group.snapshot or unit == self.page_size):
                 raise ValueError(f"cache group {group.name}: pages of {unit} tokens, "
                                  f"and the engine's have {self.page_size}")
+            if group.keep % self.page_size or (group.keep and not group.window):
+                raise ValueError(f"cache group {group.name}: keeps windows of {group.window} each {group.keep} tokens")
 
     @property
     def look_pages(self) -> int:

@@ -140,6 +140,7 @@ class CacheShape:
     dtype       of its pages, None: the model's; of uint8 `head_dim` is bytes, as `kernels.types.fp8` lays out, and
                 `values` those of a vector
     window      tokens that a query of its layers sees, itself and those before it; 0: all
+    keep        of a window: tokens from one page end that prompts may go on from to the next; 0: all page ends serve
     snapshot    what is kept is a state behind a token, one vector that stands for all tokens up to it
     page_tokens of snapshots, tokens from one that stays to the next; 0: `exec.load.layout` says
     drafts      of the layer that drafts, which is layer 0 of a count of its own
@@ -157,6 +158,7 @@ class CacheShape:
     dtype: torch.dtype | None = None
     values: int = 0
     window: int = 0
+    keep: int = 0
     snapshot: bool = False
     page_tokens: int = 0
     drafts: bool = False

@@ -116,8 +116,8 @@ def numbers_of(spec: Spec) -> dict[str, int]:
     topk = attention.reads(ONE, LocalLayer(0)).source.topk
     return {"topk": topk, "state_bytes": 0 if scan is None else 4 * scan.part_elements,
             "state_parts": 0 if scan is None else scan.parts, "heads": attention.num_heads,
-            "mtp": int(spec.mtp is not None), "tail": spec.tail, "experts": moe.num_experts if moe else 0,
-            "vocab": spec.vocab_size, "width": min(widths)}
+            "windows": sum(map(bool, spec.windows)), "mtp": int(spec.mtp is not None), "tail": spec.tail,
+            "experts": moe.num_experts if moe else 0, "vocab": spec.vocab_size, "width": min(widths)}
 
 
 def tensor_shapes(

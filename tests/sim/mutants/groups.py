@@ -94,3 +94,23 @@ def end_of_the_prompt_left_out_of_the_key(real: Real, r: Request, index: int,
 def grow_one_entry_too_early(real: Real, r: Request) -> list[Grow]:
     """New pages take the place of the last that the row has."""
     return [g._replace(index=g.index - 1) for g in real(r)]
+
+
+@instead_of(PageTable, "stays", mode="model=3")
+def every_page_of_a_window_stays(real: Real, table: PageTable, i: int, ends: Sequence[int]) -> bool:
+    """Windows fill the prefix tree, whatever prompts may go on from."""
+    return True
+
+
+@instead_of(PageTable, "stays", mode="model=3")
+def the_first_page_of_a_window_goes(real: Real, table: PageTable, i: int, ends: Sequence[int]) -> bool:
+    """No prompt goes on at a multiple of `keep` where the window needs two pages."""
+    end = (i + 1) * table.unit
+    return real(table, i, ends) and (not table.group.keep or any(
+        [table.begin(at) < i and end <= at for at in (-(-end // table.group.keep) * table.group.keep, *ends)]))
+
+
+@instead_of(PageTable, "stays", mode="model=3", budget=600)
+def windows_go_where_paths_part(real: Real, table: PageTable, i: int, ends: Sequence[int]) -> bool:
+    """Each prompt that begins as others do is computed again from the multiple before."""
+    return real(table, i, ends[:1])

@@ -329,6 +329,9 @@ REFUSED: tuple[Refusal[Machine], ...] = (
     Refusal(lambda c, _: c.kv.state_interval is not None and 0 < c.kv.page_size
             and (c.kv.state_interval < 1 or c.kv.state_interval % c.kv.page_size != 0),
             ("kv.state_interval", "kv.page_size"), "states are cached at page ends: take a multiple of the page size"),
+    Refusal(lambda c, _: 0 < c.kv.page_size
+            and (c.kv.window_interval < 0 or c.kv.window_interval % c.kv.page_size != 0),
+            ("kv.window_interval", "kv.page_size"), "windows end with pages: take a multiple of the page size, or 0"),
     Refusal(lambda c, _: c.kv.sparse_top_k is not None and 0 < c.kv.sparse_block_size
             and 0 < c.kv.page_size and c.kv.page_size % c.kv.sparse_block_size != 0,
             ("kv.sparse_block_size", "kv.page_size"), "a page holds whole blocks: take a divisor of the page size"),

@@ -28,6 +28,7 @@ class ModelFacts:
     width               columns of its narrowest MLP
     state_bytes         of the part of one layer's state that a key head has, of layers that have one; 0: none has
     state_parts         of a layer's state, which TP ranks may divide
+    windows             layers with a sliding window
     mtp                 layers in its files that draft, of a kind that is known
     tail                layers, the last ones, of which some read the KV of others; 0: none does
     """
@@ -46,6 +47,7 @@ class ModelFacts:
     width: int = 1 << 12
     state_bytes: int = 0
     state_parts: int = 0
+    windows: int = 0
     mtp: int = 0
     tail: int = 0
 
@@ -134,6 +136,8 @@ OF_MODEL: tuple[Refusal[ModelFacts], ...] = (
             "this model has {experts} experts, and each group needs one or more"),
     Refusal(lambda c, m: c.kv.state_interval is not None and not m.state_bytes, ("kv.state_interval",),
             "this model has no layers that keep a state: leave it out"),
+    Refusal(lambda c, m: c.kv.window_interval > 0 and not m.windows, ("kv.window_interval",),
+            "this model has no layers with a sliding window: leave it out"),
     Refusal(lambda c, m: c.schedule.speculative_method == "mtp" and not m.mtp,
             ("schedule.speculative_method",), "this model's files have no MTP layer: take ngram"),
     Refusal(lambda c, m: c.device.tp > m.state_parts > 0, ("device.tp",),

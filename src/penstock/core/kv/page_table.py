@@ -41,6 +41,12 @@ class PageTable:
         """Entries that positions below `tokens` need."""
         return -(-tokens // self.unit)
 
+    def stays(self, i: int, ends: Sequence[int]) -> bool:
+        """Whether the prefix tree keeps page i: somebody reads it who goes on at one of these positions, or at the
+        next multiple of `keep`."""
+        keep, end = self.group.keep, (i + 1) * self.unit
+        return not keep or any([self.begin(at) <= i and end <= at for at in (-(-end // keep) * keep, *ends)])
+
     def replace(self, device: list[Copy | None], host: list[Copy | None],
                 ) -> tuple[list[Copy | None], list[Copy | None]]:
         """Take these columns. Returns those that were there before: they are the caller's now."""

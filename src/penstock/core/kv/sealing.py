@@ -20,17 +20,23 @@ def seal(kv: Pages, r: Request) -> None:
     """Move pages whose tokens have all retired from the request into the tree."""
     size, first, path, tree = kv.cfg.page_size, len(r.path), r.path, kv.tree
     known = min(r.retired, r.num_tokens) // size
-    for i in range(first, known):
+    ends = [(r.num_prompt - 1) // size * size]           # where windows with `keep` stay beside its multiples:
+    for i in range(first, known):                        # a prompt's end, and where paths part
         parent = path[-1] if path else tree.root(r.arrived.namespace)
         node = tree.child(parent, r.page_key(i, size))
         tree.ref(node)
         path.append(node)
+        if parent.num_children > 1:
+            ends.append(i * size)
     lower, stores = kv.cfg.dram_pages > 0, kv.cfg.disk_pages and kv.cfg.prefix_cache
     store: list[tuple[int, Node]] = []         # in this way: list[...]() takes twenty times as long
     for g, t in enumerate(r.tables):
         new: list[Node] = []
         device, host, unit = kv.device[g], kv.host[g], t.unit
-        for i in range(first * size // unit, known * size // unit):
+        begin = first * size // unit
+        if t.group.keep:                       # paths part behind pages that were sealed before
+            begin = max(t.first, min([begin, *map(t.begin, ends[1:])]))
+        for i in range(begin, known * size // unit):
             node = path[(i + 1) * unit // size - 1]
             up = t.device[i] if i < len(t.device) else None
             down = t.host[i] if i < len(t.host) else None
@@ -41,10 +47,12 @@ def seal(kv: Pages, r: Request) -> None:
                 mine = None if mine is None or mine.partial else mine
                 known_below = kv.take_host_copy(node, g, mine) is not None
             # The copies of a page that was just sealed serve others, where the tree has none.
-            if up is not None:
+            stays = t.stays(i, ends)
+            if up is not None and stays:
                 _share(tree, node, device, up)
             if down is not None:
-                _share(tree, node, host, down)
+                if stays:
+                    _share(tree, node, host, down)
                 if (r.place is not _HOST or not t.hosted) and r.phase is not _STAGING:
                     kv.drop_entry(r, g, t.host, i)        # it is the tree's now, or the tree has another
                 elif up is not None and not up.ready and r.phase is _PROMOTING:

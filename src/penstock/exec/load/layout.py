@@ -53,6 +53,7 @@ class Caches:
             + (f"{layout.page_bytes // layout.page_size} bytes a token" if not group.snapshot else
                f"states of {layout.page_bytes} bytes, kept each {layout.page_size} tokens")
             + (f", the last {group.window} are kept" if group.window else "")
+            + (f", in the prefix cache those before each {group.keep} tokens" if group.keep else "")
             for group, layout in zip(self.groups, self.layouts, strict=True))
 
     def num_pages(self, nbytes: int) -> int:
@@ -194,7 +195,7 @@ def caches_of(groups: Sequence[CacheShape], page_size: int, dtype: torch.dtype) 
     shared = slabs.share(layouts)
     return Caches(tuple(
         CacheGroup(name=group.name, page_bytes=layout.page_bytes, selector=group.selector,
-                   resident=group.resident, slab_pages=n, window=group.window, snapshot=group.snapshot,
+                   resident=group.resident, slab_pages=n, window=group.window, keep=group.keep, snapshot=group.snapshot,
                    page_tokens=layout.page_size if group.snapshot else 0)
         for group, layout, n in zip(groups, layouts, shared.slab_pages, strict=True)),
         layouts, shared, shared, tuple(map(PoolPart, layouts)))

@@ -73,10 +73,11 @@ def groups_of(model: Model, selection: Selection | None,
     windows and states do, and so does what drafts. Raises ConfigError for a format that this model's vectors
     cannot have, and where nothing is to be selected."""
     kv = kv or KVConfig()
+    kept = [replace(group, keep=kv.window_interval if group.window else 0) for group in model.groups]
     own = tuple(replace(group, page_tokens=kv.state_interval or 0) if group.snapshot else group
-                for group in model.groups if not group.drafts)
+                for group in kept if not group.drafts)
     drafts = tuple(replace(group, page_tokens=kv.page_size) if group.snapshot else group
-                   for group in model.groups if group.drafts)
+                   for group in kept if group.drafts)
     return (*_selected(model, selection, kv, own), *drafts)
 
 

@@ -126,7 +126,7 @@ MUST_FIRE = (
     "damaged", "damaged page in hbm", "damaged page in dram", "damaged page in disk",
     "damaged page in flight", "damaged beside a sound one", "computed again for itself",
     "storage dead", "storage forgot a page", "sessionended", "pages of ended sessions", "ended warmed",
-    "retentionended", "retained pages",
+    "retentionended", "retained pages", "pages of windows left out",
     # of two engines on one storage
     "engine on a shared storage died", "store of the dead lost", "hits after a restart",
     "hits of the second engine",

@@ -39,7 +39,7 @@ from penstock.core.plan import (
 from penstock.sim.ranks.executor import SimExecutor
 from penstock.sim.world import states
 from penstock.sim.world.events import Folded
-from penstock.sim.world.policy import Policy
+from penstock.sim.world.policy import Policy, Windows
 from penstock.sim.world.scenario import Scenario
 from penstock.sim.world.sessions import Owners
 from penstock.sim.world.view import Live, Pages, Sealed, View, Watcher
@@ -100,6 +100,8 @@ class Judge(Watcher):
         self.owners = None if sc.damages or not sc.sessions else Owners(
             self.view, self.cfg.sessions_max, self.cfg.retained_pages)
         core.watchers += [] if self.owners is None else [self.owners]
+        self.windows = Windows(self.view)
+        core.watchers += [] if sc.damages or not any([group.keep for group in self.cfg.groups]) else [self.windows]
         core.watchers.append(self)
 
     # ---------------------------------------------------------------- what users see
@@ -445,6 +447,7 @@ class Judge(Watcher):
             if self.owners is not None:
                 self.stats["pages of ended sessions"] += self.owners.check()
                 self.stats["retained pages"] = self.owners.retained
+            self.stats["pages of windows left out"] = self.windows.num_left_out
         for tier in view.tiers:
             if changes[tier] != self._seen[1].get(tier):
                 self.executor.busy[tier] = view.in_use(tier)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 
 from penstock.core.lifecycle import ACTIVE, WAITING, Phase, Place, Trigger
-from penstock.core.plan import Event, Expired, Rates, Tier
-from penstock.sim.world.view import Live, Pages, Sealed, View
+from penstock.core.plan import Event, Expired, Rates, RequestId, Retired, Tier
+from penstock.sim.world.view import Live, Pages, Sealed, View, Watcher
 
 GIVING_WAY = (Trigger.PAUSE, Trigger.DROP)
 
@@ -145,3 +145,44 @@ class Policy:
             ends = r.phase in (Phase.QUEUED, Phase.FETCHING, Phase.RECEIVING) or (
                 r.phase is Phase.DROPPED and not r.started)
             assert (r.phase, r.visit) != before or not ends, f"request {r.rid}: its deadline is over"
+
+
+class Windows(Watcher):
+    """Which pages of windows the prefix tree has, judged when they are sealed: those that a prompt reads which goes on
+    at a multiple of the group's `keep`, at the end of the prompt, or where paths part; of new pages no others."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self._at: dict[RequestId, int] = {}            # pages of requests that were judged, or matched
+        self._seen: set[Sealed] = set()
+        self.num_left_out = 0
+
+    def taken(self, live: Live, source: Phase, trigger: Trigger) -> None:
+        self._at[live.rid] = len(live.path)
+        self._seen.update(live.path)
+
+    def applied(self, event: Event) -> None:
+        for live in self._view.live if isinstance(event, Retired) else ():
+            if live.row is None:               # who is paused keeps its window there
+                self._seen.update(live.path)
+            elif len(live.path) > self._at[live.rid]:
+                self._sealed(live)
+
+    def _sealed(self, live: Live) -> None:
+        view, size = self._view, self._view.cfg.page_size
+        old, new = self._at[live.rid], len(live.path)
+        parted = [i * size for i in range(old, new)
+                  if (parent := live.path[i].parent) is not None and parent.num_children > 1]
+        ends = [(live.num_prompt - 1) // size * size, *parted]
+        for g, group in enumerate(view.cfg.groups):
+            for i in range(live.tables[g].first if parted else old, new) if group.keep else ():
+                page, end = live.path[i], i * size + size
+                served = parted if i < old else [-(-end // group.keep) * group.keep, *ends]
+                wanted = any([end <= at and at - group.window < end for at in served])
+                if wanted and view.cfg.role != "decode":         # whose peer sends a part of the first page
+                    assert view.serves(page, g), f"request {live.rid}: the window of page {i} is not cached"
+                elif not wanted and i >= old and page not in self._seen:
+                    assert not view.serves(page, g), f"request {live.rid}: the window of page {i} serves nobody"
+                    self.num_left_out += 1
+        self._at[live.rid] = new
+        self._seen.update(live.path)

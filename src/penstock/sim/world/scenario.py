@@ -299,6 +299,7 @@ def finish(sc: Scenario) -> Scenario:
     groups = [CacheGroup(name="full", page_bytes=0, slab_pages=slab)]
     if sc.model == 3:
         groups.append(CacheGroup(name="window", page_bytes=0, window=rng.choice((1, 3, 5, 8)),
+                                 keep=cfg.page_size * Random(f"keep {sc.seed}").choice((0, 1, 2, 4)),
                                  slab_pages=rng.choice((1, 2, 3))))
         groups.append(CacheGroup(name="snapshot", page_bytes=0, snapshot=True,
                                  page_tokens=cfg.page_size * rng.choice((1, 2, 3)),
@@ -325,8 +326,8 @@ def of_role(sc: Scenario, role: str) -> Scenario:
     if role == "prefill":
         rng = Random(f"prefill {sc.seed}")
         size = rng.choice((cfg.page_size, cfg.page_size, 1, 2, 2 * cfg.page_size))
-        groups = tuple(replace(group, page_tokens=group.page_tokens // cfg.page_size * size)
-                       for group in cfg.groups)
+        groups = tuple(replace(group, page_tokens=group.page_tokens // cfg.page_size * size,
+                               keep=group.keep // cfg.page_size * size) for group in cfg.groups)
         more = -(-cfg.page_size // size)
         cfg = replace(cfg, page_size=size, groups=groups, hbm_pages=cfg.hbm_pages * more,
                       dram_pages=cfg.dram_pages * more, disk_pages=cfg.disk_pages * more)

@@ -1,0 +1,69 @@
+"""Windows with `keep`: which of their pages stay in the prefix tree, and where a prompt goes on."""
+from __future__ import annotations
+
+import pytest
+from driver import Driver
+
+from penstock.core.plan import Paused, RequestId, Started
+from penstock.core.settings import CacheGroup, CoreConfig
+
+PAGE, WINDOW, KEEP = 4, 8, 16
+PROMPT = list(range(1000, 1041))           # ten pages, and a token
+
+
+def driver(keep: int, **settings: object) -> Driver:
+    groups = CacheGroup(name="full", page_bytes=0), CacheGroup(name="window", page_bytes=0, window=WINDOW, keep=keep)
+    return Driver(page_size=PAGE, hbm_pages=160, groups=groups, **settings)
+
+
+def asked(d: Driver, rid: int, prompt: list[int]) -> int:
+    """Tokens of it that were cached."""
+    d.arrive(rid, prompt, max_new=1)
+    d.run()
+    [found] = [out for out in d.out if isinstance(out, Started) and out.rid == rid]
+    return found.hbm_tokens + found.dram_tokens
+
+
+def windows(d: Driver) -> list[int]:
+    """Entries of pages of windows that the tree has on the device."""
+    return sorted(node.depth - 1 for node in d.core.kv.tree.nodes() if node.find(d.core.kv.device[1]) is not None)
+
+
+@pytest.mark.parametrize(("keep", "stay"), [
+    (0, [*range(10)]), (4, [*range(10)]), (16, [2, 3, 6, 7, 8, 9]), (64, [8, 9])])
+def test_windows_stay_at_multiples_of_keep_and_at_the_prompts_end(keep: int, stay: list[int]) -> None:
+    d = driver(keep)
+    asked(d, 1, PROMPT)
+    assert windows(d) == stay
+    assert d.core.stats()['cache_group_pages{tier="hbm",group="window"}'] == len(stay), "the others are free"
+
+
+@pytest.mark.parametrize(("common", "found"), [(15, 0), (16, 16), (20, 16), (31, 16), (32, 32), (36, 36), (40, 40)])
+@pytest.mark.parametrize("chunk", [64, 7])
+def test_a_hit_is_cut_to_a_multiple_and_counted_and_where_paths_part_the_next_goes_on(
+        common: int, found: int, chunk: int) -> None:
+    """36: the windows of 32 and of the prompt's end are one piece."""
+    d = driver(KEEP, step_tokens=chunk)
+    asked(d, 1, PROMPT)
+    assert asked(d, 2, [*PROMPT[:common], *range(60)]) == found
+    pages = common // PAGE * PAGE
+    assert d.core.counters['prefix_cache_cut_total{group="window"}'] == pages - found
+    assert asked(d, 3, [*PROMPT[:common], *range(100, 160)]) == pages, "the window there stays since 2 passed it"
+
+
+def test_a_paused_request_keeps_its_window_and_goes_on_from_the_host() -> None:
+    d = driver(64, dram_pages=160)
+    d.arrive(1, PROMPT, max_new=9)
+    d.retire()
+    for _ in range(5):
+        d.retire()
+    d.tell(Paused(RequestId(1)))
+    d.run()
+    assert len(d.finished()) == 1 and d.core.counters["pauses"] == 1 and d.core.counters["drops"] == 0
+
+
+@pytest.mark.parametrize("group", [
+    {"window": 8, "keep": 6}, {"keep": 8}, {"snapshot": True, "page_tokens": 8, "keep": 8}])
+def test_only_windows_are_kept_at_multiples_of_whole_pages(group: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="each"):
+        CoreConfig(page_size=4, rows=1, hbm_pages=8, groups=(CacheGroup(name="one", page_bytes=0, **group),))
