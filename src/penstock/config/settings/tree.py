@@ -120,8 +120,8 @@ class KVConfig:
     page_size: Annotated[int, "tokens per KV page: 1 to 256", Alias("--block-size")] = 16
     state_interval: Annotated[int | None, "recurrent models: tokens between cached states, a multiple of --page-size "
                               "(default: state bytes / (4 x KV bytes per token), at least 128)"] = None
-    window_interval: Annotated[int, "sliding windows: the prefix cache keeps those at multiples of this, at ends of "
-                               "prompts and at forks. A multiple of --page-size; 0: all"] = 0
+    window_interval: Annotated[int, "sliding windows: tokens from one that the prefix cache keeps to the next; those "
+                               "at prompts' ends and forks stay too. 0: all stay"] = 0
     kv_cache_memory_bytes: Annotated[int | None, "GPU memory for KV, per rank; without a GPU, CPU memory "
                                      "instead (default: measured at start; see --gpu-memory-utilization)",
                                      Bytes()] = None

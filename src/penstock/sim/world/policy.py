@@ -155,20 +155,29 @@ class Windows(Watcher):
         self._view = view
         self._at: dict[RequestId, int] = {}            # pages of requests that were judged, or matched
         self._seen: set[Sealed] = set()
+        self._has_ended = False                        # a request, in this event: its path may have parted from another
         self.num_left_out = 0
 
     def taken(self, live: Live, source: Phase, trigger: Trigger) -> None:
         self._at[live.rid] = len(live.path)
         self._seen.update(live.path)
+        self._has_ended |= live.phase in (Phase.DONE, Phase.DROPPED)
 
     def applied(self, event: Event) -> None:
+        wanted, idle = set[tuple[Sealed, int]](), list[tuple[Sealed, int]]()
         for live in self._view.live if isinstance(event, Retired) else ():
-            if live.row is None:               # who is paused keeps its window there
-                self._seen.update(live.path)
-            elif len(live.path) > self._at[live.rid]:
-                self._sealed(live)
+            if live.row is not None and len(live.path) > self._at[live.rid]:
+                self._sealed(live, wanted, idle)
+        for page, g in idle if not self._has_ended else ():
+            if (page, g) not in wanted and page not in self._seen:
+                assert not self._view.serves(page, g), "the window of a page is cached, and serves nobody"
+                self.num_left_out += 1
+        for live in self._view.live if isinstance(event, Retired) else ():
+            self._seen.update(live.path)               # also of who is paused: it keeps its window there
+        self._has_ended = False
 
-    def _sealed(self, live: Live) -> None:
+    def _sealed(self, live: Live, wanted: set[tuple[Sealed, int]], idle: list[tuple[Sealed, int]]) -> None:
+        """Note of each new page of a group whether somebody may read its window."""
         view, size = self._view, self._view.cfg.page_size
         old, new = self._at[live.rid], len(live.path)
         parted = [i * size for i in range(old, new)
@@ -178,11 +187,10 @@ class Windows(Watcher):
             for i in range(live.tables[g].first if parted else old, new) if group.keep else ():
                 page, end = live.path[i], i * size + size
                 served = parted if i < old else [-(-end // group.keep) * group.keep, *ends]
-                wanted = any([end <= at and at - group.window < end for at in served])
-                if wanted and view.cfg.role != "decode":         # whose peer sends a part of the first page
+                if not any([end <= at and at - group.window < end for at in served]):
+                    idle += [(page, g)] * (i >= old)
+                    continue
+                wanted.add((page, g))
+                if view.cfg.role != "decode":          # whose peer sends a part of the first page
                     assert view.serves(page, g), f"request {live.rid}: the window of page {i} is not cached"
-                elif not wanted and i >= old and page not in self._seen:
-                    assert not view.serves(page, g), f"request {live.rid}: the window of page {i} serves nobody"
-                    self.num_left_out += 1
         self._at[live.rid] = new
-        self._seen.update(live.path)

@@ -299,7 +299,7 @@ def finish(sc: Scenario) -> Scenario:
     groups = [CacheGroup(name="full", page_bytes=0, slab_pages=slab)]
     if sc.model == 3:
         groups.append(CacheGroup(name="window", page_bytes=0, window=rng.choice((1, 3, 5, 8)),
-                                 keep=cfg.page_size * Random(f"keep {sc.seed}").choice((0, 1, 2, 4)),
+                                 keep=cfg.page_size * Random(f"keep {sc.seed}").choice((0, 1, 4, 16)),
                                  slab_pages=rng.choice((1, 2, 3))))
         groups.append(CacheGroup(name="snapshot", page_bytes=0, snapshot=True,
                                  page_tokens=cfg.page_size * rng.choice((1, 2, 3)),
