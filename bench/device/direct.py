@@ -27,20 +27,19 @@ from penstock.core.settings import CoreConfig
 from penstock.exec.drafts.drafter import Drafter
 from penstock.exec.executor import Executor
 from penstock.exec.graphs.capture import buckets_of
+from penstock.exec.load.backends import selector_for
 from penstock.exec.load.layout import caches_of
 from penstock.exec.load.sizing import WAIT_BYTES, groups_of
 from penstock.exec.sampling.grammar import Grammars
-from penstock.exec.sparse.bounds import Selector
 from penstock.exec.step.attend import LatentOps
 from penstock.exec.worker import Worker, WorkerParts
 from penstock.kernels import registry
 from penstock.kernels.attention import latent_attention, paged_attention
-from penstock.kernels.choose import index_select
-from penstock.kernels.choose.select import SelectRule
 from penstock.kernels.fused import layer
 from penstock.kernels.gemm import experts, linear
 from penstock.kernels.platform import probe
 from penstock.model import registry as families
+from penstock.model.base import value_dim_of
 
 QWEN3_8B = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096,
@@ -93,8 +92,8 @@ class Direct:
         of host pages even where it fits. hot_most: tokens that a hot buffer of hot_tokens grows to.
         hbm_tokens: of all that is in the device's pool, in slabs of a page of KV. kv: has its formats.
         drafts: of a row and step, at most."""
-        if model.attention.topk:
-            selection = indexer_selection(model.attention.topk)
+        if model.selector is not None:
+            selection = indexer_selection(model.selector.tokens, model.selector.block)
         groups = groups_of(model, selection, kv)
         caches = caches_of(groups, page_size, model.dtype)
         cfg = CoreConfig(page_size=page_size, rows=rows, hbm_pages=hbm_tokens // page_size,
@@ -105,16 +104,12 @@ class Direct:
                          budget=selection.budget if selection is not None else 0,
                          always_hosted=hosted, draft_tokens=drafts)
         self._params, self._attention, self._selects = GREEDY, 0, False
-        selector = None
+        selector, names = selector_for(selection, model), {}
         if selection is not None:
             native = selection.native
             self._selects = hot_tokens > 0 or not native
-            chosen = registry.choose(probe("cuda"), ops=registry.HOSTING if native else registry.SELECTING)
-            selector = Selector(
-                rule=None if native else SelectRule(unit=selection.unit, sink=selection.sinks,
-                                                    window=selection.window),
-                budget=selection.budget, hot_pages=cfg.largest_hot,
-                backends={op: choice.name for op, choice in chosen.items()})
+            chosen = registry.choose(probe("cuda"), ops=registry.SELECTING[selector.score])
+            names = {op: choice.name for op, choice in chosen.items()}
             self._params = SamplingParams(temperature=0.0, max_tokens=None,
                                           sparse_top_k=None if native else selection.budget)
             self._attention = attention_identity(selection)
@@ -123,10 +118,10 @@ class Direct:
         self.pools_s = time.perf_counter() - started
         for pool in hbm:
             pool.fill(0.0)
-        attention = (LatentOps(index_select.OP.use("cuda"), latent_attention.OP.use("gluon"))
-                     if model.attention.topk else functools.partial(paged_attention.prepare, backend="fa4"))
-        self.rank = Worker(WorkerParts(model, attention, groups, selector, mask="triton"), hbm, dram, rows=rows,
-                         max_len=max_len, grammars=grammars, drafter=drafter)
+        attention = (LatentOps(latent_attention.OP.use("gluon"))
+                     if value_dim_of(model) else functools.partial(paged_attention.prepare, backend="fa4"))
+        self.rank = Worker(WorkerParts(model, attention, groups, selector, cfg.largest_hot, names, mask="triton"),
+                         hbm, dram, rows=rows, max_len=max_len, grammars=grammars, drafter=drafter)
         started = time.perf_counter()
         self.rank.capture(buckets or buckets_of(rows), width=1 + drafts)
         torch.cuda.synchronize()

@@ -19,7 +19,7 @@ import torch
 from direct import Direct, kernels_of, show_kernels, write
 
 from penstock.config.settings.tree import KVConfig
-from penstock.exec.sparse.indexer import Indexed
+from penstock.exec.sparse import selectors
 
 EVERY = 64                              # queries of which one is compared
 
@@ -55,19 +55,23 @@ def measure(model: Any, tokens: int, keys: str, *, once: bool) -> dict[str, Any]
 
 def overlap(work: str, tokens: int) -> dict[str, Any]:
     """After the first chunk, in which most queries choose all that they see."""
-    model, real, seen = latent.build_model(*latent.WORK[work]), Indexed.choose, {}
+    model, real, seen = latent.build_model(*latent.WORK[work]), selectors.relu, {}
     rng = random.Random(3)
     prompt = [rng.randrange(10, 31000) for _ in range(tokens)]
     for keys in ("bfloat16", "fp8_e4m3"):
         chosen = seen[keys] = []
 
-        def choose(*args: Any, to: list[Any] = chosen) -> Any:
-            out = real(*args)
-            to.append(out[::EVERY].tolist())
-            return out
-        Indexed.choose = choose         # type: ignore[method-assign]
+        def kept(*of: Any, to: list[Any] = chosen) -> Any:
+            score = real(*of)
+
+            def choose(*args: Any) -> Any:
+                out = score(*args)
+                to.append(out[::EVERY, 0].tolist())
+                return out
+            return choose
+        selectors.SCORES = {**selectors.SCORES, "relu": kept}
         engine(model, tokens, keys).run([prompt], 1)
-        Indexed.choose = real           # type: ignore[method-assign]
+    selectors.SCORES = {**selectors.SCORES, "relu": real}
     shares: list[list[float]] = [[] for _ in range(latent.LAYERS)]
     for i, steps in enumerate(zip(*seen.values(), strict=True)):
         if i >= latent.LAYERS and len(steps[0]) * EVERY > 4096:

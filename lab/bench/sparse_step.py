@@ -14,10 +14,12 @@ from collections.abc import Callable
 
 import torch
 
-from penstock.exec.sparse.layers import BoundsSelector, SparseLayers, unit_attention
+from penstock.exec.sparse.layers import SparseLayers, unit_attention
+from penstock.exec.sparse.selectors import KeyBounds
 from penstock.kernels import registry
 from penstock.kernels.attention.paged_attention import AttentionSpec, prepare
 from penstock.kernels.choose.select import SelectRule
+from penstock.kernels.fused.step import BlockTableRef
 from penstock.kernels.kv.write_kv import WriteAt
 from penstock.kernels.platform import probe
 from penstock.kernels.types.ragged import Ragged
@@ -51,7 +53,8 @@ class Arms:
             device=[self.device[:, i] for i in layers], host=[self.host[:, i] for i in layers],
             bounds=[self.bounds[:, i] for i in layers], device_RP=torch.full_like(table, -1),
             host_RP=table, hot=hot, backends=names)
-        self.selector = BoundsSelector(self.rule, [self.bounds[:, i] for i in layers], table, names["select"])
+        self.selector = KeyBounds(self.rule, [self.bounds[:, i] for i in layers], table, names["select"],
+                                  BlockTableRef(table, SIZE // args.unit, args.unit))
         self.spec = AttentionSpec(num_heads=HEADS * GROUP, num_kv_heads=HEADS, head_dim=DIM,
                                   dtype=torch.float32, scale=DIM ** -0.5)
         self.backend, self.drift = names["paged_attention"], args.drift
@@ -71,15 +74,14 @@ class Arms:
     def sparse_step(self) -> None:
         position = self.context - 1
         slot = int(self.table[0, position // SIZE]) * SIZE + position % SIZE
-        step = self.sparse.step([0], [position], [True])
-        budget_B = torch.tensor([self.budget], dtype=torch.int32)
+        step = self.sparse.step([0], [position], [True], [self.budget])
         at = WriteAt(torch.tensor([-1]), torch.tensor([slot]), torch.tensor([slot // self.unit]),
                      torch.tensor([0], dtype=torch.int32), torch.tensor([position], dtype=torch.int32),
                      self.unit)
         new = self.q[0, :, :HEADS]
         for i in range(LAYERS):
             self.sparse.write_kv(i, (new, new), at)
-            chosen = self.selector.choose(i, self.q[i], step, budget_B, self.budget)
+            chosen = self.selector.choose(i, self.q[i], step)
             self.sparse.attend(i, self.q[i], chosen, step)
 
 

@@ -17,7 +17,7 @@ from hosted import NEW, Engine, hosted_work, kind, play, resident
 from penstock.core.plan import Paused, RequestId, Spilled
 from penstock.exec.graphs import capture, halves
 from penstock.exec.graphs.capture import DecodeGraphs
-from penstock.exec.sparse import indexer
+from penstock.exec.sparse import attending as sparse
 from penstock.exec.sparse.layers import HOST
 from penstock.kernels.attention.latent_attention import PagedContext
 
@@ -59,7 +59,7 @@ def test_halves_of_a_step_decode_as_all_of_it(captured, monkeypatch):
     """Where a step misses much it is worth it, and no longer where all is found."""
     monkeypatch.setattr(hosted, "KIND", ["latent"])
     monkeypatch.setattr(capture, "Halves", InTurn)
-    monkeypatch.setattr(indexer, "LEAST", BUCKET)
+    monkeypatch.setattr(sparse, "LEAST", BUCKET)
     engine, graphs = captured(Engine(hbm_pages=70, step_tokens=100))
     attending, wanted = engine.rank._attending, []
     play(engine, lambda turn: wanted.append(attending.halves()) or ())
@@ -166,4 +166,4 @@ def test_rows_draft_whatever_they_like_where_hot_buffers_hold_all_of_them(captur
 
 
 def test_the_largest_budget_is_what_a_graph_has_room_for():
-    assert Engine().rank._attending._most == kind().budget // kind().selection.unit
+    assert Engine().rank._attending._selector.top_k == kind().budget // kind().selection.unit

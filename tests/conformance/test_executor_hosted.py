@@ -29,7 +29,7 @@ from penstock.core.plan import (
     Spilled,
     StepId,
 )
-from penstock.exec.sparse import indexer
+from penstock.exec.sparse import attending
 from penstock.exec.sparse.rows import HotRows
 
 pytestmark = pytest.mark.usefixtures("stages_swept", "kinds")
@@ -53,8 +53,8 @@ def test_prompts_longer_than_the_device_in_any_chunks(chunk, overlap):
 @pytest.mark.parametrize("stages_swept", [1], indirect=True)
 @pytest.mark.parametrize("kinds", ["latent"], indirect=True)
 def test_captured_halves_of_a_step_decode_as_all_of_it(monkeypatch):
-    monkeypatch.setattr(indexer, "LEAST", 2)
-    monkeypatch.setattr(indexer, "LINK_SHARE", 1 << 40)
+    monkeypatch.setattr(attending, "LEAST", 2)
+    monkeypatch.setattr(attending, "LINK_SHARE", 1 << 40)
     engine = Engine(hbm_pages=70, step_tokens=100)
     play(engine, lambda turn: [(Paused, Spilled)[turn % 2](RequestId(1 + turn % 4))] if turn % 5 == 4 else ())
     hosted_work(engine)

@@ -11,7 +11,7 @@ from late_copies import Latest
 
 from penstock.config.settings.tree import KVConfig
 from penstock.core.plan import Paused, RequestId
-from penstock.exec.sparse.indexer import Indexed
+from penstock.exec.sparse.whole import Whole
 
 
 @pytest.fixture(autouse=True)
@@ -66,14 +66,14 @@ def test_chunks_of_codes_read_the_same_bits_on_the_device_and_on_the_host(monkey
     """Each layer's attention of each chunk of a prompt, by whether all of its row is on the device, as a GPU
     reads it."""
     monkeypatch.setattr(hosted, "FORMAT", [KVConfig(kv_cache_dtype="fp8_e4m3")])
-    through, found = Indexed._through, {True: {}, False: {}}
+    through, found = Whole.attend, {True: {}, False: {}}
 
     def seen(self, layer, chunk, *of):
         out = through(self, layer, chunk, *of)
         found[chunk.resident][layer, chunk.start, chunk.end] = out.clone()
         return out
-    monkeypatch.setattr(Indexed, "_through", seen)
-    monkeypatch.setattr(Indexed, "_together", lambda *of: True)
+    monkeypatch.setattr(Whole, "attend", seen)
+    monkeypatch.setattr(Whole, "together", lambda self, r, end, count: count > 1)
     prompt = kind().prompts[1]
     for engine in (Engine(hbm_pages=200, dram_pages=0, hot_pages=0, step_tokens=37),
                    Engine(always=True, step_tokens=37)):

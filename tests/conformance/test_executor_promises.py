@@ -42,6 +42,7 @@ class Toy:
 
     groups = (CacheShape(name="full", layers=(0,), num_kv_heads=1, head_dim=4),)
     reads, drafting = {LocalLayer(0): Reads(source=Source(LocalLayer(0)), num_heads=1, scale=0.5)}, None
+    selector = None
     vocab_size, max_position, stage = 31, 128, Stage(0, 1, True, True)
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ class Dense:
                        for group in groups if group.snapshot for layer in group.layers}
         self.begun: set[int] = set()            # layers with a state
 
-    def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor | None, chosen_TS: Tensor | None = None,
+    def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor | None, chosen_TKY: Tensor | None = None,
                  sinks_N: Tensor | None = None) -> Tensor:
         by = self.reads[layer]
         source = by.source.layer
@@ -42,7 +42,8 @@ class Dense:
             self.stored[layer] = torch.cat([*held, kv_TCKH])
         kv_PCKH = self.stored[source]
         seen_TP = causal(len(q_TNH), len(kv_PCKH)).to(q_TNH.device)
-        if chosen_TS is not None:
+        if chosen_TKY is not None:
+            chosen_TS = chosen_TKY[:, 0]
             padded = torch.zeros(len(q_TNH), len(kv_PCKH) + 1, dtype=torch.bool, device=q_TNH.device)
             padded.scatter_(1, chosen_TS.long().where(chosen_TS >= 0, len(kv_PCKH)), True)
             assert not (padded[:, :-1] & ~seen_TP).any(), "a token chose one after it"
@@ -66,19 +67,19 @@ class Dense:
             q_TNH.transpose(0, 1)[None], k_KPH[None], v_KPH[None], attn_mask=seen_TP,
             enable_gqa=True, scale=by.scale)[0].transpose(0, 1)
 
-    def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
+    def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor | None, key_TJ: Tensor) -> Tensor:
         held = [self.keys[layer]] if layer in self.keys else []
         key_PJ = self.keys[layer] = torch.cat([*held, key_TJ])
         score_TIP = (q_TIJ.float() @ key_PJ.float().T).relu()
         score_TP = (score_TIP * weight_TI[..., None]).sum(1)
         score_TP = score_TP.masked_fill(~causal(len(q_TIJ), len(key_PJ)).to(score_TP.device), float("-inf"))
-        chosen_TS = score_TP.sort(descending=True, stable=True).indices[:, :self.reads[layer].source.topk]
+        chosen_TS = score_TP.sort(descending=True, stable=True).indices[:, :self.reads[layer].source.selector.top_k]
         past = score_TP.gather(1, chosen_TS) == float("-inf")
         chosen_TS = chosen_TS.where(~past, len(key_PJ)).sort().values
         chosen_TS = chosen_TS.where(chosen_TS < len(key_PJ), -1).int()
         self.chosen.setdefault(layer, []).append(chosen_TS)
         self.scores.setdefault(layer, []).append(score_TP)
-        return chosen_TS
+        return chosen_TS[:, None]
 
     def state(self, layer: int, tokens: int) -> States:
         pool, before = self.states[layer], 0 if layer in self.begun else -1

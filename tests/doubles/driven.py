@@ -182,14 +182,14 @@ class InProcess(Driven):
                             "row_base": 70, "group_base": 50_000, "groups": caches.groups, "take_pages": 3,
                             **settings})
         whole = model(None)
-        more = () if selection is None else registry.HOSTING if selection.native else registry.SELECTING
+        more = () if selection is None else registry.SELECTING[whole.selector.score if selection.native else "bounds"]
         if whole.drafter == "eagle3":
             more = (*more, "paged_attention")
         parts = parts_of(whole, backends((*whole.spec.attention.ops, *more), backend), selection,
                          cfg.largest_hot)
         executor, self.device, self.host = ranks.front(
             model, attention or parts.attention, groups, caches, cfg, layers=layers, num_layers=num_layers,
-            max_len=max_len, lateness=lateness, selector=parts.selector, storage=storage,
+            max_len=max_len, lateness=lateness, selects=parts, storage=storage,
             drafter=drafter)
         self.begin(cfg, executor)
         self.rank = executor._ranks[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 import torch
@@ -71,7 +72,7 @@ def shared(fd: int) -> torch.Tensor | None:
 
 def front(model: Callable[[Stage | None], Model], attention: Prepare, shapes: Sequence[CacheShape],
           caches: Caches, cfg: CoreConfig, layers: Sequence[int] = (), *, num_layers: int = 2, links=None,
-          storage: Callable[[Sequence[BlockPool]], Storage] | None = None, selector=None,
+          storage: Callable[[Sequence[BlockPool]], Storage] | None = None, selects=None,
           **rank) -> tuple[Executor, list[BlockPool], list[BlockPool]]:
     """With its device pools and its host pools, of all ranks. `model` makes one of its stages; None:
     all of it. layers: of each stage; () for as many as NUM says. storage: over host pools of whole pages."""
@@ -86,8 +87,10 @@ def front(model: Callable[[Stage | None], Model], attention: Prepare, shapes: Se
         pools = own.pools(cfg, where.DEVICE, host_memory=shared(host_fd))
         for kept, made in zip((device_pools, host_pools), pools, strict=True):
             kept += made
-        parts = WorkerParts(model(None if one else stage), attention, stage_shapes(shapes, stage), selector,
-                          mask="triton" if where.DEVICE == "cuda" else "reference")
+        mask = "triton" if where.DEVICE == "cuda" else "reference"
+        made, own_shapes = model(None if one else stage), stage_shapes(shapes, stage)
+        parts = (WorkerParts(made, attention, own_shapes, mask=mask) if selects is None else
+                 replace(selects, model=made, attention=attention, groups=own_shapes, draw="triton", mask=mask))
         made_rank = Worker(parts, *pools, rows=cfg.rows, row_base=cfg.row_base, links=ends,
                          draft_tokens=cfg.draft_tokens, **rank)
         ranks.append(where.captured(made_rank, cfg.draft_tokens))

@@ -24,8 +24,7 @@ from penstock.core.plan import Event, Token
 from penstock.eval import words
 from penstock.eval.tasks import Interview
 from penstock.exec.load.sizing import groups_of
-from penstock.exec.step.attend import LatentOps
-from penstock.kernels.attention import latent_attention
+from penstock.exec.worker import Worker
 from penstock.kernels.fused import layer
 from penstock.kernels.gemm import linear
 from penstock.memory.lateness import Lateness, Promptly
@@ -57,20 +56,17 @@ def model(topk: int, dtype: torch.dtype, stage=None):
     return made
 
 
-def shuffled() -> LatentOps:
-    """As many tokens as the indexer would choose, but any of those that may be seen."""
-    random = torch.Generator().manual_seed(0)
+def shuffled(rank: Worker) -> None:
+    """It chooses as many tokens as the indexer would, but any of those that may be seen."""
+    random, topk = torch.Generator().manual_seed(0), rank._model.selector.top_k
 
-    def choose(q: Tensor, weight: Tensor, key: Tensor, table: Tensor, row: Tensor, position_B: Tensor, *,
-               topk: int) -> Tensor:
+    def choose(q: Tensor, weight: Tensor, key: Tensor, table: Tensor, row: Tensor, position_B: Tensor) -> Tensor:
         seen_BP = torch.arange(int(position_B.max()) + 1) <= position_B[:, None]
         draw_BP = torch.rand(seen_BP.shape, generator=random).masked_fill(~seen_BP, -1.0)
         score_BS, chosen_BS = draw_BP.topk(min(topk, seen_BP.shape[1]))
         chosen_BS = chosen_BS.where(score_BS >= 0, seen_BP.shape[1]).sort().values
-        return chosen_BS.where(chosen_BS < seen_BP.shape[1], -1).int()
-
-    [attend] = backends(("latent_attention",)).values()
-    return LatentOps(choose, latent_attention.OP.use(attend.name))
+        return chosen_BS.where(chosen_BS < seen_BP.shape[1], -1).int()[:, None]
+    rank._attending._chooser.score = choose
 
 
 @dataclass(frozen=True)
@@ -100,7 +96,7 @@ class Engine(InProcess):
         """Not at every turn: the pools are large."""
 
 
-def ask(interviews: list[Interview], *, topk: int = 256, latent: LatentOps | None = None,
+def ask(interviews: list[Interview], *, topk: int = 256,
         step_tokens: int = 512, hbm_pages: int = 4096, dram_pages: int = 0, page_size: int = 16,
         rows: int = 4, overlap: bool = True, lateness: Lateness | None = None, hot_tokens: int = 0,
         stages: int = 1, dtype: torch.dtype = torch.float32, kept: KVConfig | None = None,
@@ -118,7 +114,7 @@ def ask(interviews: list[Interview], *, topk: int = 256, latent: LatentOps | Non
     engine.found = {}
     engine.build(
         functools.partial(model, topk, dtype), groups_of(model(topk, dtype), indexer_selection(topk), kept),
-        attention=latent, dtype=dtype,
+        dtype=dtype,
         layers=even(4, stages), max_len=8192, lateness=lateness or Promptly(), page_size=page_size, rows=rows,
         selection=indexer_selection(topk),
         hbm_pages=hbm_pages, dram_pages=dram_pages, step_tokens=step_tokens, overlap=overlap,

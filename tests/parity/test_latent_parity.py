@@ -137,10 +137,10 @@ class Following(Dense):
 
     def select(self, layer: LocalLayer, *query: torch.Tensor) -> torch.Tensor:
         first = sum(map(len, self.chosen.get(layer, [])))
-        chosen_TS = super().select(layer, *query).clone()
-        for row_S, their in zip(chosen_TS, self.theirs[layer][first:], strict=False):
+        chosen_TKY = super().select(layer, *query).clone()
+        for row_S, their in zip(chosen_TKY[:, 0], self.theirs[layer][first:], strict=False):
             row_S[:len(their)] = torch.tensor(sorted(their))
-        return chosen_TS
+        return chosen_TKY
 
 
 CHUNKS = {"whole": [PROMPT + FORCED], "odd": [1, 37, 22, 12, *[1] * FORCED]}

@@ -70,7 +70,7 @@ def test_dropped_and_recomputed_it_answers_the_same() -> None:
 
 @EAGER
 def test_shuffled_rows_are_useless() -> None:
-    assert ask(interviews(), topk=TOPK, latent=shuffled()).share < 0.3
+    assert ask(interviews(), topk=TOPK, put=shuffled).share < 0.3
 
 
 # ---------------------------------------------------------------- rows that are read from the host
@@ -107,7 +107,7 @@ def test_two_stages_answer_the_same() -> None:
 
 @EAGER
 def test_shuffled_rows_from_the_host_are_useless() -> None:
-    assert hosted(latent=shuffled()).share < 0.3
+    assert hosted(put=shuffled).share < 0.3
 
 
 # ---------------------------------------------------------------- reports of wrong rows
@@ -216,4 +216,4 @@ def test_in_other_formats_it_finds_as_much_wherever_rows_are(kept: KVConfig) -> 
 @EAGER
 def test_shuffled_fp8_rows_are_useless() -> None:
     kept = KVConfig(kv_cache_dtype="fp8_e4m3")
-    assert ask(interviews(), topk=TOPK, latent=shuffled(), kept=kept).share < 0.3
+    assert ask(interviews(), topk=TOPK, put=shuffled, kept=kept).share < 0.3

@@ -20,11 +20,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from penstock.exec.sparse.layers import BoundsSelector, SparseLayers, unit_attention
+from penstock.exec.sparse.layers import SparseLayers, unit_attention
+from penstock.exec.sparse.selectors import KeyBounds
 from penstock.exec.step.attend import ANY
 from penstock.kernels import registry
 from penstock.kernels.choose.select import SelectRule
 from penstock.kernels.choose.select.reference import scores
+from penstock.kernels.fused.step import BlockTableRef
 from penstock.kernels.kv.write_kv import WriteAt
 from penstock.kernels.platform import probe
 from penstock.memory.hot import HotBuffers
@@ -79,8 +81,8 @@ class Machine(RuleBasedStateMachine):
             bounds=[self.bounds[:, i] for i in range(LAYERS)], device_RP=self.table["device"],
             host_RP=self.table["host"], hot=self.hot,
             backends={name: fastest(name) for name in ("write_kv", "resolve", "gather")})
-        self.selector = BoundsSelector(RULE, [self.bounds[:, i] for i in range(LAYERS)], self.bounds_RP,
-                                       fastest("select"))
+        self.selector = KeyBounds(RULE, [self.bounds[:, i] for i in range(LAYERS)], self.bounds_RP, fastest("select"),
+                                  BlockTableRef(self.bounds_RP, N, UNIT))
 
     # ------------------------------------------------------------ pages
     def take(self, tier: str) -> int:
@@ -163,12 +165,11 @@ class Machine(RuleBasedStateMachine):
                    self.random.choice((BUDGET, 3 * BUDGET)) for on_host in hosted]
         at_once = [max(1, self.rows[row].slots // BUDGET) if on_host else ANY
                    for row, on_host in zip(rows, hosted, strict=True)]
-        step = self.sparse.step(rows, positions, at_once)
-        budget_B = torch.tensor(budgets, dtype=torch.int32)
+        step = self.sparse.step(rows, positions, at_once, budgets)
         for layer in range(LAYERS):
             q = torch.randn(len(rows), HEADS * GROUP, DIM, generator=self.gen)
             before = self.hot.layers[layer].count_RKE.clone()
-            chosen = self.selector.choose(layer, q, step, budget_B, max(budgets))
+            chosen = self.selector.choose(layer, q, step)
             out = self.sparse.attend(layer, q, chosen, step)
             order = [(n, int(j)) for n, at in enumerate(step.rounds)
                      for j in (range(len(rows))[at] if isinstance(at, slice) else at)]

@@ -26,11 +26,11 @@ def front_of(name: str, hot_pages: int, monkeypatch, **rank):
     groups = groups_of(make(), selection, hosted.FORMAT[0])
     caches = caches_of(groups, 4, make().dtype if hasattr(make(), "dtype") else hosted.torch.float32)
     core = one_page(caches, ROWS, hosted.MAX_LEN, hot_pages)
-    more = registry.HOSTING if selection.native else registry.SELECTING
+    more = registry.SELECTING[make().selector.score if selection.native else "bounds"]
     parts = parts_of(make(), backends((*make().spec.attention.ops, *more)), selection, hot_pages)
     front, _, _ = ranks.front(make, parts.attention, groups, caches, core, num_layers=kind.layers,
                               layers=(kind.layers,), max_len=core.max_len, lateness=None,
-                              selector=parts.selector, **rank)
+                              selects=parts, **rank)
     return front, core, selection
 
 

@@ -26,7 +26,7 @@ from penstock.kernels.types.packed import Packed, quantised
 from penstock.memory.dram import DramPool
 from penstock.model import registry
 from penstock.model import scan as scans
-from penstock.model.base import Stage, topk_of
+from penstock.model.base import Stage
 from penstock.model.parts import Cut, TpRank
 from penstock.model.scan import StateSpec
 from penstock.model.weights.formats.blocks import quantises
@@ -115,7 +115,7 @@ def check_pages(config: dict[str, Any], pp: int, tp: int) -> None:
     """Each element of a host page is written by one rank, and seen by those that have its layer and head."""
     model = registry.build(config, dtype=torch.float32, linear=lambda w, b: F.silu)
     bounds = KVConfig(sparse_top_k=512, sparse_dense_layers=("1",))
-    selection = None if topk_of(model) else selection_of(bounds)
+    selection = None if model.selector else selection_of(bounds)
     groups = groups_of(model, selection)
     caches = caches_of(groups, 16, torch.float32)
     pages = 2 * caches.slabs.slab_pages[0]
@@ -140,7 +140,7 @@ def check_nodes(config: dict[str, Any], pp: int, tp: int, num: int) -> None:
     """On each machine each element of what it has of a host page is written by one rank; together the
     machines have all, and their pages are read and written as whole ones."""
     model = registry.build(config, dtype=torch.float32, linear=lambda w, b: F.silu)
-    groups = groups_of(model, None if topk_of(model) else selection_of(
+    groups = groups_of(model, None if model.selector else selection_of(
         KVConfig(sparse_top_k=512, sparse_dense_layers=("1",))))
     caches = caches_of(groups, 16, torch.float32)
     core = CoreConfig(page_size=16, rows=1, hbm_pages=caches.slabs.slab_pages[0], max_len=16,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
@@ -33,8 +33,7 @@ from penstock.exec.sampling.grammar import Grammars
 from penstock.exec.sampling.prompt import PromptReader, Read, landed
 from penstock.exec.sampling.sampler import Logprobs
 from penstock.exec.sampling.tokens import Answers, Drawn, tokens_of
-from penstock.exec.sparse.bounds import Selecting, Selector
-from penstock.exec.sparse.indexer import Indexed
+from penstock.exec.sparse.attending import Sparse
 from penstock.exec.step.attend import Attending, LatentOps, ReadCounts
 from penstock.exec.step.dense import Dense
 from penstock.exec.step.eager import Eager, Steps
@@ -49,7 +48,7 @@ from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
 from penstock.memory.lateness import Lateness
 from penstock.memory.mover import Arrivals, Mover
-from penstock.model.base import Boundary, CacheShape, Model, topk_of
+from penstock.model.base import Boundary, CacheShape, Model, Selector
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +104,9 @@ class WorkerParts:
     """What a rank computes with.
 
     groups      of its pools; None are the model's. `exec.load.sizing.groups_of` makes those of a selection
-    selector    how requests select; None: no request does
+    selector    how layers of the group that may be offloaded select; None: no request does
+    hot_pages   of a row's hot buffer, at most, 0 if no row is ever hosted
+    backends    of what selects: op -> name of its implementation
     draw        the implementation that a device draws with
     mask        the one that keeps to grammars
     """
@@ -114,6 +115,8 @@ class WorkerParts:
     attention: Prepare | LatentOps
     groups: Sequence[CacheShape] | None = None
     selector: Selector | None = None
+    hot_pages: int = 0
+    backends: Mapping[str, str] = field(default_factory=dict)
     draw: str = "triton"
     mask: str = "reference"
 
@@ -178,7 +181,8 @@ class Worker:
     def open(self, rid: RequestId, prompt: tuple[int, ...], params: SamplingParams, *,
              choice: int, stop_ids: tuple[int, ...]) -> None:
         """Sampling state of `rid`. Raises RequestError for a token id outside the vocabulary."""
-        assert self._attending.selects or params.sparse_top_k in (None, 0, topk_of(self._model)), (
+        own = self._model.selector
+        assert self._attending.selects or params.sparse_top_k in (None, 0, own and own.tokens), (
             f"request {rid} selects, and nothing here can")
         self._tokens.open(rid, prompt, params, choice, stop_ids)
         if self._prompts is not None:
@@ -468,5 +472,4 @@ def _attending(parts: WorkerParts, groups: Sequence[CacheShape], tables: RowTabl
         return Dense(model.reads, groups, attention, hbm, tables.groups)
     for pool in dram:           # its address goes to kernels before any page: they must know it
         pool.index(pool.base)
-    given = selector, model, groups, tables, hbm, dram
-    return Indexed(*given, attention) if isinstance(attention, LatentOps) else Selecting(*given, attention)
+    return Sparse(selector, parts.hot_pages, parts.backends, model, groups, tables, hbm, dram, attention)

@@ -29,9 +29,9 @@ OPS: dict[str, Op[Any]] = {op.name: op for op in (
     linear.OP, paged_attention.OP, layer.OP, write_kv.OP, unit_select.OP, resolve.OP, gather.OP,
     sparse_attention.OP, chunk_attention.OP, merge.OP, index_pair.OP, index_select.OP, block_select.OP,
     latent_attention.OP, experts.OP, draw.OP, mask.OP, scan.OP)}
-# Beside what every model needs: one that chooses its tokens itself, and one for which bounds of keys do.
-HOSTING = ("write_kv", "resolve", "gather", "index_pair")
-SELECTING = ("write_kv", "select", "resolve", "gather", "sparse_attention", "chunk_attention", "merge")
+# Beside what every model needs, by score of what selects: indexer keys of MLA KV entries, and bounds of keys.
+SELECTING = {"relu": ("write_kv", "resolve", "gather", "index_pair", "index_select"),
+             "bounds": ("write_kv", "select", "resolve", "gather", "sparse_attention", "chunk_attention", "merge")}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """What every model family provides, and what the engine gives it. Tensors only, no requests.
 
     T tokens of the step   B sampled rows   N query heads   K KV heads   C planes   H head dim
-    D model dim   V vocabulary   I index heads   J index head dim   S chosen tokens of a query
+    D model dim   V vocabulary   I index heads   J index head dim   S chosen tokens of a query   Y chosen blocks
 """
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Boundary(NamedTuple):
 
     `h_TD` is the residual stream without `delta_TD`, the last half layer's output, which the next
     norm of h adds to it (adding and norming are one operation); None: it has been added.
-    `chosen_TS` is what `Attend.select` chose last, for a layer that shares it; None: nothing yet.
+    `chosen_TS` is what `Attend.select` chose last for all heads, for a layer that shares it; None: nothing yet.
     `inputs` is what the rows that decode compute, see `exec.drafts.narrow`; None: what their plan says.
     `tapped` is what stages so far have of the layers that `Model.tap` names, [T, D] each.
     `own_TX` is what each layer from here on adds of the token itself, one behind the other; None: they add none.
@@ -84,29 +84,30 @@ class Attend(Protocol):
     """What a layer asks of the engine: write what a token leaves behind, and read what others left."""
 
     def __call__(
-        self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor | None, chosen_TS: Tensor | None = None,
+        self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor | None, chosen_TKY: Tensor | None = None,
         sinks_N: Tensor | None = None,
     ) -> Tensor:
         """Writes kv (RoPE applied) into the pages of the layer's KV group, then attends causally, with
-        `Reads.scale`, over everything that the row has written, or over chosen_TS of it.
+        `Reads.scale`, over everything that the row has written, or over chosen_TKY of it.
 
         kv_TCKH     as the group's `CacheShape` says: C planes, k before v; None: the layer reads the entries
                     of an earlier one, which has written this step's
-        chosen_TS   as `select` returns it
+        chosen_TKY  as `select` returns it
         sinks_N     f32, of a model with `sinks`: counts in the sum of weights as a key's score, without a
                     value
         Returns     out_TNH; with an MLA KV entry, whose first dims are its value, those of them
         """
 
     def select(
-        self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor
+        self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor | None, key_TJ: Tensor
     ) -> Tensor:
-        """Writes the keys into the layer's selector group, then chooses for each token the
-        `Source.topk` positions up to its own with the highest scores, the sum over index heads of
-        weight * relu(q . key). Only of a layer whose topk is not 0.
+        """Writes the keys into the layer's part of the group that its selector scores, then chooses for each
+        token, and each KV head or for all of them, `Selector.top_k` blocks of what it sees. Only of a layer
+        whose source has a selector.
 
-        weight_TI   float32
-        Returns     chosen_TS int32, ascending, -1 pads at the end; of equal scores the lower position
+        weight_TI   float32, what index heads count; None: the selector's score has no weights
+        Returns     chosen_TKY int32, K is 1 where one choice is for all: numbers of blocks, ascending, -1 pads
+                    at the end; of equal scores the lower one
         """
 
 
@@ -169,14 +170,45 @@ class CacheShape:
         return not (self.selector or self.resident or self.window or self.snapshot or self.drafts)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selector:
+    """How queries choose what they attend to: blocks of their layer's entries, by their score.
+
+    group     name of the cache group that is scored
+    score     of a block: "relu", the sum over index heads of weight * max(q . key, 0) of its one token's indexer key;
+              "max", the largest q . key of its indexer keys, of the index head of each KV head; "bounds", what q . k
+              can be, see `kernels.choose.select`
+    block     tokens that are chosen together
+    top_k     blocks of a query, with those that are always kept; at most, where requests say how many
+    per_head  each KV head has its own choice; else one is for all
+    first, last   tokens, at the beginning and up to the query's own, whose blocks are always kept
+    native    it is the model's: queries of prompts and of outputs select, of every request; else those behind a
+              prompt do, of requests that ask for it
+    """
+
+    group: str
+    score: str
+    block: int = 1
+    top_k: int
+    per_head: bool = False
+    first: int = 0
+    last: int = 0
+    native: bool = True
+
+    @property
+    def tokens(self) -> int:
+        """That a query reads, of each head, at most."""
+        return self.block * self.top_k
+
+
 class Source(NamedTuple):
     """What a layer attends to: the entries of `layer`, its own or an earlier one of the same stage.
 
-    topk     0, or: tokens that the model's own indexer selects for each query
+    selector    the model's own, of which of them; None: it has none
     """
 
     layer: LocalLayer
-    topk: int = 0
+    selector: Selector | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +240,7 @@ class Model(Protocol):
     # Each layer is in one that is not a selector's; states are last, behind them what drafts.
     groups: tuple[CacheShape, ...]
     reads: Mapping[LocalLayer, Reads]   # of each layer of this stage that attends
+    selector: Selector | None      # the model's own, of which source ever; None: it has none
     drafting: Reads | None         # of the layer that drafts; None: there is none
     drafter: str                   # what that is
     kv_format: str                 # that the checkpoint asks for its KV: fp8_e4m3, one that is not known, or "": none
@@ -281,11 +314,6 @@ class Model(Protocol):
 
     def guess(self, hidden_BD: Tensor) -> tuple[Tensor, Tensor]:
         """Return, for the result of `draft`, the logit of the likeliest token, and its id. [B] each."""
-
-
-def topk_of(model: Model) -> int:
-    """Return how many tokens the model's own indexer selects for each query; 0: it has none."""
-    return max((reads.source.topk for reads in model.reads.values()), default=0)
 
 
 def value_dim_of(model: Model) -> int:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.fused.layer import LatentNorms, Weighs
-from penstock.model.base import Attend, CacheShape, GlobalLayer, LocalLayer, Reads, Source, Stage
+from penstock.model.base import Attend, CacheShape, GlobalLayer, LocalLayer, Reads, Selector, Source, Stage
 from penstock.model.parts import Cut, TpRank
 from penstock.model.weights.slots import Slots
 
@@ -70,7 +70,8 @@ class LatentSpec:
 
     def reads(self, tp_rank: TpRank, source: LocalLayer) -> Reads:
         """Return how a layer attends that reads the entries of `source`."""
-        return Reads(source=Source(source, 0 if self.index is None else self.index.topk), scale=self.scale,
+        selector = None if self.index is None else Selector(group="index", score="relu", top_k=self.index.topk)
+        return Reads(source=Source(source, selector), scale=self.scale,
                      num_heads=tp_rank.evenly(self.num_heads).size, value_dim=self.kv_rank)
 
     def groups(self, stage: Stage, windows: Sequence[int]) -> tuple[CacheShape, ...]:
@@ -162,11 +163,12 @@ class LatentLayer:
         heads, dim = (0, 0) if self.index is None else (self.index.num_heads, self.index.head_dim)
         q_TIJ = self.ops.latent_queries(q, q_TNH, heads, dim, cos_T1H, sin_T1H)
         if index is not None:
-            chosen_TS = attend.select(self.layer, q_TIJ, weight_TI, key_TJ)
+            chosen_TS = attend.select(self.layer, q_TIJ, weight_TI, key_TJ)[:, 0]
         up = self.kv_up.value.view(spec.num_heads, -1, spec.kv_rank)
         q_nope_TN = q[:, :spec.num_heads * spec.nope_dim].view(len(x_TD), spec.num_heads, -1)
         self.ops.by_head(q_nope_TN, up[:, :spec.nope_dim].transpose(1, 2), q_TNH[..., :spec.kv_rank])
-        out_TNR = attend(self.layer, q_TNH, row_TH[:, None, None], chosen_TS)
+        out_TNR = attend(self.layer, q_TNH, row_TH[:, None, None],
+                         None if chosen_TS is None else chosen_TS[:, None])
         out_TNV = out_TNR.new_empty(*out_TNR.shape[:2], spec.value_dim)
         self.ops.by_head(out_TNR, up[:, spec.nope_dim:], out_TNV)
         return self.out(out_TNV.flatten(1)), chosen_TS

@@ -108,12 +108,12 @@ class Grown:
         self._attend, self._growth_T11 = attend, growth_T11
 
     def __call__(
-        self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor | None, chosen_TS: Tensor | None = None,
+        self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor | None, chosen_TKY: Tensor | None = None,
         sinks_N: Tensor | None = None,
     ) -> Tensor:
-        return self._attend(layer, q_TNH * self._growth_T11, kv_TCKH, chosen_TS, sinks_N)
+        return self._attend(layer, q_TNH * self._growth_T11, kv_TCKH, chosen_TKY, sinks_N)
 
-    def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
+    def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor | None, key_TJ: Tensor) -> Tensor:
         return self._attend.select(layer, q_TIJ, weight_TI, key_TJ)
 
 

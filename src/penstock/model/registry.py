@@ -16,7 +16,7 @@ from penstock.kernels.gemm.experts import ExpertOps
 from penstock.kernels.state import scan as scans
 from penstock.kernels.state.scan import Scan
 from penstock.kernels.types.packed import Packed, quantised
-from penstock.model.base import GlobalLayer, LocalLayer, Model, Stage, TpGroup, Wants, everything
+from penstock.model.base import GlobalLayer, Model, Stage, TpGroup, Wants, everything
 from penstock.model.families.bamba import bamba
 from penstock.model.families.deepseek import deepseek_v3, deepseek_v32, glm_moe_dsa, mistral4
 from penstock.model.families.gemma import gemma2, gemma3_text, gemma4_text
@@ -35,7 +35,7 @@ from penstock.model.families.qwen import (
     qwen3_vl_text,
 )
 from penstock.model.families.qwen3_next import qwen3_5_moe_text, qwen3_5_text, qwen3_next
-from penstock.model.parts import ONE, Cut
+from penstock.model.parts import Cut
 from penstock.model.spec import Spec
 from penstock.model.transformer import Transformer
 from penstock.model.weights.fields import Fields
@@ -113,8 +113,8 @@ def numbers_of(spec: Spec) -> dict[str, int]:
     attention, moe = spec.attention, spec.moe
     widths = [spec.width, *([moe.width, *([moe.shared_width] if moe.shared_width else [])] if moe else [])]
     scan = None if spec.states is None else spec.states.scan
-    topk = attention.reads(ONE, LocalLayer(0)).source.topk
-    return {"topk": topk, "state_bytes": 0 if scan is None else 4 * scan.part_elements,
+    return {"topk": spec.selector.tokens if spec.selector else 0,
+            "state_bytes": 0 if scan is None else 4 * scan.part_elements,
             "state_parts": 0 if scan is None else scan.parts, "heads": attention.num_heads,
             "windows": sum(map(bool, spec.windows)), "mtp": int(spec.mtp is not None), "tail": spec.tail,
             "experts": moe.num_experts if moe else 0, "vocab": spec.vocab_size, "width": min(widths)}

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from penstock.model.base import CacheShape, GlobalLayer, LocalLayer, Reads, Stage
+from penstock.model.base import CacheShape, GlobalLayer, LocalLayer, Reads, Selector, Stage
 from penstock.model.latent import LatentSpec
 from penstock.model.layers import GqaSpec
 from penstock.model.moe import MoESpec
@@ -100,6 +100,14 @@ class Spec:
     def source_of(self, index: int) -> int:
         """The layer of the model whose KV this one reads."""
         return self.sources[index] if self.sources else index
+
+    @property
+    def selector(self) -> Selector | None:
+        """The model's own, of all layers that have one; None: it has none."""
+        whole = Stage(GlobalLayer(0), GlobalLayer(self.num_layers), embeds=True, heads=True)
+        found = {reads.source.selector for reads in self.reads(whole).values()} - {None}
+        assert len(found) <= 1, f"several selectors: {found}"
+        return next(iter(found), None)
 
     @property
     def tail(self) -> int:

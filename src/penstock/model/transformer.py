@@ -206,6 +206,7 @@ class Transformer:
         self.groups = spec.groups(stage)
         self.reads: Mapping[LocalLayer, Reads] = {
             layer: replace(by, dtype=dtype) for layer, by in spec.reads(stage).items()}
+        self.selector = spec.selector
         self.drafting: Reads | None = None
         self.kv_format = spec.kv_format
         self.drafter = ""

@@ -145,7 +145,8 @@ def _attention(spec: Spec, model: Model) -> tuple[tuple[float, int], ...]:
     for reads in model.reads.values():
         group = next(group for group in model.groups if reads.source.layer in group.layers and not (
             group.selector or group.snapshot or group.drafts))
-        flops[group.window or reads.source.topk] += (
+        selects = reads.source.selector
+        flops[group.window or (selects.tokens if selects else 0)] += (
             2 * latent.num_heads * (latent.nope_dim + latent.rope_dim + latent.value_dim)
             if isinstance(latent, LatentSpec) else 4 * reads.num_heads * group.head_dim)
     return tuple((float(n), reach) for reach, n in flops.items())

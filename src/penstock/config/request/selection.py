@@ -86,9 +86,10 @@ def selection_of(kv: KVConfig) -> Selection | None:
     ).within(kv.sparse_top_k)
 
 
-def indexer_selection(topk: int) -> Selection:
-    """What a model with an indexer of its own selects: `topk` tokens, one by one, and nothing always."""
-    return Selection(selector=INDEXER, version=1, unit=1, budget=topk, sinks=0, window=0)
+def indexer_selection(topk: int, unit: int = 1) -> Selection:
+    """What a model with a selector of its own selects: `topk` tokens, so many at a time. What it always keeps is the
+    model's business."""
+    return Selection(selector=INDEXER, version=1, unit=unit, budget=topk, sinks=0, window=0)
 
 
 def attention_identity(selection: Selection) -> int:

@@ -8,22 +8,19 @@ from typing import Any
 from penstock.config.base import machine
 from penstock.config.base.errors import ConfigError
 from penstock.config.base.paths import cache_dir
-from penstock.config.request.selection import Selection, indexer_selection, selection_of
+from penstock.config.request.selection import BOUNDS, Selection, indexer_selection, selection_of
 from penstock.config.settings.tree import Config
-from penstock.exec.sparse.bounds import Selector
 from penstock.exec.step.attend import LatentOps
 from penstock.exec.worker import WorkerParts
 from penstock.kernels import registry
 from penstock.kernels.attention import latent_attention, paged_attention
 from penstock.kernels.c.build import announced
-from penstock.kernels.choose import index_select
-from penstock.kernels.choose.select import SelectRule
 from penstock.kernels.gemm import linear
 from penstock.kernels.op import Unusable
 from penstock.kernels.platform import KernelError, Platform, limit, probe
 from penstock.kernels.types.packed import KINDS
 from penstock.model import registry as families
-from penstock.model.base import CacheShape, Model, topk_of
+from penstock.model.base import CacheShape, Model, Selector
 from penstock.model.weights.formats.gguf import PACKED
 from penstock.model.weights.formats.table import reader_of
 from penstock.model.weights.locate import ModelFiles
@@ -39,8 +36,8 @@ def backends_of(config: Config, model: dict[str, Any], log: Callable[[str], obje
     ops = (*spec.ops, *(("experts",) if spec.moe is not None and on_device else ()), *(("draw",) if on_device else ()),
            *(("mask",) if config.model.grammar_backend != "none" else ()),
            *(("paged_attention",) if config.schedule.speculative_method == "eagle3" else ()))
-    more = (registry.HOSTING if "index_select" in ops else
-            registry.SELECTING if selection_of(config.kv) else ())
+    score = spec.selector.score if spec.selector else BOUNDS if selection_of(config.kv) else ""
+    more = registry.SELECTING[score] if score else ()
     return choose_backends(config, ("linear", "layer", *ops, *more), log)
 
 
@@ -112,8 +109,7 @@ def _attention_of(backends: Mapping[str, registry.Choice]) -> paged_attention.Pr
     heads = (functools.partial(paged_attention.prepare, backend=backends["paged_attention"].name)
              if "paged_attention" in backends else None)
     if "latent_attention" in backends:
-        select = index_select.OP.use(backends["index_select"].name) if "index_select" in backends else None
-        return LatentOps(select, latent_attention.OP.use(backends["latent_attention"].name), heads)
+        return LatentOps(latent_attention.OP.use(backends["latent_attention"].name), heads)
     assert heads is not None, "a model that attends"
     return heads
 
@@ -121,23 +117,22 @@ def _attention_of(backends: Mapping[str, registry.Choice]) -> paged_attention.Pr
 def selection_for(config: Config, model: Model) -> Selection | None:
     """What requests select; None: they read all. A model that chooses its tokens itself takes no other
     choice."""
-    topk = topk_of(model)
-    return indexer_selection(topk) if topk else selection_of(config.kv)
+    own = model.selector
+    return indexer_selection(own.tokens, own.block) if own else selection_of(config.kv)
 
 
-def selector_of(selection: Selection | None, hot_pages: int,
-                backends: Mapping[str, registry.Choice]) -> Selector | None:
-    """How a rank selects, in the words of its kernels; None: it reads all of its KV."""
-    if selection is None:
-        return None
-    names = {op: backends[op].name for op in (registry.HOSTING if selection.native else registry.SELECTING)}
-    rule = None if selection.native else SelectRule(unit=selection.unit, sink=selection.sinks,
-                                                    window=selection.window)
-    return Selector(rule=rule, budget=selection.budget, hot_pages=hot_pages, backends=names)
+def selector_for(selection: Selection | None, model: Model) -> Selector | None:
+    """How layers select: the model's own selector, or bounds of keys by what requests may ask for; None: they read
+    all of their KV."""
+    if selection is None or selection.native:
+        return None if selection is None else model.selector
+    return Selector(group=BOUNDS, score=BOUNDS, block=selection.unit, top_k=selection.budget // selection.unit,
+                    per_head=True, first=selection.sinks, last=selection.window, native=False)
 
 
 def parts_of(model: Model, backends: Mapping[str, registry.Choice], selection: Selection | None,
              hot_pages: int, groups: Sequence[CacheShape] | None = None) -> WorkerParts:
     """What a rank computes with, of the back-ends that were chosen; groups as there."""
-    return WorkerParts(model, _attention_of(backends), groups, selector_of(selection, hot_pages, backends),
-                     **{op: backends[op].name for op in ("draw", "mask") if op in backends})
+    return WorkerParts(model, _attention_of(backends), groups, selector_for(selection, model), hot_pages,
+                       {op: choice.name for op, choice in backends.items()},
+                       **{op: backends[op].name for op in ("draw", "mask") if op in backends})

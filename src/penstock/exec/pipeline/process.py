@@ -48,7 +48,7 @@ from penstock.kernels.triton import compiles
 from penstock.memory.across import allocated
 from penstock.memory.dram import mapped
 from penstock.memory.pinned import NotPinned
-from penstock.model.base import Boundary, topk_of
+from penstock.model.base import Boundary
 
 EXIT_CONFIG, EXIT_BUG = 2, 70
 TP_SHARE = 0.8            # of the time after which a rank hangs: who waits for another TP rank says so before
@@ -167,7 +167,7 @@ class Process:
         """What the stage in front sends. near: that is on another GPU of this machine."""
         model, dtype, inbox = self._loaded.model, self._loaded.dtype, None
         if near and self._device == "cuda":
-            row_bytes = model.handed * dtype.itemsize + 4 * topk_of(model)
+            row_bytes = model.handed * dtype.itemsize + 4 * (model.selector.top_k if model.selector else 0)
             inbox = Inbox(channel, self._config.schedule.num_step_tokens * row_bytes)
         return Taker(boundaries(channel, dtype, self._device, inbox), self._waits, inbox,
                      None if inbox is None else lambda: self._inbox.put(None))

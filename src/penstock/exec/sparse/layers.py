@@ -1,8 +1,8 @@
 """Decode that reads a selection of its KV: the ops in order, for one layer, wherever pages are.
 
 Owns the composition and the rounds of a step; memory and tables belong to others. Rows that are all
-on the device, all on the host or both are one code path, and so are units of KV heads that bounds of their
-keys chose, and MLA KV entries that a model's own indexer did.
+on the device, all on the host or both are one code path, and so are units of KV heads and MLA KV entries, whatever
+has chosen them.
 
     B queries of the step   R rows of the tables   P pages of a row   N query heads   H head dim
     K KV heads   C chosen units   G page size
@@ -23,8 +23,6 @@ from penstock.kernels.attention import sparse_attention
 from penstock.kernels.attention.latent_attention import LatentAttention
 from penstock.kernels.attention.paged_attention.spec import beside_sinks
 from penstock.kernels.choose import resolve
-from penstock.kernels.choose import select as selection
-from penstock.kernels.choose.select import SelectRule
 from penstock.kernels.kv import gather, write_kv
 from penstock.kernels.kv.write_kv import WriteAt
 from penstock.kernels.types.ragged import on_device
@@ -46,6 +44,8 @@ class SparseStep:
     turn_B          as `resolve` takes it, of each round by itself
     brings          whether a row may lack something
     copies          of a half of a step: other kernels run beside its copies
+    budget_B        int32, units, where requests say how many they choose
+    most            of them
     """
 
     row_B: Tensor
@@ -55,6 +55,8 @@ class SparseStep:
     turn_B: Tensor | None = None
     brings: bool = True
     copies: Copies | None = None
+    budget_B: Tensor | None = None
+    most: int = 0
 
 
 DEVICE, HOST = "device", "host"         # kinds of captured steps: whether all pages of all rows are there
@@ -83,28 +85,27 @@ class SparseLayers:
         self._resolve = resolve.OP.use(backends["resolve"])
         self._gather = gather.OP.use(backends["gather"])
 
-    def step(self, rows: Sequence[int], positions: Sequence[int], at_once: Sequence[int]) -> SparseStep:
+    def step(self, rows: Sequence[int], positions: Sequence[int], at_once: Sequence[int],
+             budgets: Sequence[int] = ()) -> SparseStep:
         """The selecting queries of a step, in the order of their tokens.
 
         at_once   queries of the row that a round may have: `HotRows.at_once`
+        budgets   units, where requests say how many they choose
         """
         device = self._device_RP.device
         found, turns = _rounds(rows, at_once)
         given = on_device([*rows, *positions, *(turns or ())], device, torch.int32)
         parts = torch.split(given, len(rows))
         rounds = tuple(_index(queries, device) for queries in found)
-        return SparseStep(parts[0], parts[1], rounds, self._hot.tick(len(rounds)),
-                          parts[2] if turns else None)
+        return SparseStep(parts[0], parts[1], rounds, self._hot.tick(len(rounds)), parts[2] if turns else None,
+                          budget_B=on_device(budgets, device, torch.int32) if budgets else None,
+                          most=max(budgets, default=0))
 
     def write_kv(self, layer: int, values: Sequence[Tensor], at: WriteAt) -> None:
         """Write a step's new rows, of all its tokens, to every copy; before any `attend` of the layer."""
         self._write_kv(values, at, self._device[layer], self._host[layer] if self._host else None,
                        self._hot.layers[layer] if self._hot.hot_pages else None,
                        self._bounds[layer] if self._bounds else None)
-
-    def put(self, values: Sequence[Tensor], at: WriteAt, device: Tensor) -> None:
-        """Write a step's new rows to pages that stay on the device."""
-        self._write_kv(values, at, device)
 
     def attend(self, layer: int, q_BNH: Tensor, chosen_BKC: Tensor, step: SparseStep,
                sinks_N: Tensor | None = None, reader: int = 0) -> Tensor:
@@ -128,27 +129,6 @@ class SparseLayers:
         for at, out in zip(step.rounds, outs, strict=True):
             out_BNH[at] = out
         return out_BNH
-
-
-class BoundsSelector:
-    """Chooses units of KV heads by the bounds of their keys: of models without a selector of their own.
-
-    bounds       one view [P, K, 2, S, H] a layer of the pool of summaries
-    bounds_RP    int32: the rows' pages in it, read anew in every call
-    queries      makes q_BNH of a part of the queries to a KV head all of them; None: they are
-    """
-
-    def __init__(self, rule: SelectRule, bounds: Sequence[Tensor], bounds_RP: Tensor, backend: str,
-                 queries: Callable[[Tensor], Tensor] | None = None) -> None:
-        self._rule, self._bounds, self._bounds_RP, self._queries = rule, tuple(bounds), bounds_RP, queries
-        self._select = selection.OP.use(backend)
-
-    def choose(self, layer: int, q_BNH: Tensor, step: SparseStep, budget_B: Tensor, most: int) -> Tensor:
-        """chosen_BKC. budget_B: int32, units, each at least `rule.least_units` and at most `most`."""
-        if self._queries is not None:
-            q_BNH = self._queries(q_BNH)
-        return self._select(q_BNH, self._bounds[layer], self._bounds_RP, step.row_B, step.position_B,
-                            budget_B, rule=self._rule, chosen=most)
 
 
 def unit_attention(backend: str, *, unit: int, scale: float) -> UnitAttention:

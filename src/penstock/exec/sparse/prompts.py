@@ -1,4 +1,4 @@
-"""Prompts of rows whose pages are not all on the device: what is earlier is read a window of pages at a time.
+"""Prompts that read all, of rows whose pages are not all on the device: what is earlier comes a window at a time.
 Pages that the host alone has come through the row's hot buffer, as many at once as that has; those that the
 device has do not, and more of them are read at once.
 
@@ -30,7 +30,7 @@ GPU_WINDOW = 16_384
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """Tokens [at, at + end - start) of the step are positions [start, end) of a row, and read all."""
+    """Tokens [at, at + end - start) of the step are positions [start, end) of a row."""
 
     row: int
     at: int
@@ -56,6 +56,14 @@ class Window:
     brought: int
     miss_E3: Tensor
     num_1: Tensor
+
+
+def misses(from_L: Tensor, to_L: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """For `gather`: every head of pages of one tier that come into these of another; 0: none."""
+    head_K, at_L = (torch.arange(n, device=to_L.device) for n in (heads, len(to_L)))
+    miss_E3 = torch.cartesian_prod(head_K, at_L)[:, [0, 1, 1]]
+    miss_E3[:, 1], miss_E3[:, 2] = from_L[miss_E3[:, 1]], to_L[miss_E3[:, 2]]
+    return miss_E3.int(), on_device([len(miss_E3)], to_L.device, torch.int32)
 
 
 class HostedPrompts:
@@ -97,16 +105,8 @@ class HostedPrompts:
                 ends = first + most >= len(page_P) and brought == on_host      # the last may not be full
                 keys = len(page_W) * size - ends * (earlier.stop * size - chunk.start)
                 made.append(Window(page_W, keys, brought * len(page_W),
-                                   *self._misses(from_W, page_W, brought)))
+                                   *misses(from_W, page_W, self._num_kv_heads * brought)))
         return made
-
-    def _misses(self, from_W: Tensor, page_W: Tensor, brought: bool) -> tuple[Tensor, Tensor]:
-        """For `gather`: every head of pages that are brought."""
-        head_K = torch.arange(self._num_kv_heads if brought else 0, device=page_W.device)
-        at_W = torch.arange(len(page_W), device=page_W.device)
-        miss_E3 = torch.cartesian_prod(head_K, at_W)[:, [0, 1, 1]]
-        miss_E3[:, 1], miss_E3[:, 2] = from_W[miss_E3[:, 1]], page_W[miss_E3[:, 2]]
-        return miss_E3.int(), on_device([len(miss_E3)], page_W.device, torch.int32)
 
     def attend(self, layer: int, chunk: PromptChunk, windows: Sequence[Window], q_TNH: Tensor, k_TKH: Tensor,
                v_TKH: Tensor, sinks_N: Tensor | None = None) -> Tensor:

@@ -1,6 +1,6 @@
 """Rows that select, whose pages may be on the host: their hot buffers, and what was read from where.
 
-Owns what both kinds of selection have in common; knows rows, requests and counters, and refuses to know how
+Owns what all selectors have in common; knows rows, requests and counters, and refuses to know how
 anything is chosen.
 
     L layers of the group   T tokens of the step
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from penstock.core.plan import Bind, HotResize, RequestId
-from penstock.exec.step.attend import ANY, Attending, Counts, ReadCounts, none_read
-from penstock.exec.step.tables import GroupTable, Lowered, RowTables
+from penstock.exec.step.attend import ANY, Counts, ReadCounts, none_read
+from penstock.exec.step.tables import Lowered, RowTables
 from penstock.kernels.fused.step import BlockTableRef, Looks
 from penstock.kernels.kv.write_kv import WriteAt
 from penstock.memory.hot import HotBuffers
 from penstock.memory.pool import BlockPool
-from penstock.model.base import CacheShape, LocalLayer, Stage
+from penstock.model.base import LocalLayer, Stage
 
 COUNTS = ("device", "hot_hits", "hot_misses", "hot_evictions")      # columns of HotLayer.count_RKE
 _MISSES = COUNTS.index("hot_misses")
@@ -163,44 +163,8 @@ class HotRows:
             out[f"host_rows_read_total{at}"] = named["hot_misses"] * self._unit + pages * self._page_rows
         return out
 
-    def write_at(self, lowered: Lowered, bounds: GroupTable | None = None) -> WriteAt:
-        """Where the tokens of a step go, and the bounds of their units if there is a group of them."""
+    def write_at(self, lowered: Lowered, bounds_T: Tensor) -> WriteAt:
+        """Where the tokens of a step go, and the bounds of their units."""
         at, kv = (lowered.row_T, lowered.positions_T), self._tables.groups[self.group]
-        places = kv.place, kv.host_place, BlockTableRef(None, 1) if bounds is None else self.units(bounds)
-        device_T, host_T, bounds_T = (place.slots(*at) for place in places)
+        device_T, host_T = (place.slots(*at) for place in (kv.place, kv.host_place))
         return WriteAt(device_T, host_T, bounds_T, lowered.row_T.int(), lowered.positions_T.int(), self._unit)
-
-    def units(self, bounds: GroupTable) -> BlockTableRef:
-        """Where the bounds of units are."""
-        return BlockTableRef(bounds.device_RM, self._tables.groups[self.group].size // self._unit, self._unit)
-
-
-def offloaded_of(groups: Sequence[CacheShape]) -> tuple[list[int], list[int]]:
-    """Return the numbers of the groups whose pages may be on the host, and of those that selection reads."""
-    return ([g for g, group in enumerate(groups) if group.offloaded],
-            [g for g, group in enumerate(groups) if group.selector])
-
-
-class Selects(Attending):
-    """`Attending` of a rank on which rows select, and may be hosted."""
-
-    selects = True
-    rows: HotRows
-
-    def uncaptured(self, steps: str) -> str:
-        return "selects" if steps == "prompts" else ""
-
-    def resize(self, resize: HotResize) -> None:
-        self.rows.resize(resize)
-
-    def close(self, rid: RequestId) -> None:
-        self.rows.close(rid)
-
-    def at_once(self, row: int) -> int:
-        return self.rows.at_once(row)
-
-    def reads(self, rows: Sequence[int], counted: bool = False) -> ReadCounts:
-        return self.rows.reads(rows, counted)
-
-    def stats(self) -> dict[str, float]:
-        return self.rows.stats()

@@ -23,7 +23,7 @@ from penstock.exec.executor import Executor
 from penstock.exec.graphs import mixed
 from penstock.exec.graphs.capture import buckets_of
 from penstock.exec.graphs.steps import uncaptured
-from penstock.exec.load.backends import parts_of, selection_for, selector_of
+from penstock.exec.load.backends import parts_of, selection_for, selector_for
 from penstock.exec.load.layout import Caches, caches_of
 from penstock.exec.load.sizing import DeviceMemory, NodeMemory, Sizes, groups_of, show_size, size_pools
 from penstock.exec.load.weights import LoadedModel, identity_of, kept_as, load, outline, show_dtype
@@ -397,12 +397,11 @@ def _several(config: Config, log: Callable[[str], object], wakes: Waker,
         sizes = size_pools(config, widest, loaded.whole.max_position, rooms,
                            budget=selection.budget if selection else 0, gpu=gpu)
         core = sizes.core
-        selector = selector_of(selection, core.largest_hot, loaded.backends)
         workers.vocabulary(vocabulary, tp_size)
-        trial = replace(scratch(caches, selector), pp_size=config.device.pp)
+        trial = replace(scratch(caches, core.largest_hot), pp_size=config.device.pp)
         workers.pools(trial)
         made = functools.partial(Executor, workers.ranks, workers.wait, tp_size=tp_size)
-        prove_executor(made(), trial, loaded.whole.max_position, selector)
+        prove_executor(made(), trial, loaded.whole.max_position, selector_for(selection, loaded.whole))
         if device == "cuda":
             trial = replace(one_page(caches, core.rows, core.max_len, core.largest_hot), pp_size=core.pp_size)
             workers.pools(trial)

@@ -21,8 +21,9 @@ from penstock.core.plan import (
 from penstock.core.settings import CoreConfig
 from penstock.exec.executor import Executor
 from penstock.exec.load.layout import Caches
-from penstock.exec.sparse.bounds import Selector
+from penstock.exec.sparse.selectors import least_of
 from penstock.exec.worker import Worker, WorkerParts
+from penstock.model.base import Selector
 
 
 def prove(parts: WorkerParts, caches: Caches, device: str = "cpu") -> None:
@@ -31,15 +32,14 @@ def prove(parts: WorkerParts, caches: Caches, device: str = "cpu") -> None:
     With hot buffers the prompt goes to a host page, and a second token reads it from there.
     Raises ConfigError if the logits are not finite.
     """
-    core = scratch(caches, parts.selector)
+    core = scratch(caches, parts.hot_pages)
     rank = Worker(parts, *caches.pools(core, device), rows=core.rows, max_len=core.max_len)
     prove_executor(Executor([rank]), core, parts.model.max_position, parts.selector)
 
 
-def scratch(caches: Caches, selector: Selector | None) -> CoreConfig:
-    """Pools of two slabs for each group, for one row."""
+def scratch(caches: Caches, hot: int) -> CoreConfig:
+    """Pools of two slabs for each group, for one row with a hot buffer of so many pages."""
     size, pages = caches.layouts[0].page_size, 2 * len(caches.groups) * caches.slabs.slab_pages[0]
-    hot = 0 if selector is None else selector.hot_pages
     return CoreConfig(page_size=size, rows=1, hbm_pages=pages, dram_pages=pages if hot else 0,
                       hot_pages=hot, max_len=2 * size, groups=caches.groups, group_base=1 << 20)
 
@@ -47,7 +47,7 @@ def scratch(caches: Caches, selector: Selector | None) -> CoreConfig:
 def prove_executor(executor: Executor, core: CoreConfig, max_position: int, selector: Selector | None) -> None:
     """`prove` of a executor whose ranks have pools as `core`, which `scratch` made, says."""
     size, hosted = core.page_size, core.hot_pages > 0
-    budget = selector.least if hosted and selector is not None else 0
+    budget = least_of(selector) if hosted and selector is not None else 0
     rid, prompt = RequestId(0), (0,) * min(size, max_position)
     executor.open(rid, prompt, SamplingParams(temperature=0.0, sparse_top_k=budget))
     first = StepPlan(

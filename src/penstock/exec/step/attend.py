@@ -4,7 +4,7 @@ Here what all back-ends have in common. Those of layers that read all of their K
 those of layers that select are in `exec.sparse`. Knows pools and the layout of a step; refuses to know requests.
 
     T tokens of the step   B queries of a captured one   N query heads   C planes   K KV heads   H head dim
-    I index heads   J index head dim   S chosen tokens
+    I index heads   J index head dim   Y chosen blocks
 """
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from penstock.exec.step.states import StatePools, StepStates
 from penstock.exec.step.tables import Lowered
 from penstock.kernels.attention.latent_attention import LatentAttention
 from penstock.kernels.attention.paged_attention import AttentionSpec, Prepare
-from penstock.kernels.choose.index_select import IndexSelect
 from penstock.kernels.fused.step import Looks, Queries
 from penstock.kernels.types.states import States
 from penstock.memory.copying import parts_of
@@ -34,10 +33,9 @@ ANY = 1 << 30       # queries of a row, where nothing bounds them
 
 @dataclass(frozen=True, slots=True)
 class LatentOps:
-    """The ops of a model with MLA KV entries, as a `Prepare` is that of one with KV heads. select: None where
-    the model has no indexer; heads: of a layer that drafts with KV heads, None: there is none."""
+    """The ops of a model with MLA KV entries, as a `Prepare` is that of one with KV heads. heads: of a layer that
+    drafts with KV heads, None: there is none."""
 
-    select: IndexSelect | None
     attend: LatentAttention
     heads: Prepare | None = None
 
@@ -142,11 +140,11 @@ class Arriving:
             torch.cuda.current_stream().wait_event(event)
 
     def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor | None,
-                 chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:
+                 chosen_TKY: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:
         self._hold(layer)
-        return self._attend(layer, q_TNH, kv_TCKH, chosen_TS, sinks_N)
+        return self._attend(layer, q_TNH, kv_TCKH, chosen_TKY, sinks_N)
 
-    def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
+    def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor | None, key_TJ: Tensor) -> Tensor:
         self._hold(layer)
         return self._attend.select(layer, q_TIJ, weight_TI, key_TJ)
 
@@ -176,8 +174,8 @@ def spec_of(reads: Reads, group: CacheShape, pool: BlockPool, first: int = 0) ->
 class NoIndexer:
     """What `model.base.Attend` has of layers that have none."""
 
-    def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor, key_TJ: Tensor) -> Tensor:
-        raise AssertionError("a model without an indexer")
+    def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor | None, key_TJ: Tensor) -> Tensor:
+        raise AssertionError("a layer without indexer keys")
 
 
 class KeepsStates(NoIndexer):

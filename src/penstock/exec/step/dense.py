@@ -113,7 +113,9 @@ class Dense(Attending):
         # Of each layer: the group that attention reads, its k and v pools [P, K, G, H].
         self._places: dict[LocalLayer, tuple[int, Tensor, Tensor]] = {}
         for layer, (g, i) in places_of(reads, groups).items():
-            assert not reads[layer].value_dim, "a model of MLA KV entries and ops for KV heads"
+            if reads[layer].value_dim:
+                assert layer in others, "a model of MLA KV entries and ops for KV heads"
+                continue
             spec, pages = spec_of(reads[layer], groups[g], device[g], first), device[g].pages
             assert self.specs.setdefault(g, spec) == spec, f"layers read group {groups[g].name} in different ways"
             if layer not in others:
@@ -165,8 +167,8 @@ class DenseStep(KeepsStates):
         self._places, self._pages, self._pools, self.state = places, pages, pools, state
 
     def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor | None,
-                 chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:
-        assert chosen_TS is None, "KV heads are attended to as a whole here"
+                 chosen_TKY: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:
+        assert chosen_TKY is None, "KV heads are attended to as a whole here"
         group, k_PKGH, v_PKGH = self._places[layer]
         pages = self._pages[group]
         if kv_TCKH is not None:

@@ -82,8 +82,8 @@ class _LatentStep(NoIndexer):
         self._latent, self._put, self._parts = latent, put, parts
 
     def __call__(self, layer: LocalLayer, q_TNH: Tensor, kv_TCKH: Tensor | None,
-                 chosen_TS: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:
-        assert chosen_TS is None and sinks_N is None, "MLA KV entries are attended to as a whole here"
+                 chosen_TKY: Tensor | None = None, sinks_N: Tensor | None = None) -> Tensor:
+        assert chosen_TKY is None and sinks_N is None, "MLA KV entries are attended to as a whole here"
         of, reads, pool_PGH = self._latent, self._latent.by_layer[layer], self._latent.rows[layer]
         if kv_TCKH is not None:
             self._put(fp8.kept(kv_TCKH[:, 0], pool_PGH.dtype, reads.value_dim), pool_PGH)
