@@ -28,17 +28,17 @@ STORED = StoredPages(Tier.HBM, 0, 7, (8, 1 << 62), (pack((1, 2)), pack((3, 70_00
 NEWS = Cached(False, ((Tier.DISK, (5,)), (Tier.DRAM, (6, 5))),
               (STORED, StoredPages(Tier.DRAM, 0, None, (9,), (pack((4, 5)),))))
 
-# [1.5, [removed, removed, stored, stored], 3]: maps, with the keys of vLLM's classes and their order.
+# [1.5, [stored, stored, removed, removed], 3]: maps, with the keys of vLLM's classes and their order.
 GOLDEN = bytes.fromhex(
     "93cb3ff800000000000094"
-    "83a474797065ac426c6f636b52656d6f766564ac626c6f636b5f6861736865739105a66d656469756da753544f52414745"
-    "83a474797065ac426c6f636b52656d6f766564ac626c6f636b5f686173686573920605a66d656469756da3435055"
     "88a474797065ab426c6f636b53746f726564ac626c6f636b5f6861736865739208cf4000000000000000"
     "b1706172656e745f626c6f636b5f6861736807a9746f6b656e5f69647394010203ce00011170aa626c6f636b5f73697a6502"
     "a76c6f72615f6964c0a66d656469756da3475055a96c6f72615f6e616d65c0"
     "88a474797065ab426c6f636b53746f726564ac626c6f636b5f6861736865739109b1706172656e745f626c6f636b5f68617368c0"
     "a9746f6b656e5f696473920405aa626c6f636b5f73697a6502a76c6f72615f6964c0a66d656469756da3435055"
     "a96c6f72615f6e616d65c0"
+    "83a474797065ac426c6f636b52656d6f766564ac626c6f636b5f6861736865739105a66d656469756da753544f52414745"
+    "83a474797065ac426c6f636b52656d6f766564ac626c6f636b5f686173686573920605a66d656469756da3435055"
     "03")
 
 
@@ -48,8 +48,8 @@ def test_the_bytes_of_a_batch_are_those_of_vllm() -> None:
     assert payload == GOLDEN, payload.hex()
     batch = decode(payload)
     assert (batch.ts, batch.data_parallel_rank) == (1.5, 3)
-    assert [type(event).__name__ for event in batch.events] == ["BlockRemoved"] * 2 + ["BlockStored"] * 2
-    assert batch.events[2].token_ids == [1, 2, 3, 70_000]
+    assert [type(event).__name__ for event in batch.events] == ["BlockStored"] * 2 + ["BlockRemoved"] * 2
+    assert batch.events[0].token_ids == [1, 2, 3, 70_000]
     cleared = msgspec.msgpack.decode(encoder.payload(encoder.events(CLEARED), 0.0))
     assert cleared == [0.0, [{"type": "AllBlocksCleared"}], 3]
 
@@ -67,7 +67,7 @@ def test_pages_of_a_key_or_a_salt_are_left_out_stored_and_removed() -> None:
 
 def test_sglang_has_other_names_for_media() -> None:
     events = Encoder(2, 0, "sglang").events(NEWS)
-    assert [event.medium for event in events] == ["DISK", "CPU_PINNED", "GPU", "CPU_PINNED"]
+    assert [event.medium for event in events] == ["GPU", "CPU_PINNED", "DISK", "CPU_PINNED"]
 
 
 class Clock:

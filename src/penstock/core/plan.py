@@ -466,8 +466,9 @@ class StoredPages(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cached:
-    """What has changed about cached pages, in this order: with `cleared` all are gone; `removed`, by tier, those that
-    build on others first; `stored`, those that others build on first. No page of `removed` was overwritten before."""
+    """What has changed about cached pages, in this order: with `cleared` all are gone; `stored`, those that others
+    build on first; `removed`, by tier, those that build on others first. So a page that goes from one tier to a faster
+    one is at no time in neither, and what builds on it stays. No page of `removed` was overwritten before."""
 
     cleared: bool
     removed: tuple[tuple[Tier, tuple[int, ...]], ...]

@@ -69,6 +69,11 @@ class Published:
         changed, self._before = self._before, {}
         lost = [(node, old & ~self.mask(node)) for node, old in changed.items()]
         new = [(node, self.mask(node) & ~old) for node, old in changed.items()]
+        # A page that was evicted and computed anew in one turn is two nodes with one key: neither lost nor new.
+        gone = {self._hash(node): mask for node, mask in lost if mask}
+        if same := {key: mask & gone[key] for node, mask in new if mask and (key := self._hash(node)) in gone}:
+            lost, new = ([(node, mask and mask & ~same.get(self._hash(node), 0)) for node, mask in pairs]
+                         for pairs in (lost, new))
         cached = Cached(cleared, tuple(self._removed(lost)), tuple(self._stored(new)))
         return cached if cached.cleared or cached.removed or cached.stored else None
 

@@ -84,16 +84,16 @@ class Encoder:
             events.append(AllBlocksCleared())
             for hidden in self._salted.values():
                 hidden.clear()
-        for tier, hashes in cached.removed:
-            hidden = self._salted[tier]
-            if public := tuple([page for page in hashes if page not in hidden]):
-                events.append(BlockRemoved(block_hashes=public, medium=self._media[tier]))
-            hidden.difference_update(hashes)
         for stored in cached.stored:
             if stored.namespace:
                 self._salted[stored.tier].update(stored.hashes)
             else:
                 events.append(self._stored(stored))
+        for tier, hashes in cached.removed:
+            hidden = self._salted[tier]
+            if public := tuple([page for page in hashes if page not in hidden]):
+                events.append(BlockRemoved(block_hashes=public, medium=self._media[tier]))
+            hidden.difference_update(hashes)
         return events
 
     def _stored(self, stored: StoredPages) -> BlockStored:

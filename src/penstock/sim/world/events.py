@@ -26,14 +26,14 @@ class Folded:
             return 0
         for pages in self.pages.values() if cached.cleared else ():
             pages.clear()
+        for stored in cached.stored:
+            self._store(stored)
         for tier, hashes in cached.removed:
             for page in hashes:
                 assert page in self.pages[tier], f"{tier}: a page is removed that was not published"
                 self.pages[tier].discard(page)
                 assert self._has(page, tier) or not [p for p in self.pages[tier] if self._parents[p] == page], (
                     f"{tier}: a page is removed before one that builds on it")
-        for stored in cached.stored:
-            self._store(stored)
         return sum([len(stored.hashes) for stored in cached.stored])
 
     def _store(self, stored: StoredPages) -> None:
