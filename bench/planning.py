@@ -34,7 +34,6 @@ from worst import answer
 
 from penstock.config.base import collector
 from penstock.core.core import Core
-from penstock.core.lifecycle import Phase
 from penstock.core.plan import Arrived, Event, Finished, HotUse, RequestId
 from penstock.core.request import Request
 from penstock.core.settings import CacheGroup, CoreConfig
@@ -180,16 +179,16 @@ def residency(rows: int, length: int, over: float, hits: float, most: int = 0, *
         if plan is None:
             continue
         came += sum(plan.samples)
-        hosted = [r for r in core.running if r.phase in (Phase.HOSTED, Phase.PROMOTING)]
-        lacking = any(r.phase is Phase.HOSTED and None in r.tables[0].device for r in hosted)
+        hosted = core.hosted
+        lacking = any(r.state.name == "decode.host" and None in r.tables[0].device for r in hosted)
         idle, steps = idle + lacking * core.kv.device[0].pool.free / int(pages / over), steps + lacking
         missed += sum(map(misses, hosted))
-        for r in [r for r in hosted if r.phase is Phase.PROMOTING and r.rid not in back]:
+        for r in [r for r in hosted if r.state.name == "decode.to_device" and r.rid not in back]:
             load = page * sum(c is not None and not c.ready for c in r.tables[0].device)
             left = r.num_prompt + r.max_new - len(r.tokens)
             promotions, loaded = promotions + 1, loaded + load
             vain += left * budget * (1 - hits) * missing(len(r.tables[0].hot) / r.hot.least) < load
-        back = {r.rid for r in hosted if r.phase is Phase.PROMOTING}
+        back = {r.rid for r in hosted if r.state.name == "decode.to_device"}
         events += answer(plan, 9)
         if plan.step % 16 == 0:
             events.append(HotUse(plan.step, tuple((r.rid, budget, int(misses(r))) for r in hosted)))

@@ -284,7 +284,7 @@ def resume(s: Scene, n: int) -> Iterator[Engine]:
     e.turn(plan.Paused(r.rid))
     e.until(lambda: r.phase is Phase.PAUSED and r.saving.is_done and not (r.saving.is_copying or r.moves))
     e.turns(s.after)
-    e.measured(plan.Aborted(other), lambda: r.phase is Phase.RESIDENT)
+    e.measured(plan.Aborted(other), lambda: r.state.name == "decode.device")
 
 
 def _sparse(s: Scene, n: int) -> tuple[Engine, Request]:
@@ -299,7 +299,7 @@ def spill(s: Scene, n: int) -> Iterator[Engine]:
     """A request with sparse decode goes on from host pages."""
     e, r = _sparse(s, n)
     yield e
-    e.measured(plan.Spilled(r.rid), lambda: r.phase in (Phase.HOSTED, Phase.PROMOTING))
+    e.measured(plan.Spilled(r.rid), lambda: r in e.core.hosted)
 
 
 def promote(s: Scene, n: int) -> Iterator[Engine]:
@@ -307,10 +307,10 @@ def promote(s: Scene, n: int) -> Iterator[Engine]:
     e, r = _sparse(s, n)
     yield e
     e.turn(plan.Spilled(r.rid))
-    e.until(lambda: r.phase is Phase.HOSTED)
+    e.until(lambda: r.state.name == "decode.host")
     e.serve(90_001, numbers(90_001, n))
     e.until(lambda: not (e.core.kv.freeing or e.core.kv.softening))
-    e.measured(plan.Promoted(r.rid), lambda: r.phase is Phase.RESIDENT)
+    e.measured(plan.Promoted(r.rid), lambda: r.state.name == "decode.device")
 
 
 def _long(s: Scene, n: int) -> tuple[Engine, Request]:
@@ -330,7 +330,7 @@ def drop(s: Scene, n: int) -> Iterator[Engine]:
     """It gives up its KV, and finds that again."""
     e, r = _long(s, n)
     yield e
-    e.measured(plan.Dropped(r.rid), lambda: r.phase is Phase.RESIDENT)
+    e.measured(plan.Dropped(r.rid), lambda: r.state.name == "decode.device")
 
 
 def decoding(s: Scene, n: int) -> Iterator[Engine]:

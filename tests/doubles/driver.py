@@ -73,5 +73,8 @@ class Driver:
     def phase(self, rid: int) -> Phase:
         return self.core.live[RequestId(rid)].phase
 
+    def state(self, rid: int) -> str:
+        return self.core.live[RequestId(rid)].state.name
+
     def finished(self) -> dict[int, Outcome]:
         return {o.rid: o.outcome for o in self.out if isinstance(o, Finished)}

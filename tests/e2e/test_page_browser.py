@@ -92,9 +92,9 @@ def test_a_run_that_fills_the_device_and_the_host_is_seen(url, page):
             trail = page.until("(t => t.split('→').length > 3 ? t : t.endsWith('done') && void "
                                "document.querySelector('#phases button')?.click())("
                                "document.getElementById('request').textContent)", 4 * LIMIT_S)
-            phases = {word for word in re.findall(r"[a-z]+", trail.partition(";")[2])}
-            assert len(phases & {"queued", "loading", "prefill", "resident", "staging", "hosted", "promoting",
-                                 "paused", "dropped", "done"}) >= 4, trail
+            phases = {word for word in re.findall(r"[a-z._]+", trail.partition(";")[2])}
+            assert len(phases & {"queued", "loading", "prefill", "decode.device", "decode.to_host", "decode.host",
+                                 "decode.to_device", "paused", "dropped", "done"}) >= 4, trail
             turns = page.run("document.getElementById('turns').textContent")
             assert "step" in turns and not re.search(r"\b1 (requests|tokens|transfers)\b", turns)
             assert float(page.run("document.querySelectorAll('#ways tbody tr').length")) >= 1
@@ -145,7 +145,7 @@ def test_chat_comes_first_and_its_text_box_stays_in_place(page):
     assert page.run("getComputedStyle(document.getElementById('hot')).display") == "none"
     assert page.run("getComputedStyle(document.getElementById('copies')).display") == "none"
     phases = page.run("[...document.querySelectorAll('#phases li')].map(box => box.dataset.phase).join()")
-    assert phases == "queued,loading,prefill,resident,dropped"
+    assert phases == "queued,loading,prefill,decode.device,dropped"
     assert page.run("document.getElementById('rates').textContent.includes('preempted: recompute')")
     top = page.run("JSON.stringify(document.getElementById('text').getBoundingClientRect())")
     page.run("(() => { window.sent = []; const real = fetch; window.fetch = (url, options) => "

@@ -61,7 +61,7 @@ CONFIGS = {
 }
 # Few different prompts, so that they share pages.
 PROMPT = st.tuples(st.sampled_from((0, 0, 1)), st.integers(1, 12)).map(lambda x: (x[0],) * x[1])
-POKES = {Paused: Trigger.PAUSE, Dropped: Trigger.DROP, Spilled: Trigger.SPILL, Promoted: Trigger.PROMOTE,
+POKES = {Paused: Trigger.PAUSE, Dropped: Trigger.DROP, Spilled: Trigger.RELOCATE, Promoted: Trigger.RELOCATE,
          Aborted: Trigger.END}
 
 
@@ -189,12 +189,11 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.got)
     @rule(data=st.data(), damaged=st.booleans())
     def poke(self, data: st.DataObject, damaged: bool) -> None:
-        """Somebody outside wishes an edge, of any phase that there is; a rare phase as often as others."""
+        """Somebody outside wishes an edge, of any state that there is; a rare one as often as others."""
         live = self.core.live
-        phases = sorted({r.phase.value for r in live.values()})
-        phase = Phase(data.draw(st.sampled_from(phases)))
-        rid = data.draw(st.sampled_from([rid for rid in sorted(live) if live[rid].phase is phase]))
-        kinds = [kind for kind, trigger in POKES.items() if (phase, trigger) in self.core.edges]
+        state = data.draw(st.sampled_from(sorted({r.state.name for r in live.values()})))
+        rid = data.draw(st.sampled_from([rid for rid in sorted(live) if live[rid].state.name == state]))
+        kinds = [kind for kind, trigger in POKES.items() if (live[rid].phase, trigger) in self.core.edges]
         kind = data.draw(st.sampled_from(kinds))
         self.tell(Aborted(rid, damaged) if kind is Aborted else kind(rid))
         again = damaged and rid in live and live[rid].origin.retried and not live[rid].path

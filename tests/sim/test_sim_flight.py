@@ -13,7 +13,7 @@ from penstock.cli.main import main
 from penstock.core.core import Core
 from penstock.core.kv.listing import Trial
 from penstock.core.kv.pages import NONE_LEFT, Headroom
-from penstock.core.lifecycle import Trigger
+from penstock.core.lifecycle import Place, Trigger
 from penstock.core.plan import (
     Advance,
     Arrived,
@@ -102,9 +102,10 @@ def test_another_core_makes_other_plans_and_the_turn_is_named() -> None:
 class Broken(Core):
     """Dies when a request ends after a stop id."""
 
-    def transition(self, r: Request, trigger: Trigger, headroom: Headroom = NONE_LEFT) -> Trial:
+    def transition(self, r: Request, trigger: Trigger, place: Place | None = None,
+                   headroom: Headroom = NONE_LEFT) -> Trial:
         assert trigger is not Trigger.END or r.num_output < 3, "three"
-        return super().transition(r, trigger, headroom)
+        return super().transition(r, trigger, place, headroom)
 
 
 def test_a_crash_in_the_core_happens_again_at_the_same_turn() -> None:

@@ -13,24 +13,25 @@ from penstock.core.kv.listing import Trial
 from penstock.core.kv.pages import NONE_LEFT, Headroom
 from penstock.core.lifecycle import (
     ACTIVE,
-    DECODING,
     WAITING,
     Lease,
     Mode,
     Phase,
     Place,
     Role,
+    State,
     Trigger,
+    changes,
     edges,
     holds,
     may_hold,
-    place_after,
 )
 from penstock.core.request import Request
+from penstock.sim.world import states
 from penstock.sim.world.scenario import draw
 from penstock.sim.world.world import World
 
-Key = tuple[str, str, str]           # phase, place, trigger; "grow" stands for growth inside a phase
+Key = tuple[str, str, str]           # phase, place, edge; "grow" stands for growth inside a phase
 KINDS = ("waits in line", "grows", "waits for steps", "does not wait", "not taken")
 
 
@@ -57,38 +58,27 @@ def modes() -> Iterator[Mode]:
             yield Mode(host, disk, sparse, role)
 
 
-def reachable(mode: Mode) -> list[tuple[Phase, Place]]:
-    """From QUEUED on; the tables do not say more about where a request may be."""
-    found = [(Phase.QUEUED, Place.DEVICE)]
-    for phase, place in found:
-        for (source, trigger), target in edges(mode).items():
-            there = target, place_after(source, trigger, place)
-            if source is phase and there not in found:
-                found.append(there)
-    return found
+def key_of(source: State, edge: str) -> Key:
+    return source.phase.value, source.place.value, edge
 
 
 def takes_while_holding() -> dict[Key, set[Lease]]:
     """What each edge takes, in any mode, when something is held or may be held. PAUSED may reserve host
-    pages also if it has some; growth takes pages of the kinds that its phase holds."""
+    pages also if it has some; growth takes pages of the kinds that its state holds."""
     found: dict[Key, set[Lease]] = {}
     for mode in modes():
         must, may = holds(mode), may_hold(mode)
-        for phase, place in reachable(mode):
-            if not (must[phase, place] or may[phase, place]):
+        for source, trigger, target in changes(mode):
+            if not (must[source] or may[source]):
                 continue
-            if phase is Phase.PREFILL or phase in DECODING:
-                grows = {x for x in must[phase, place] if x in (Lease.HBM, Lease.DEVICE_ONLY, Lease.DRAM)}
-                found.setdefault((phase.value, place.value, "grow"), set()).update(grows)
-            for (source, trigger), target in edges(mode).items():
-                if source is not phase:
-                    continue
-                needs = must[target, place_after(source, trigger, place)]
-                gains = {x for x in needs if x not in must[phase, place]}
-                if target is Phase.PAUSED and mode.host:
-                    gains.add(Lease.DRAM)
-                if gains:
-                    found.setdefault((phase.value, place.value, trigger.value), set()).update(gains)
+            if source.phase in (Phase.PREFILL, Phase.DECODE) and source.place is not Place.TO_HOST:
+                grows = {x for x in must[source] if x in (Lease.HBM, Lease.DEVICE_ONLY, Lease.DRAM)}
+                found.setdefault(key_of(source, "grow"), set()).update(grows)
+            gains = {x for x in must[target] if x not in must[source]}
+            if target.phase is Phase.PAUSED and mode.host:
+                gains.add(Lease.DRAM)
+            if gains:
+                found.setdefault(key_of(source, states.edge(source, trigger, target)[1]), set()).update(gains)
     return found
 
 
@@ -115,10 +105,8 @@ def test_only_ways_out_of_a_row_need_nothing() -> None:
     """What all arguments end with: DROP and END never take a lease, in any mode."""
     for mode in modes():
         must = holds(mode)
-        for (source, trigger), target in edges(mode).items():
-            if trigger in (Trigger.DROP, Trigger.END):
-                for place in Place:
-                    assert not must[target, place], (source, trigger)
+        for source, trigger, target in changes(mode):
+            assert trigger not in (Trigger.DROP, Trigger.END) or not must[target], (source, trigger)
         for phase in (*ACTIVE, *WAITING):
             if any(source is phase for source, _ in edges(mode)):
                 assert (phase, Trigger.END) in edges(mode)
@@ -128,10 +116,11 @@ def test_what_is_said_not_to_be_taken_is_not_and_the_rest_mostly_is() -> None:
     seen: Counter[Key] = Counter()
 
     class Counting(Core):
-        def transition(self, r: Request, trigger: Trigger, headroom: Headroom = NONE_LEFT) -> Trial:
-            key = r.phase.value, r.place.value, trigger.value
-            taken = super().transition(r, trigger, headroom)
-            seen[key] += bool(taken)
+        def transition(self, r: Request, trigger: Trigger, place: Place | None = None,
+                       headroom: Headroom = NONE_LEFT) -> Trial:
+            source = r.state
+            taken = super().transition(r, trigger, place, headroom)
+            seen[key_of(source, states.edge(source, trigger, r.state)[1])] += bool(taken)
             return taken
 
     for seed in range(100):

@@ -1,6 +1,6 @@
 """Which phase an event leads to, against a table that was written from the design alone.
 
-`next_states.tsv` has every (role, phase, event) with the phases that may follow and one reason. A
+`next_states.tsv` has every (role, state, event) with the states that may follow and one reason. A
 first reader wrote it and a second one checked it; both saw the design and no code. Where the code
 does something else on purpose, `deviations.tsv` says why. Where it holds for possible what never meets in
 this core, `not_asked.tsv` says why not.
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.core.lifecycle import Mode, Phase, Role, edges
+from penstock.core.lifecycle import Mode, Phase, Role, changes, edges
 from penstock.sim.programs.sweeps import Report, Seen, sweep
 from penstock.sim.world.states import possible
 
@@ -29,9 +29,8 @@ TABLE: dict[Key, set[str]] = {
     for role, phase, event, follows, _ in lines("next_states.tsv")}
 # Ten thousand seeds hardly meet these: tests/unit/test_core_pair_rare.py leads there by hand.
 BY_HAND = {("prefill", "dropped", "expired", "done"), ("unified", "dropped", "expired", "done"),
-           ("decode", "staging", "paused", "staging"), ("decode", "hosted", "paused", "hosted"),
-           ("decode", "promoting", "paused", "promoting"),
-           ("unified", "staging", "moved_failed", "dropped")}
+           *(("decode", f"decode.{place}", "paused", f"decode.{place}") for place in ("to_host", "host", "to_device")),
+           ("unified", "decode.to_host", "moved_failed", "dropped")}
 DEVIATIONS = {(role, phase, event, follows) for role, phase, event, follows, _ in lines("deviations.tsv")}
 
 
@@ -46,9 +45,8 @@ def surprises(seen: Counter[Seen]) -> list[tuple[str, ...]]:
 def test_every_phase_of_a_role_meets_every_event_in_the_table_with_a_reason() -> None:
     events = {event for _, _, event in TABLE}
     for role in Role:
-        table = edges(Mode(host=True, disk=True, sparse=True, role=role))
-        phases = ({p.value for p, _ in table} | {p.value for p in table.values()}) - {Phase.DONE.value}
-        assert {(role.value, p, e) for p in phases for e in events} <= set(TABLE), role
+        states = {source.name for source, _, _ in changes(Mode(host=True, disk=True, sparse=True, role=role))}
+        assert {(role.value, state, e) for state in states for e in events} <= set(TABLE), role
     assert len(TABLE) == len(lines("next_states.tsv")), "two lines for one pair"
     for name in ("next_states.tsv", "deviations.tsv"):
         assert all(len(line) == 5 and line[4].strip() for line in lines(name)), f"{name}: no reason"
@@ -63,8 +61,8 @@ def test_no_event_leads_anywhere_but_where_the_table_says() -> None:
 
 
 def test_all_that_the_table_holds_for_possible_is_asked_for_or_has_a_reason_not_to_be() -> None:
-    in_use = {(role.value, p.value) for role in Role
-              for p, _ in edges(Mode(host=True, disk=True, sparse=True, role=role))}
+    in_use = {(role.value, source.name) for role in Role
+              for source, _, _ in changes(Mode(host=True, disk=True, sparse=True, role=role))}
     table = {key for key, follows in TABLE.items() if follows and key[:2] in in_use}
     assert not POSSIBLE & NOT_ASKED
     assert table == POSSIBLE | NOT_ASKED

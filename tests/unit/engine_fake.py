@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from penstock.config.base.errors import ConfigError
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.scores import PromptScores, Scores
-from penstock.core.lifecycle import Phase, Trigger
+from penstock.core.lifecycle import Phase, Place, State, Trigger
 from penstock.core.plan import (
     Aborted,
     Advance,
@@ -38,13 +38,14 @@ VOCAB, CONTEXT = 100, 1000
 INFO = {"page_size": 16, "max_num_seqs": 100}
 CRASH, ENDLESS, REFUSED, FAULT = 13, 14, 15, 16
 FAULT_REASON = "the logits are not finite"
+DECODES = State(Phase.DECODE, Place.DEVICE)
 
 
 class FakeRequest:
     """What the flight recorder reads of a request, and `planned`: tokens."""
 
     def __init__(self, arrived) -> None:
-        self.arrived, self.rid, self.phase = arrived, arrived.rid, Phase.RESIDENT
+        self.arrived, self.rid, self.phase, self.state = arrived, arrived.rid, Phase.DECODE, DECODES
         self.tokens, self.num_prompt, self.planned = list(arrived.prompt), len(arrived.prompt), 0
         self.computed = self.num_prompt
 
@@ -108,9 +109,9 @@ class FakeCore:
     def _end(self, rid, outcome, outputs):
         if rid in self.live:
             r = self.live.pop(rid)
-            r.phase = Phase.DONE
+            r.phase, r.state = Phase.DONE, State(Phase.DONE, Place.DEVICE)
             for watcher in self.watchers:
-                watcher.taken(r, Phase.RESIDENT, Trigger.END)
+                watcher.taken(r, DECODES, Trigger.END)
             outputs.append(Finished(rid, outcome))
 
     def _plan(self):

@@ -35,7 +35,7 @@ def sizes(d: Driver) -> list[int]:
 def hosted(d: Driver, rid: int, tokens: int = 36, max_new: int = 60, **more: object) -> None:
     """It decodes, and the device knows all of it."""
     d.arrive(rid, range(100 * rid, 100 * rid + tokens), max_new=max_new, selects=True, **more)
-    while d.phase(rid) is not Phase.HOSTED:
+    while d.state(rid) != "decode.host":
         d.retire()
     d.retire()
 
@@ -103,7 +103,7 @@ def test_who_was_elsewhere_when_drafts_ended_keeps_nothing_for_them() -> None:
                                    for rid in (2, 3, 4)))
     while RequestId(2) in d.core.live:
         d.land() if d.moves else d.retire()
-    while d.phase(1) is not Phase.HOSTED:
+    while d.state(1) != "decode.host":
         d.land() if d.moves else d.retire()
     assert [r.hot_kept for r in d.core.hosted] == [3, 3, 3]
 
@@ -128,7 +128,7 @@ def test_what_was_taken_back_evicts_nothing_at_once() -> None:
     d = full(always_hosted=False)
     hosted_by_size(d)
     d.arrive(2, range(5_000, 5_000 + 4 * 15), max_new=30)
-    while d.phase(2) is not Phase.RESIDENT:
+    while d.state(2) != "decode.device":
         d.retire()
     small, evicted = sizes(d), d.core.kv.device[0].evicted
     assert small < [NEEDED]
@@ -154,7 +154,7 @@ def test_drafts_take_nothing_before_the_head_of_the_line() -> None:
     d.arrive(1, range(100), max_new=20, selects=True)
     d.arrive(3, range(7_000, 7_000 + 60), max_new=2)     # waits for the end of 2
     d.retire()
-    assert d.phase(1) is Phase.HOSTED and cached(d) > NEEDED
+    assert d.state(1) == "decode.host" and cached(d) > NEEDED
     while RequestId(2) in d.core.live:
         assert d.phase(3) is Phase.QUEUED and sizes(d) == [3]
         d.retire()
@@ -169,7 +169,7 @@ def test_a_row_that_goes_on_from_the_host_drafts_once_the_device_knows() -> None
     while d.moves:
         d.land()
     d.tell(Spilled(RequestId(1)))
-    while d.phase(1) is not Phase.HOSTED:
+    while d.state(1) != "decode.host":
         d.land() if d.moves else d.retire()
     d.retire()
     d.retire()

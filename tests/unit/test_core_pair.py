@@ -405,7 +405,7 @@ def test_host_place_receives_into_host_pages() -> None:
     (grant,) = d.moves
     assert (grant.dst, len(grant.dst_pages)) == (Tier.DRAM, 3) and min(grant.dst_pages) >= 2_000
     (decode,) = d.end(5, 10, 77)
-    assert d.phase(1) is Phase.HOSTED and d.core.live[RequestId(1)].place is Place.HOST
+    assert d.state(1) == "decode.host" and d.core.live[RequestId(1)].place is Place.HOST
     (bind,) = decode.binds
     assert bind.host[0] == grant.dst_pages and set(bind.pages[0]) == {-1} and len(bind.hot[0]) == 1
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 import pytest
 
 from penstock.core.core import Core
-from penstock.core.lifecycle import Phase
 from penstock.core.pair.messages import End, Grant
 from penstock.core.plan import Arrived, Finished, Outcome, PeerJoined, Received, RequestId, Retired, Say
 from penstock.core.settings import CoreConfig
@@ -40,5 +39,5 @@ def test_an_end_without_a_token_is_not_one(first: tuple[int, ...]) -> None:
                      if isinstance(o, Say) and isinstance(o.what, Grant)]
     advance = core.advance([Received(End(TRANSFER, generation, len(ASKED.prompt), first))])
     assert advance.plan is not None and advance.plan.start == (0,), "it is computed here"
-    assert core.live[RID].phase is Phase.RESIDENT
+    assert core.live[RID].state.name == "decode.device"
     core.check()

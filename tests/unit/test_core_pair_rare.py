@@ -60,34 +60,34 @@ def spilled() -> Driver:
     """A row on its way to the host, which has no room for more."""
     d = decoding(dram_pages=9, always_hosted=False)
     d.tell(Spilled(RequestId(1)))
-    assert d.phase(1) is Phase.STAGING
+    assert d.state(1) == "decode.to_host"
     return d
 
 
 def test_a_pause_without_room_on_the_host_leaves_a_row_where_it_goes() -> None:
     d = spilled()
     d.tell(Paused(RequestId(1)))
-    assert d.phase(1) is Phase.STAGING
+    assert d.state(1) == "decode.to_host"
 
 
 def test_a_pause_without_room_on_the_host_leaves_a_row_that_decodes_from_there() -> None:
     d = decoding(dram_pages=9, always_hosted=True)
-    assert d.phase(1) is Phase.HOSTED
+    assert d.state(1) == "decode.host"
     d.tell(Paused(RequestId(1)))
-    assert d.phase(1) is Phase.HOSTED
+    assert d.state(1) == "decode.host"
 
 
 def test_a_pause_without_room_on_the_host_leaves_a_row_on_its_way_back() -> None:
     d = spilled()
-    while d.phase(1) is Phase.STAGING:
+    while d.state(1) == "decode.to_host":
         if d.moves:
             d.land()
         else:
             d.retire()
     d.tell(Promoted(RequestId(1)))
-    assert d.phase(1) is Phase.PROMOTING
+    assert d.state(1) == "decode.to_device"
     d.tell(Paused(RequestId(1)))
-    assert d.phase(1) is Phase.PROMOTING
+    assert d.state(1) == "decode.to_device"
 
 
 def test_a_load_that_fails_when_the_row_that_waited_for_it_is_on_its_way_to_the_host() -> None:
@@ -99,12 +99,12 @@ def test_a_load_that_fails_when_the_row_that_waited_for_it_is_on_its_way_to_the_
     d.arrive(2, range(17), max_new=9, selects=True)
     (load,) = d.moves
     r = d.core.live[RequestId(2)]
-    assert load.dst is Tier.HBM and load.id in r.step_depends_on and r.phase is Phase.RESIDENT
+    assert load.dst is Tier.HBM and load.id in r.step_depends_on and r.state.name == "decode.device"
     assert claims.drop_mirrors(d.core.kv, r)
     d.tell(Spilled(RequestId(2)))
-    assert d.phase(2) is Phase.STAGING
+    assert d.state(2) == "decode.to_host"
     d.land(ok=False)
-    assert r.phase not in (Phase.STAGING, Phase.RESIDENT, Phase.HOSTED) and r.kv_epoch == 1
+    assert r.phase is not Phase.DECODE and r.kv_epoch == 1
     d.run()
     assert d.finished()[2] is Outcome.LENGTH
 

@@ -6,7 +6,7 @@ from driver import Driver
 
 from penstock.core.kv import claims
 from penstock.core.kv.prefix_tree import Tree
-from penstock.core.lifecycle import Phase, Place
+from penstock.core.lifecycle import Place
 from penstock.core.plan import (
     Aborted,
     Arrived,
@@ -99,8 +99,8 @@ def test_hot_buffers_that_starve_send_a_whole_row_to_the_host(prompt: int, spill
     for step in range(8):
         d.tell(HotUse(StepId(step), ((RequestId(2), 10, 5),)))
         d.land() if d.moves else d.retire()
-    assert d.core.counters["spills"] == spills and d.phase(2) is Phase.HOSTED
-    assert d.phase(1) is (Phase.HOSTED if spills else Phase.RESIDENT)
+    assert d.core.counters["spills"] == spills and d.state(2) == "decode.host"
+    assert d.state(1) == ("decode.host" if spills else "decode.device")
     assert d.core.stats()["hot_buffer_pages_max"] == 7
 
 
@@ -116,11 +116,11 @@ def test_a_short_request_takes_a_small_hot_buffer() -> None:
 def test_a_promotion_is_one_move() -> None:
     d = Driver(hbm_pages=20, dram_pages=64, hot_pages=1, budget=64)
     d.arrive(1, range(33), max_new=30, selects=True)
-    while d.moves or d.phase(1) is not Phase.RESIDENT:
+    while d.moves or d.state(1) != "decode.device":
         d.land() if d.moves else d.retire()
     d.tell(Spilled(RequestId(1)), Arrived(RequestId(2), tuple(range(100, 156)), 7))
     up: list[int] = []
-    while d.phase(1) is not Phase.RESIDENT:            # 2 has taken what it had on loan, and ends
+    while d.state(1) != "decode.device":            # 2 has taken what it had on loan, and ends
         plans = d.land() if d.moves else d.retire()
         up += [len(m.src_pages) for plan in plans for m in plan.moves if m.dst is Tier.HBM]
     assert len(up) == 2 and up[0] > 1 == up[1]           # what was open follows
@@ -133,14 +133,14 @@ def test_a_row_comes_back_if_it_misses_more_than_it_loads(max_new: int, missed: 
     d.arrive(1, range(41), max_new=max_new, selects=True)
     d.retire()
     d.tell(Spilled(rid), Arrived(RequestId(2), tuple(range(100, 202)), 5))     # takes what it has on loan
-    while d.phase(1) is not Phase.HOSTED:
+    while d.state(1) != "decode.host":
         d.land() if d.moves else d.retire()
     absurd = (rid, 1, 2), (rid, -1, -1), (rid, 0, 0), (RequestId(7), 1, 1)
     d.tell(HotUse(StepId(1), ((rid, 80, missed), *absurd)))
-    assert d.core.live[rid].tables[0].device.count(None) > 8 and d.phase(1) is Phase.HOSTED
+    assert d.core.live[rid].tables[0].device.count(None) > 8 and d.state(1) == "decode.host"
     d.tell(Aborted(RequestId(2)))
     d.retire()
-    assert (d.phase(1) is Phase.PROMOTING) is back
+    assert (d.state(1) == "decode.to_device") is back
 
 
 def test_a_refused_trial_takes_nothing_from_others() -> None:
@@ -152,7 +152,7 @@ def test_a_refused_trial_takes_nothing_from_others() -> None:
     d.arrive(3, range(200, 228), max_new=60, selects=True)
     d.retire()
     d.tell(Spilled(RequestId(3)))
-    while d.phase(3) is not Phase.HOSTED:
+    while d.state(3) != "decode.host":
         d.land() if d.moves else d.retire()
     lent = list(d.core.live[RequestId(3)].tables[0].device)
     assert len([copy for copy in lent if copy is not None]) > 4
@@ -206,7 +206,7 @@ def test_what_the_host_has_of_a_row_on_its_way_there_is_not_evicted() -> None:
         d.retire()
     d.land()                                             # four pages are on the host, the next is not
     d.tell(Spilled(RequestId(1)))
-    assert d.phase(1) is Phase.STAGING
+    assert d.state(1) == "decode.to_host"
     assert all(copy is not None and copy.pins for copy in d.core.live[RequestId(1)].tables[0].host[:4])
 
 

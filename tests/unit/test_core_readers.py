@@ -235,7 +235,7 @@ def test_the_head_is_tried_when_pages_are_free_though_its_prefix_was_evicted() -
     generation = side.table[5].generation
     _, _, events = play(core, [*events, Aborted(RequestId(1))], steps=1)
     play(core, [*events, Received(Drained(5, generation, Reason.CANCELLED))], steps=2)
-    assert core.live[RequestId(0)].phase is Phase.RESIDENT
+    assert core.live[RequestId(0)].state.name == "decode.device"
     free = core.kv.device[0].pool.free
     assert core.live[RequestId(2)].phase is not Phase.QUEUED, f"it waits, and {free} pages of 24 are free"
 
@@ -259,7 +259,7 @@ def test_a_row_that_needs_one_page_does_not_cancel_every_transfer(other: tuple[i
         events = [*(answers(advance.plan) if advance.plan is not None else ()),
                   *(e for at, e in late if at == turn)]
     assert 0 < cancelled <= 3
-    assert all(core.live[RequestId(k)].phase is Phase.RESIDENT for k in (0, 9))
+    assert all(core.live[RequestId(k)].state.name == "decode.device" for k in (0, 9))
 
 
 def test_the_head_is_tried_when_pages_behind_a_fence_have_come() -> None:
@@ -269,7 +269,7 @@ def test_the_head_is_tried_when_pages_behind_a_fence_have_come() -> None:
     _, _, events = play(core, [Arrived(RequestId(0), (7, 7, 7, 7), 16, selects=True),
                                Arrived(RequestId(2), tuple(range(20)), 8)], steps=2)
     _, _, events = play(core, [*events, Spilled(RequestId(0))], steps=2)
-    assert [r.phase for r in core.running] == [Phase.HOSTED, Phase.RESIDENT]
+    assert [r.state.name for r in core.running] == ["decode.host", "decode.device"]
     plan = core.advance([Arrived(RequestId(1), tuple(range(50, 58)), 4, selects=True)]).plan
     assert plan is not None
     r = core.live[RequestId(1)]
@@ -277,7 +277,7 @@ def test_the_head_is_tried_when_pages_behind_a_fence_have_come() -> None:
     r.setbacks.preemptions = r.setbacks.forced = 2
     core.advance([Aborted(RequestId(2))])      # its last step is in flight
     play(core, [*events, *answers(plan)], steps=3)
-    assert core.live[RequestId(0)].phase is Phase.HOSTED
+    assert core.live[RequestId(0)].state.name == "decode.host"
     free = core.kv.device[0].pool.free
     assert r.phase is not Phase.QUEUED, f"it waits, and {free} pages of 14 are free"
 

@@ -62,7 +62,7 @@ def test_a_hosted_row_does_not_load_from_a_store_that_hangs() -> None:
 def test_a_spill_does_not_wait_for_a_store_that_hangs() -> None:
     core = hung(always=False)
     _, events = play(core, [Arrived(RequestId(2), tuple(range(9)), 20, selects=True)], steps=4)
-    assert core.live[RequestId(2)].phase is Phase.RESIDENT
+    assert core.live[RequestId(2)].state.name == "decode.device"
     ended, _ = play(core, [*events, Spilled(RequestId(2))])
     assert ended == {2}, core.live[RequestId(2)].phase
 
@@ -87,9 +87,9 @@ def test_a_hosted_row_does_not_load_what_is_on_its_way_to_the_device() -> None:
     core.kv.tree.evict_all((*core.kv.device, *core.kv.host))
     long = (*range(5), *(9,) * 13, *range(500, 550))       # longer than the device pool
     _, events = play(core, [*events, Arrived(four, long, 3, selects=True)], steps=1)
-    assert (core.live[two].phase, core.live[four].phase) == (Phase.HOSTED, Phase.FETCHING)
+    assert (core.live[two].state.name, core.live[four].phase) == ("decode.host", Phase.FETCHING)
     plan = core.advance([*events, Promoted(two)]).plan
-    assert plan is not None and core.live[two].phase is Phase.PROMOTING
+    assert plan is not None and core.live[two].state.name == "decode.to_device"
     events = [Retired(plan.step, tuple((9,) for s in plan.samples if s))]
     plan = core.advance(events).plan           # request 4 is in line, and nothing has been loaded
     assert plan is not None
@@ -111,7 +111,7 @@ def test_a_private_host_page_is_not_given_out_while_its_load_flies() -> None:
     _, events = play(core, events, steps=2)
     core.kv.tree.evict_all(core.kv.device)
     plan = core.advance([*events, Promoted(two)]).plan
-    assert plan is not None and core.live[two].phase is Phase.PROMOTING
+    assert plan is not None and core.live[two].state.name == "decode.to_device"
     flights = [f for f in core.kv.moves.flying.values() if f.src.tier is Tier.DRAM]
     read = [source.page for f in flights for source, target in f.pairs
             if source.node is None and target.node is not None]
@@ -132,11 +132,11 @@ def test_a_hosted_row_does_not_adopt_device_pages_that_are_still_being_loaded() 
     events: list[Event] = [Arrived(rid, tuple(range(5)), 60, selects=True) for rid in (one, two)]
     for _ in range(12):
         _, events = play(core, events, steps=1)
-        events += [Spilled(rid) for rid in (one, two) if core.live[rid].phase is Phase.RESIDENT]
-    assert {core.live[rid].phase for rid in (one, two)} == {Phase.HOSTED}
+        events += [Spilled(rid) for rid in (one, two) if core.live[rid].state.name == "decode.device"]
+    assert {core.live[rid].state.name for rid in (one, two)} == {"decode.host"}
     core.kv.tree.evict_all(core.kv.device)
     plan = core.advance([*events, Promoted(two)]).plan
-    assert plan is not None and core.live[two].phase is Phase.PROMOTING
+    assert plan is not None and core.live[two].state.name == "decode.to_device"
     space = core.kv.device[0]
     nodes = [n for n in core.live[one].path if n.good(space) and not n.ready(space)]
     assert nodes, "nothing is being loaded"
@@ -171,10 +171,10 @@ def test_a_spill_waits_for_pages_that_are_behind_a_fence() -> None:
     assert claims.drop_mirrors(core.kv, core.live[two])
     core.advance([Spilled(two)])
     plan = core.advance(events).plan           # the open page goes to the host, and nothing else is missing
-    assert plan is not None and plan.step == last.step + 1 and core.live[two].phase is Phase.STAGING
+    assert plan is not None and plan.step == last.step + 1 and core.live[two].state.name == "decode.to_host"
     pool = core.kv.arenas[Tier.HBM].pools[0]
     assert pool.free == 0
     core.advance([*(Moved(m.id, True) for m in plan.moves), Aborted(ended)])
-    assert pool.in_limbo and core.live[two].phase is Phase.STAGING, "it gives way to pages on their way"
+    assert pool.in_limbo and core.live[two].state.name == "decode.to_host", "it gives way to pages on their way"
     core.advance([Retired(plan.step, tuple((9,) for s in plan.samples if s))])
-    assert core.live[two].phase is Phase.HOSTED
+    assert core.live[two].state.name == "decode.host"

@@ -44,8 +44,8 @@ def test_a_row_on_the_device_gives_up_its_twin_before_a_hosted_row_is_dropped() 
         if LONG in core.live and SHORT in core.live:
             twins += any(t.host and t.host[-1] is not None for t in core.live[SHORT].tables)
             gone += any(m.row == core.live[SHORT].row and max(m.host) < 0 for m in plan.remaps)
-        assert LONG not in core.live or core.live[LONG].phase in (
-            Phase.LOADING, Phase.PREFILL, Phase.HOSTED), core.live[LONG].phase
+        assert LONG not in core.live or core.live[LONG].state.name in (
+            "loading", "prefill", "decode.host"), core.live[LONG].state
         events = [Retired(plan.step, ((7,),) * sum(plan.samples)), *(Moved(m.id, True) for m in plan.moves)]
     assert twins and gone, "SHORT never had a twin, or never gave it up"
     assert not core.live and core.counters["drops"] == 0
@@ -66,11 +66,11 @@ def test_a_row_on_its_way_to_the_host_gives_way_before_the_first_of_all() -> Non
                 break
             events, slow = slow, []            # what SHORT has given up is still being written
             continue
-        assert LONG not in core.live or core.live[LONG].phase in (
-            Phase.LOADING, Phase.PREFILL, Phase.HOSTED), core.live[LONG].phase
+        assert LONG not in core.live or core.live[LONG].state.name in (
+            "loading", "prefill", "decode.host"), core.live[LONG].state
         events = [Retired(plan.step, ((7,),) * sum(plan.samples))]
         slow += [Moved(m.id, True) for m in plan.moves]
-        if not asked and SHORT in core.live and core.live[SHORT].phase is Phase.RESIDENT:
+        if not asked and SHORT in core.live and core.live[SHORT].state.name == "decode.device":
             asked, events = True, [*events, Spilled(SHORT)]
         elif LONG not in core.live or not asked:
             events, slow = events + slow, []
@@ -82,20 +82,20 @@ def test_a_hosted_row_comes_back_when_the_last_copies_of_another_have_landed() -
     no edge is taken and no page becomes free."""
     core = Core(CoreConfig(page_size=2, rows=2, hbm_pages=28, dram_pages=64, hot_pages=1, budget=60))
     events: list[Event] = [Arrived(RequestId(0), tuple(range(1000, 1040)), 8)]
-    phases = list[Phase]()
+    states = list[str]()
     for turn in range(14):
         if turn == 2:
             events.append(Arrived(RequestId(1), tuple(range(100, 109)), 40, selects=True))
         if turn == 12:
-            assert phases[-3:] == [Phase.HOSTED] * 3 and len(core.live) == 1
+            assert states[-3:] == ["decode.host"] * 3 and len(core.live) == 1
             events.append(Moved(MoveId(1), True))
         plan = core.advance(events).plan
         core.check()
         assert plan is not None
-        phases.append(core.live[RequestId(int(turn > 1))].phase)
+        states.append(core.live[RequestId(int(turn > 1))].state.name)
         events = [Moved(m.id, True) for m in plan.moves if m.id != 1]
         events.append(Retired(plan.step, tuple((9,) for s in plan.samples if s)))
-    assert phases[-2:] == [Phase.PROMOTING, Phase.RESIDENT]
+    assert states[-2:] == ["decode.to_device", "decode.device"]
 
 
 @pytest.mark.parametrize("ahead", range(6))
@@ -113,7 +113,7 @@ def test_a_spill_goes_on_in_the_next_step_though_the_host_is_full_of_cached_page
         d.retire()
         while d.moves:
             d.land()
-    assert d.phase(1) is Phase.RESIDENT
+    assert d.state(1) == "decode.device"
     d.tell(Spilled(LONG))
     assert d.core.live[LONG].place is Place.HOST
     (plan,) = d.retire()
@@ -139,7 +139,7 @@ def test_who_runs_from_the_host_grows_nothing_on_the_device() -> None:
         d.arrive(rid, range(100 * rid, 100 * rid + 10), 20, selects=True)
     for _ in range(4):
         d.retire()
-    assert [d.phase(rid) for rid in range(5)] == [Phase.HOSTED] * 5
+    assert [d.state(rid) for rid in range(5)] == ["decode.host"] * 5
 
 
 def test_who_pauses_keeps_on_the_device_what_the_host_has_promised_to_another() -> None:
@@ -266,7 +266,7 @@ def test_a_dense_request_in_line_gets_pages_that_others_can_do_without() -> None
         d.retire()
         while d.moves:
             d.land()
-    assert (d.phase(0), d.phase(1)) == (Phase.HOSTED, Phase.RESIDENT)
+    assert (d.state(0), d.state(1)) == ("decode.host", "decode.device")
     d.run()
     assert d.finished() == {0: Outcome.LENGTH, 1: Outcome.LENGTH}
 
@@ -283,7 +283,7 @@ def test_nobody_goes_to_the_host_for_somebody_who_would_not_fit_all_the_same(pro
         d.retire()
         while d.moves:
             d.land()
-    assert [d.phase(rid) for rid in (0, 1, 9)] == [Phase.RESIDENT, Phase.RESIDENT, Phase.QUEUED]
+    assert [d.state(rid) for rid in (0, 1, 9)] == ["decode.device", "decode.device", "queued"]
     assert d.core.counters["spills"] == 0
 
 
@@ -370,9 +370,9 @@ def test_a_promotion_loads_few_pages_at_once() -> None:
     d.arrive(0, range(120), 90, selects=True)
     d.arrive(1, range(1000, 1080), 4)          # somebody else needs the device for a while
     while d.plans or d.moves:
-        if 1 not in d.core.live and 0 in d.core.live and d.phase(0) is Phase.HOSTED:
+        if 1 not in d.core.live and 0 in d.core.live and d.state(0) == "decode.host":
             d.tell(Promoted(RequestId(0)))
-        if 0 in d.core.live and d.phase(0) is Phase.PROMOTING:
+        if 0 in d.core.live and d.state(0) == "decode.to_device":
             loads.append(sum(len(m.dst_pages) for m in d.moves if m.dst is Tier.HBM))
         while d.moves:
             d.land()
@@ -395,7 +395,7 @@ def test_a_row_goes_to_the_host_and_comes_back_page_by_page_without_a_bind() -> 
         plans.append(plan)
         events = [Retired(plan.step, ((7,),) * sum(plan.samples)), *(Moved(m.id, True) for m in plan.moves),
                   *([Spilled(LONG)] * (turn == 2)), *([Promoted(LONG)] * (turn == 5))]
-        if turn > 6 and core.live[LONG].phase is Phase.RESIDENT:
+        if turn > 6 and core.live[LONG].state.name == "decode.device":
             break
     assert [len(plan.binds) for plan in plans] == [1] + [0] * (len(plans) - 1)
     spilled, *mapped = [(m, plan) for plan in plans for m in plan.remaps]

@@ -259,7 +259,7 @@ def test_what_a_page_sees_has_no_token_and_an_end():
         rig.turn()
     seen = rig.loop.handle(wire.AskShown(9))
     [request] = seen.requests
-    assert (seen.id, seen.live, request.rid, request.phase, request.prompt) == (9, 1, 1, "resident", 3)
+    assert (seen.id, seen.live, request.rid, request.phase, request.prompt) == (9, 1, 1, "decode.device", 3)
     assert 0 < request.output < 4
     turn = next(t for t in seen.turns if t.step)
     assert turn.rows == turn.tokens == 1 and [t.number for t in seen.turns] == list(range(len(seen.turns)))

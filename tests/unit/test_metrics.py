@@ -82,8 +82,8 @@ def test_numbers_of_features_that_are_off_are_not_exported():
                 if line.startswith("penstock:")}
 
     plain = names()
-    words = ("disk", "dram", "hot", "stor", "peer", "pair", "pause", "fetching", "staging", "promot",
-             "hosted", "spill", "recomputed", "receiving", "sending")
+    words = ("disk", "dram", "hot", "stor", "peer", "pair", "pause", "fetching", "_host", "decode.host", "to_device",
+             "promot", "spill", "recomputed", "receiving", "sending")
     assert not [name for name in plain if any(word in name for word in words)]
     assert {"num_requests_running", "num_requests_waiting", "hbm_pages", 'num_preemptions_total{kind="drop"}',
             'prefix_cache_hits_total{tier="hbm"}', 'requests_in_phase{phase="queued"}'} <= plain
@@ -93,7 +93,8 @@ def test_numbers_of_features_that_are_off_are_not_exported():
                                  'prefix_cache_hits_total{tier="dram"}'}),
             ({"disk_pages": 4}, {"storage_up", "pages_to_store", 'requests_in_phase{phase="fetching"}'}),
             ({'selected_device_units_total{layer="0"}': 0}, {
-                "spills_total", "promotions_total", "requests_hosted", "hot_buffer_pages"}),
+                "spills_total", "promotions_total", "requests_hosted", "hot_buffer_pages",
+                *(f'requests_in_phase{{phase="decode.{place}"}}' for place in ("to_host", "host", "to_device"))}),
             ({"pair_connected": 0}, {"pair_connected", "peer_ignored",
                                      'requests_in_phase{phase="sending"}'})):
         assert appears <= names(**on) and not appears & plain

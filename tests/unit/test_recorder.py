@@ -72,7 +72,7 @@ def test_who_looks_seldom_sees_every_phase_of_a_request_that_came_and_went():
         recorded(recorder, [Flushed()])
     turns = shown(1, recorder).turns
     assert [(rid, to) for turn in turns for rid, _, to in turn.edges] == [
-        (1, phase) for phase in ("loading", "prefill", "resident", "done")]
+        (1, phase) for phase in ("loading", "prefill", "decode.device", "done")]
     assert [turn.number for turn in turns] == sorted(turn.number for turn in turns)
     assert len(turns) < 40 and turns[-1].number == len(recorder.turns) - 1
 
@@ -116,7 +116,7 @@ def test_nothing_of_a_user_is_in_a_dump_without_its_beginning_or_of_a_turn_that_
     assert str(SECRET)[:-3] not in text
     log = flight.read(text.splitlines())
     assert [(h.arrived.rid, len(h.outputs), h.phase) for h in log.held] == [
-        (2, 3, "resident"), (3, 3, "resident")]             # the second has ended since
+        (2, 3, "decode.device"), (3, 3, "decode.device")]             # the second has ended since
     assert [turn.returned for turn in log.turns] == [True] * 3 + [False]
 
 
@@ -263,7 +263,7 @@ def test_a_line_for_people_has_the_step_its_events_rows_and_edges():
     assert "3 turns, complete" in lines[0]
     assert lines[2].split(" | ") == [
         "     1", "Arrived(1: 5+2)", "1[0:5] 1 binds",
-        "1:queued-admit>loading 1:loading-landed>prefill 1:prefill-prefilled>resident",
+        "1:queued-admit>loading 1:loading-landed>prefill 1:prefill-prefilled>decode.device",
         "Started(1, 0, 0, 0, 0)"]
     assert lines[3].startswith("     2 | Retired(1: 1) | decode 1")
 

@@ -11,7 +11,7 @@ from penstock.api import server
 from penstock.config.base.errors import ConfigError
 from penstock.config.request.params import SamplingParams
 from penstock.config.settings.tree import Config, ModelConfig, ServerConfig
-from penstock.core.lifecycle import Phase, Trigger
+from penstock.core.lifecycle import Phase, Place, State, Trigger
 from penstock.core.plan import Retired
 from penstock.engine.traces.timeline import PHASES_MAX, Timelines
 from penstock.engine.wire import Origin, OutputChunk, Submit, Timeline
@@ -32,7 +32,7 @@ class Clock:
         return self.of
 
     def edge(self, now: int, r: SimpleNamespace, phase: Phase) -> None:
-        source, r.phase = r.phase, phase
+        source, r.phase = State(r.phase, Place.DEVICE), phase
         self.at(now).taken(r, source, Trigger.END)
 
     def submit(self, now: int, rid: int, trace: str = "00-1-2-01", choice: int = 0) -> SimpleNamespace:
@@ -44,13 +44,13 @@ class Clock:
 def test_phases_follow_each_other_and_prefill_lasts_to_the_first_token() -> None:
     clock = Clock()
     r = clock.submit(10, 1, choice=2)
-    for now, phase in ((20, Phase.FETCHING), (30, Phase.LOADING), (45, Phase.PREFILL), (60, Phase.RESIDENT)):
+    for now, phase in ((20, Phase.FETCHING), (30, Phase.LOADING), (45, Phase.PREFILL), (60, Phase.DECODE)):
         clock.edge(now, r, phase)
     clock.at(65).applied(Retired(1, ()))            # of another request
     r.num_output = 1
     clock.at(70).applied(Retired(2, ()))
-    for now, phase in ((80, Phase.STAGING), (85, Phase.HOSTED), (90, Phase.PAUSED), (100, Phase.LOADING),
-                       (100, Phase.PREFILL), (100, Phase.RESIDENT), (120, Phase.DONE)):
+    for now, phase in ((80, Phase.DECODE), (85, Phase.DECODE), (90, Phase.PAUSED), (100, Phase.LOADING),
+                       (100, Phase.PREFILL), (100, Phase.DECODE), (120, Phase.DONE)):
         clock.edge(now, r, phase)
     assert clock.of.ended([], {}) == [Timeline("00-1-2-01", 2, [
         (name, EPOCH + begin, EPOCH + end) for name, begin, end in (

@@ -52,11 +52,11 @@ def check(core: CoreState, pairs: Mapping[PeerId, Pairing]) -> None:
         assert r.phase in (Phase.LOADING, Phase.PREFILL) or not any(r.held.reserved), PROMISED
         assert (r in kv.softening) == (r.read_to is not None), (r.rid, "who still pins what it reads")
         if r.held.booked is not None:
-            assert r.phase in (Phase.PAUSED, Phase.STAGING, Phase.PROMOTING), (r.rid, r.phase)
+            assert r.phase is Phase.PAUSED or r.place in (Place.TO_HOST, Place.TO_DEVICE), (r.rid, r.state)
             for g, n in enumerate(r.held.booked[1]):
                 promised[r.held.booked[0]][g] += n
         for g, t in enumerate(r.tables):
-            promised[Tier.DRAM if r.place is Place.HOST and t.hosted else Tier.HBM][g] += r.held.reserved[g]
+            promised[Tier.DRAM if r.place.on_host and t.hosted else Tier.HBM][g] += r.held.reserved[g]
     assert all([arena.reserved == promised[tier] and arena.num_reserved == sum(promised[tier])
                 for tier, arena in kv.arenas.items()]), PROMISED
     for r in kv.freeing:
@@ -88,7 +88,7 @@ def _columns(kv: KVCache, r: Request, pinned: list[Copy], read: list[Copy],
         for space, column in ((device, t.device), (device, t.hot), (host, t.host)):
             if column:
                 copies = [copy for copy in column if copy is not None]
-                if column is t.device and t.hosted and r.place is Place.HOST and r.phase in ACTIVE:
+                if column is t.device and t.hosted and r.place.on_host and r.phase in ACTIVE:
                     _check_reads(r, column)
                     read += [copy for copy in copies if r in copy.readers]
                     pinned += [copy for copy in copies if r not in copy.readers]
@@ -105,7 +105,7 @@ def _columns(kv: KVCache, r: Request, pinned: list[Copy], read: list[Copy],
 def _check_reads(r: Request, column: Column) -> None:
     """Who decodes from host pages, or will, can do without what it has on the device; who is promoted
     cannot. Either comes about over turns."""
-    promoted = r.phase is Phase.PROMOTING
+    promoted = r.place is Place.TO_DEVICE
     end = r.promotion.reload_at if promoted else r.read_to
     assert all([copy is None or (r in copy.readers) is not promoted for copy in column[:end]]), (
         r.rid, "what it reads, or has pinned")
@@ -192,9 +192,9 @@ def _kept_promises(core: CoreState) -> None:
 
 def _leases(core: CoreState, r: Request, running: set[Request]) -> None:
     """What a request has is what its phase requires and allows."""
-    where = (r.rid, r.phase, r.place)
-    holds = core.holds[r.phase, r.place]
-    either = (*holds, *core.may_hold[r.phase, r.place])
+    where = (r.rid, r.state)
+    holds = core.holds[r.state]
+    either = (*holds, *core.may_hold[r.state])
     assert (r in running) == (r.phase in ACTIVE), where
     assert (r.row is not None) == (Lease.ROW in holds), where
     for t in r.tables:
@@ -208,17 +208,17 @@ def _leases(core: CoreState, r: Request, running: set[Request]) -> None:
         assert not any(r.held.reserve), where
     if r.row is not None:
         _tables(core, r)
-    assert r.phase in (Phase.PAUSED, Phase.STAGING, Phase.RECEIVING) or not r.saving.is_done
-    assert r.phase is Phase.PROMOTING or not r.promotion.loading, where
+    assert r.phase in (Phase.PAUSED, Phase.RECEIVING) or r.place is Place.TO_HOST or not r.saving.is_done
+    assert r.place is Place.TO_DEVICE or not r.promotion.loading, where
     assert r.setbacks.preemptions - r.setbacks.forced <= PREEMPTIONS_MAX, (where, "gave way too often")
 
 
 def _tables(core: CoreState, r: Request) -> None:
     """A row has a page for every position that it may read or write, in each group."""
-    kv, where = core.kv, (r.rid, r.phase, r.place)
+    kv, where = core.kv, (r.rid, r.state)
     assert r.capacity == kv.covered(r, r.place) >= max(r.computed, 1), where
     for g, t in enumerate(r.tables):
-        hosted = r.place is Place.HOST and t.hosted
+        hosted = r.place.on_host and t.hosted
         column, space = (t.host, kv.host[g]) if hosted else (t.device, kv.device[g])
         for i in range(max(t.begin(r.retired), t.first), t.end(r.capacity)):
             copy = column[i]
@@ -231,11 +231,11 @@ def _tables(core: CoreState, r: Request) -> None:
             arriving = [(below, c) for below in (False, True) for c in (t.host if below else t.device)
                       if c is not None and not c.ready and (below or not hosted)]
             assert all([late in r.found.arriving for late in arriving]), (where, "pages that it does not wait for")
-        if r.phase is Phase.PROMOTING and t.hosted:
+        if r.place is Place.TO_DEVICE and t.hosted:
             device = t.device[:r.promotion.reload_at]
             coming = [(g, i) for i, copy in enumerate(device) if copy is None or not copy.ready]
             assert coming == [entry for entry in r.promotion.loading if entry in coming], where
-        if r.phase is Phase.RESIDENT and t.hosted:
+        if r.state == (Phase.DECODE, Place.DEVICE) and t.hosted:
             assert not any(t.host[:len(r.path) * core.cfg.page_size // t.unit]), (where, "sealed mirrors")
 
 

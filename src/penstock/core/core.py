@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import assert_never
 
-from penstock.core import check, faults, lifecycle, retire, schedule
+from penstock.core import check, faults, retire, schedule
 from penstock.core.kv import allocate, listing, offload, prefetch, promote
 from penstock.core.kv.pages import PARTS
 from penstock.core.kv.prefix_tree import Copy
-from penstock.core.lifecycle import Phase, Role, Trigger
+from penstock.core.lifecycle import Phase, Place, Role, Trigger
 from penstock.core.pair.bridge import FromPeer, pairings
 from penstock.core.plan import (
     Aborted,
@@ -49,7 +49,7 @@ from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
 from penstock.core.state import CoreState
 
-WISHES = {Paused: Trigger.PAUSE, Dropped: Trigger.DROP, Promoted: Trigger.PROMOTE}
+WISHES = {Paused: Trigger.PAUSE, Dropped: Trigger.DROP}
 
 
 class Core(CoreState):
@@ -148,7 +148,7 @@ class Core(CoreState):
             "requests_running": len(self.running), "requests_waiting": len(self.waiting),
             "requests_paused": len(self.by_phase[Phase.PAUSED]),
             "requests_hosted": len(self.hosted),
-            **{f'requests_in_phase{{phase="{p.value}"}}': len(queue) for p, queue in self.by_phase.items()},
+            **{f'requests_in_phase{{phase="{name}"}}': len(queue) for name, queue in self.by_state()},
             "rows_free": kv.rows.free, "pages_to_store": kv.moves.num_to_store,
             "retained_pages": len(kv.tree.retained.users),
             "moves_in_flight": len(kv.moves.flying), "steps": kv.issued, **self.residency.stats(),
@@ -186,11 +186,14 @@ class Core(CoreState):
             case Stopped(rid, count):
                 if (r := self.live.get(rid)) is not None and count <= r.num_output:
                     self.end(r, Outcome.STOP)
-            case Paused() | Dropped() | Promoted():
+            case Paused() | Dropped():
                 self.request_edge(event.rid, WISHES[type(event)])
             case Spilled(rid):
                 if (r := self.live.get(rid)) is not None and reclaim.may_spill(self, r):
                     r.setbacks.forced += bool(reclaim.spill(self, r))
+            case Promoted(rid):
+                if (r := self.live.get(rid)) is not None and r.state == (Phase.DECODE, Place.HOST):
+                    r.setbacks.forced += bool(self.transition(r, Trigger.RELOCATE, Place.TO_DEVICE))
             case Flushed():
                 self.kv.flush()
             case SessionEnded(session):
@@ -231,7 +234,7 @@ class Core(CoreState):
         r.drafts = self.cfg.draft_tokens if a.drafts is None else min(self.cfg.draft_tokens, a.drafts)
         r.hot.least = capacity.hot_units(self.cfg, most)
         r.hot.most = capacity.hot_units(self.cfg, most, grown=True)
-        r.may_host = hosted and capacity.fits(self.cfg, lifecycle.Place.HOST, n + r.max_new - 1)
+        r.may_host = hosted and capacity.fits(self.cfg, Place.HOST, n + r.max_new - 1)
         r.session = self.sessions.begin(a.session, retains=a.retains)
         self._seq += 1
         self.live[a.rid] = r
@@ -298,8 +301,8 @@ class Core(CoreState):
             self.end(r, Outcome.LOST)         # what it has sent may be wrong
         elif id in r.step_depends_on and (r.phase, Trigger.DROP) in self.edges:
             self.transition(r, Trigger.DROP)
-        elif r.phase is Phase.STAGING and counted:
-            self.transition(r, Trigger.STAY)
+        elif r.place is Place.TO_HOST and counted:
+            self.transition(r, Trigger.RELOCATE, Place.DEVICE)       # it stays
         elif counted and (r.row is not None or r.phase in (Phase.SENDING, Phase.RECEIVING)
                           or (r.saving.is_done and not self.kv.is_complete(r))):
             self.transition(r, Trigger.DROP)          # what has gone is computed again
@@ -344,14 +347,13 @@ class Core(CoreState):
                 self._start(r)
             elif r.phase is Phase.PREFILL and not r.todo:
                 self.transition(r, Trigger.PREFILLED)  # prefill role: all of it was cached
-            elif r.phase is Phase.STAGING:
+            elif r.place is Place.TO_HOST:
                 reclaim.stage(self, r)
-            elif r.phase is Phase.PROMOTING:
+            elif r.place is Place.TO_DEVICE:
                 if not promote.load_next(kv, r):
-                    r.promotion.undone_at = kv.issued      # what it was promised cannot be had
-                    self.transition(r, Trigger.SPILL)
+                    reclaim.undo_promotion(self, r)        # what it was promised cannot be had
                 elif not (r.promotion.loading or r.moves) and r.promotion.reload_at is None:
-                    self.transition(r, Trigger.LANDED)
+                    self.transition(r, Trigger.RELOCATE, Place.DEVICE)
             self.is_saving |= r.promotion.reload_at is not None and kv.saves_left <= 0
         if self.hosted:
             self.residency.progress()

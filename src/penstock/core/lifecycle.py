@@ -1,13 +1,15 @@
 """The request lifecycle: phases, edges, and what each phase holds. Pure data, no behaviour.
 
-Acquiring and releasing are derived from these tables in one place (`Core.transition`), so a new edge cannot
-forget a resource. A mode without a tier is another table, not a branch.
+Acquiring and releasing are derived from these tables in one place (`CoreState.transition`), so a new edge cannot
+forget a resource. A mode without a tier is another table, not a branch. Where the KV of a request is, is beside its
+phase: one that decodes goes on decoding while that changes.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
 class Phase(Enum):
@@ -19,10 +21,7 @@ class Phase(Enum):
     LOADING = "loading"      # has its row and pages; evicted or cached KV is on its way to them
     PREFILL = "prefill"      # known tokens being computed in chunks
     SENDING = "sending"      # prefill role: its KV waits for pages of the decode engine, or is on its way
-    STAGING = "staging"      # must go on hosted, and its host copies are not complete
-    RESIDENT = "resident"    # decoding with all KV on the device
-    HOSTED = "hosted"        # decoding with KV in host pages, through a hot buffer
-    PROMOTING = "promoting"  # decodes hosted while its pages load
+    DECODE = "decode"        # its outputs follow one from the other; where its KV is: `Place`
     PAUSED = "paused"        # gave up its row; KV in host pages, resumes without recompute
     DROPPED = "dropped"      # gave up its KV; known tokens will be recomputed
     DONE = "done"            # terminal, whatever the cause
@@ -32,26 +31,22 @@ class Trigger(Enum):
     __hash__ = object.__hash__
 
     FETCH = "fetch"
-    RECEIVE = "receive"      # into device pages
-    RECEIVE_HOST = "receive_host"    # into host pages
-    ADMIT = "admit"          # to device pages
-    ADMIT_HOST = "admit_host"        # to host pages
+    RECEIVE = "receive"
+    ADMIT = "admit"
     LANDED = "landed"        # every page it waits for is in place
     PREFILLED = "prefilled"  # the step that samples its next token is issued
-    PREFILLED_HOST = "prefilled_host"    # the same of a prompt that was computed in host pages
     SENT = "sent"            # the decode engine has it all
-    SPILL = "spill"
-    STAY = "stay"            # a copy to the host has failed: it stays on the device
-    PROMOTE = "promote"
+    RELOCATE = "relocate"    # its KV goes on to another place, or has come there
     PAUSE = "pause"
     DROP = "drop"
-    RESUME = "resume"        # to device pages
-    RESUME_HOST = "resume_host"
+    RESUME = "resume"
     END = "end"              # stop, length, abort, refusal: legal from every live phase
 
 
 # Those that lead to a row.
-WAYS_IN = frozenset((Trigger.ADMIT, Trigger.ADMIT_HOST, Trigger.RESUME, Trigger.RESUME_HOST))
+WAYS_IN = frozenset((Trigger.ADMIT, Trigger.RESUME))
+# Those that say where the KV of the request will be. Any other leaves it where it is.
+PLACED = WAYS_IN | {Trigger.RECEIVE, Trigger.RELOCATE}
 
 
 class Lease(Enum):
@@ -75,27 +70,34 @@ class Role(Enum):
 
 
 class Place(Enum):
-    """Where the KV of a request that has a row lives. Decided on the way in, changed by SPILL and
-    PROMOTE; never changes a token."""
+    """Where the KV of a request is. Decided on the way in, changed by RELOCATE; never changes a token."""
 
     __hash__ = object.__hash__
 
     DEVICE = "device"
-    HOST = "host"
+    TO_HOST = "to_host"      # it waits until the host has all of it, and its steps read it there
+    HOST = "host"            # its steps read it there, through a hot buffer
+    TO_DEVICE = "to_device"  # its steps read on the host what is still being loaded
+
+    def __init__(self, value: str) -> None:
+        self.on_host = value in ("host", "to_device")   # what its steps read, and where it grows
 
 
-_TO_HOST = frozenset((Trigger.ADMIT_HOST, Trigger.RESUME_HOST, Trigger.RECEIVE_HOST, Trigger.PREFILLED_HOST))
-_TO_DEVICE = frozenset((Trigger.ADMIT, Trigger.RESUME, Trigger.RECEIVE))
-_LANDED = {Phase.STAGING: Place.HOST, Phase.PROMOTING: Place.DEVICE}
+# Where KV may go from where it is. On the way to the host a copy may fail, and loads may lose their pages to others.
+WAYS = {Place.DEVICE: (Place.TO_HOST,), Place.TO_HOST: (Place.HOST, Place.DEVICE),
+        Place.HOST: (Place.TO_DEVICE,), Place.TO_DEVICE: (Place.DEVICE, Place.HOST)}
 
 
-def place_after(phase: Phase, trigger: Trigger, place: Place) -> Place:
-    """Where the KV of a request lives once it has taken an edge."""
-    if trigger in _TO_HOST:
-        return Place.HOST
-    if trigger in _TO_DEVICE:
-        return Place.DEVICE
-    return _LANDED.get(phase, place) if trigger is Trigger.LANDED else place
+class State(NamedTuple):
+    """The phase of a request and the place of its KV, which is on its way only in DECODE."""
+
+    phase: Phase
+    place: Place
+
+    @property
+    def name(self) -> str:
+        """For people, and for tables of what was seen."""
+        return f"{self.phase.value}.{self.place.value}" if self.phase is Phase.DECODE else self.phase.value
 
 
 class IllegalTransition(AssertionError):
@@ -115,13 +117,7 @@ class Mode:
 P, T, L = Phase, Trigger, Lease
 
 # Phases whose requests have a row, hence may appear in a plan or become one soon.
-ACTIVE = (P.LOADING, P.PREFILL, P.STAGING, P.RESIDENT, P.HOSTED, P.PROMOTING)
-# Phases whose rows decode.
-DECODING = (P.RESIDENT, P.HOSTED, P.PROMOTING)
-# Of these, those that read host pages.
-ON_HOST = (P.HOSTED, P.PROMOTING)
-# Active phases that may end without a result or an event that names their request.
-BUSY = (P.LOADING, P.PREFILL, P.STAGING, P.PROMOTING)
+ACTIVE = (P.LOADING, P.PREFILL, P.DECODE)
 # Phases whose requests have none.
 WAITING = (P.QUEUED, P.FETCHING, P.RECEIVING, P.SENDING, P.PAUSED, P.DROPPED)
 # Of these, those that wait for a row; RECEIVING does when all has come.
@@ -129,9 +125,7 @@ LINE = (P.QUEUED, P.FETCHING, P.PAUSED, P.DROPPED)
 
 
 def edges(mode: Mode) -> Mapping[tuple[Phase, Trigger], Phase]:
-    """Every legal edge. All ways in lead through LOADING, which takes no time if nothing is to load;
-    every way from device pages to host pages leads through STAGING, which takes no time either if
-    the copies are there."""
+    """Every legal edge. All ways in lead through LOADING, which takes no time if nothing is to load."""
     table = {
         (P.QUEUED, T.ADMIT): P.LOADING,
         (P.LOADING, T.LANDED): P.PREFILL,
@@ -151,11 +145,6 @@ def edges(mode: Mode) -> Mapping[tuple[Phase, Trigger], Phase]:
             (P.FETCHING, T.ADMIT): P.LOADING,
             (P.FETCHING, T.DROP): P.DROPPED,  # too late, or a victim: the prompt is computed
         }
-    if mode.sparse:
-        table |= {(P.QUEUED, T.ADMIT_HOST): P.LOADING, (P.PAUSED, T.RESUME_HOST): P.LOADING,
-                  (P.DROPPED, T.RESUME_HOST): P.LOADING}
-    if mode.sparse and mode.disk:
-        table[P.FETCHING, T.ADMIT_HOST] = P.LOADING
     table |= _sending() if mode.role is Role.PREFILL else _decoding(mode)
     if mode.role is Role.DECODE:
         table |= _receiving(mode)
@@ -164,21 +153,11 @@ def edges(mode: Mode) -> Mapping[tuple[Phase, Trigger], Phase]:
 
 
 def _decoding(mode: Mode) -> dict[tuple[Phase, Trigger], Phase]:
-    table = {(P.PREFILL, T.PREFILLED): P.RESIDENT, (P.RESIDENT, T.DROP): P.DROPPED}
+    table = {(P.PREFILL, T.PREFILLED): P.DECODE, (P.DECODE, T.DROP): P.DROPPED}
     if mode.host:
-        table[P.RESIDENT, T.PAUSE] = P.PAUSED
+        table[P.DECODE, T.PAUSE] = P.PAUSED
     if mode.sparse:
-        table |= {
-            (P.PREFILL, T.PREFILLED_HOST): P.HOSTED,    # it was computed in host pages: nothing to copy
-            (P.RESIDENT, T.SPILL): P.STAGING,
-            (P.STAGING, T.LANDED): P.HOSTED,
-            (P.STAGING, T.STAY): P.RESIDENT,
-            (P.HOSTED, T.PROMOTE): P.PROMOTING,
-            (P.PROMOTING, T.LANDED): P.RESIDENT,
-            (P.PROMOTING, T.SPILL): P.HOSTED,
-        }
-        for phase in (P.STAGING, P.HOSTED, P.PROMOTING):
-            table |= {(phase, T.PAUSE): P.PAUSED, (phase, T.DROP): P.DROPPED}
+        table[P.DECODE, T.RELOCATE] = P.DECODE
     return table
 
 
@@ -198,44 +177,60 @@ def _receiving(mode: Mode) -> dict[tuple[Phase, Trigger], Phase]:
     }
     if mode.disk:
         table[P.FETCHING, T.RECEIVE] = P.RECEIVING       # what storage has need not be sent
-    if mode.sparse:
-        table |= {(P.QUEUED, T.RECEIVE_HOST): P.RECEIVING, (P.RECEIVING, T.ADMIT_HOST): P.LOADING}
-    if mode.sparse and mode.disk:
-        table[P.FETCHING, T.RECEIVE_HOST] = P.RECEIVING
     return table
 
 
-LeaseTable = Mapping[tuple[Phase, Place], tuple[Lease, ...]]
+def changes(mode: Mode) -> Iterator[tuple[State, Trigger, State]]:
+    """Every legal change of a request, with where its KV is."""
+    found = [State(P.QUEUED, Place.DEVICE)]
+    for source in found:
+        for (phase, trigger), target in edges(mode).items():
+            if phase is not source.phase:
+                continue
+            places: tuple[Place, ...] = (settled(source.place),)
+            if trigger is T.RELOCATE:
+                places = WAYS[source.place]
+            elif trigger in PLACED:
+                places = (Place.DEVICE, Place.HOST)[:1 + mode.sparse]
+            for place in places:
+                if (there := State(target, place)) not in found:
+                    found.append(there)
+                yield source, trigger, there
+
+
+def settled(place: Place) -> Place:
+    """Where KV is that goes no further."""
+    return Place.HOST if place.on_host else Place.DEVICE
+
+
+LeaseTable = Mapping[State, tuple[Lease, ...]]
 
 
 def holds(mode: Mode) -> LeaseTable:
-    """What a request must hold in a phase, with its KV in one place or the other."""
+    """What a request must hold in a phase, with its KV where it is."""
     none: tuple[Lease, ...] = ()
     parked = (L.DRAM,) if mode.host else none
-    device: dict[Phase, tuple[Lease, ...]] = {p: (L.ROW, L.HBM, L.DEVICE_ONLY) for p in ACTIVE}
-    host: dict[Phase, tuple[Lease, ...]] = {p: (L.ROW, L.HOT, L.DEVICE_ONLY, L.DRAM) for p in ACTIVE}
-    device[P.STAGING] = (L.ROW, L.HBM, L.DEVICE_ONLY, L.DRAM)
-    host[P.PROMOTING] = (L.ROW, L.HOT, L.HBM, L.DEVICE_ONLY, L.DRAM)
-    for place in (device, host):
-        place |= {P.QUEUED: none, P.FETCHING: (L.DRAM,), P.PAUSED: parked, P.DROPPED: none,
-                  P.DONE: none}
-    device |= {P.RECEIVING: (L.HBM, L.DEVICE_ONLY), P.SENDING: (L.HBM, L.DEVICE_ONLY)}
-    host |= {P.RECEIVING: (L.DRAM, L.DEVICE_ONLY), P.SENDING: (L.DRAM, L.DEVICE_ONLY)}
-    return {(p, place): leases[p]
-            for place, leases in ((Place.DEVICE, device), (Place.HOST, host)) for p in P}
+    idle = {P.QUEUED: none, P.FETCHING: (L.DRAM,), P.PAUSED: parked, P.DROPPED: none, P.DONE: none}
+    device = {p: (L.ROW, L.HBM, L.DEVICE_ONLY) for p in ACTIVE} | idle
+    host = {p: (L.ROW, L.HOT, L.DEVICE_ONLY, L.DRAM) for p in ACTIVE} | idle
+    device |= {p: (L.HBM, L.DEVICE_ONLY) for p in (P.RECEIVING, P.SENDING)}
+    host |= {p: (L.DRAM, L.DEVICE_ONLY) for p in (P.RECEIVING, P.SENDING)}
+    return {State(p, place): leases[p] for place, leases in ((Place.DEVICE, device), (Place.HOST, host)) for p in P} | {
+        State(P.DECODE, Place.TO_HOST): (*device[P.DECODE], L.DRAM),
+        State(P.DECODE, Place.TO_DEVICE): (*host[P.DECODE], L.HBM)}
 
 
 def may_hold(mode: Mode) -> LeaseTable:
     """What a request may also hold: kept on the way in, given up when the phase is left or sooner."""
-    may: dict[tuple[Phase, Place], tuple[Lease, ...]] = {(p, q): () for p in P for q in Place}
+    may: dict[State, tuple[Lease, ...]] = {State(p, q): () for p in P for q in Place}
     if mode.host:
         # A paused request's device pages stay until its steps have retired and its copies have landed.
-        may |= {(P.PAUSED, q): (L.HBM, L.DEVICE_ONLY) for q in Place}
+        may |= {State(P.PAUSED, q): (L.HBM, L.DEVICE_ONLY) for q in Place}
     if mode.sparse:
-        # Steps store what stays open to device and host alike where the host has room: SPILL is then
+        # Steps store what stays open to device and host alike where the host has room: a spill is then
         # free. A row in host pages keeps device pages until somebody needs them.
-        may |= {(p, Place.DEVICE): (L.DRAM,) for p in (P.LOADING, P.PREFILL, P.RESIDENT)}
-        may |= {(p, Place.HOST): (L.HBM,) for p in (P.LOADING, P.PREFILL, P.HOSTED)}
+        may |= {State(p, Place.DEVICE): (L.DRAM,) for p in ACTIVE}
+        may |= {State(p, Place.HOST): (L.HBM,) for p in ACTIVE}
     # What it shares with others stays where they have it.
-    may |= {(P.RECEIVING, Place.DEVICE): (L.DRAM,), (P.RECEIVING, Place.HOST): (L.HBM,)}
+    may |= {State(P.RECEIVING, Place.DEVICE): (L.DRAM,), State(P.RECEIVING, Place.HOST): (L.HBM,)}
     return may

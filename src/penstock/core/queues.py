@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import bisect
 import operator
+from collections.abc import Callable
+from functools import partial
 
-from penstock.core.lifecycle import ACTIVE, BUSY, ON_HOST, WAITING, Phase, Place
+from penstock.core.lifecycle import ACTIVE, WAITING, Phase, Place, State
 from penstock.core.policy import demand
 from penstock.core.request import PREEMPTIONS_MAX, Request
 from penstock.core.settings import CoreConfig
 
 # Phases in which a request is in one of `saving`, `stranded`, `ungranted` and `delivered`, or may come to be.
 _PARKED = (Phase.PAUSED, Phase.FETCHING, Phase.SENDING, Phase.RECEIVING)
+_ON_ITS_WAY = (Place.TO_HOST, Place.TO_DEVICE)
 _key = operator.attrgetter("key")
 
 
@@ -23,6 +26,7 @@ class Queues:
 
     def __init__(self, cfg: CoreConfig) -> None:
         self.by_phase: dict[Phase, list[Request]] = {p: [] for p in Phase if p is not Phase.DONE}
+        self.by_place: dict[Place, list[Request]] = {p: [] for p in Place}       # of those that decode
         self.running: list[Request] = []       # phases with a row
         self.hosted: list[Request] = []        # of these, who decodes from host pages
         self.on_host: list[Request] = []       # and all whose KV is in host pages, or on its way there
@@ -41,32 +45,43 @@ class Queues:
         self.demand: dict[bool, demand.PageCounts] = {
             grown: (none.copy(), none.copy()) for grown in (False, True)[:1 + cfg.sparse]}
         self._cfg = cfg
-        self._queues = ((self.running, ACTIVE), (self.hosted, ON_HOST), (self.waiting, WAITING),
-                        (self.transient, BUSY), *((queue, (p,)) for p, queue in self.by_phase.items()))
-        self._changes: dict[tuple[Phase, Phase], tuple[list[list[Request]], list[list[Request]]]] = {}
+        queues: list[tuple[list[Request], Callable[[State], bool]]] = [
+            (self.running, lambda s: s.phase in ACTIVE), (self.waiting, lambda s: s.phase in WAITING),
+            (self.hosted, lambda s: s.phase is Phase.DECODE and s.place.on_host),
+            (self.on_host, lambda s: s.phase in ACTIVE and s.place is not Place.DEVICE),
+            (self.transient, lambda s: s.phase in (Phase.LOADING, Phase.PREFILL) or s.place in _ON_ITS_WAY),
+            *((queue, partial(_is_in_phase, p)) for p, queue in self.by_phase.items()),
+            *((queue, partial(_decodes_at, p)) for p, queue in self.by_place.items())]
+        self._queues = queues
+        self._changes: dict[tuple[State, State], tuple[list[list[Request]], list[list[Request]]]] = {}
+
+    def by_state(self) -> list[tuple[str, list[Request]]]:
+        """All that live, by the names of their states."""
+        return [*((p.value, queue) for p, queue in self.by_phase.items() if p is not Phase.DECODE),
+                *((State(Phase.DECODE, p).name, queue) for p, queue in self.by_place.items())]
 
     def enqueue_new(self, r: Request) -> None:
         """A request has arrived."""
         insert(self.waiting, r)
         insert(self.by_phase[r.phase], r)
 
-    def phase_changed(self, r: Request, source: Phase, place: Place) -> None:
-        """`r` has left `source`, where its KV was in `place`."""
-        left, entered = self._changes.get((source, r.phase)) or self._change(source, r.phase)
+    def state_changed(self, r: Request, source: State) -> None:
+        """`r` has left `source`."""
+        left, entered = self._changes.get((source, r.state)) or self._change(source, r.state)
         for queue in left:
             remove(queue, r)
         for queue in entered:
             insert(queue, r)
-        was, runs = source in ACTIVE, r.phase in ACTIVE
+        was, runs = source.phase in ACTIVE, r.phase in ACTIVE
         if was != runs and r.setbacks.preemptions >= PREEMPTIONS_MAX - 1:
             keep(self.tired, r, runs)
-        if was or runs:
-            self._count(r, was, source, place, -1)
-            self._count(r, runs, r.phase, r.place, 1)
-            keep(self.on_host, r, runs and (r.place is Place.HOST or r.phase is Phase.STAGING))
-        if source is Phase.SENDING and r.remote.is_pushed:
+        if was:
+            self._count(r, source.place, -1)
+        if runs:
+            self._count(r, r.place, 1)
+        if source.phase is Phase.SENDING and r.remote.is_pushed:
             self.num_pushed -= 1
-        if source in _PARKED or r.phase in _PARKED:
+        if source.phase in _PARKED or r.phase in _PARKED:
             self.update_parked(r)
 
     def update_parked(self, r: Request) -> None:
@@ -78,29 +93,27 @@ class Queues:
             keep(self.ungranted, r, r.phase is Phase.SENDING and r.remote.grant is None)
             keep(self.delivered, r, r.phase is Phase.RECEIVING and r.saving.is_done)
 
-    def _change(self, source: Phase, target: Phase) -> tuple[list[list[Request]], list[list[Request]]]:
+    def _change(self, source: State, target: State) -> tuple[list[list[Request]], list[list[Request]]]:
         """The queues that an edge leaves, and those that it enters."""
         self._changes[source, target] = change = (
-            [queue for queue, phases in self._queues if source in phases and target not in phases],
-            [queue for queue, phases in self._queues if target in phases and source not in phases])
+            [queue for queue, holds in self._queues if holds(source) and not holds(target)],
+            [queue for queue, holds in self._queues if holds(target) and not holds(source)])
         return change
 
-    def _count(self, r: Request, runs: bool, phase: Phase, place: Place, times: int) -> None:
-        if runs:
-            self.num_growing_host += times * (place is Place.HOST and phase is not Phase.PROMOTING)
-            for grown, total in self.demand.items():
-                demand.add(total, demand.at_end(self._cfg, r, place, grown), times)
+    def _count(self, r: Request, place: Place, times: int) -> None:
+        """It runs, or does no more, with its KV in `place`."""
+        self.num_growing_host += times * (place is Place.HOST)
+        for grown, total in self.demand.items():
+            demand.add(total, demand.at_end(self._cfg, r, place, grown), times)
 
     def check_queues(self) -> None:
         """Whether queues and counts equal what a walk over all requests finds. Raises AssertionError."""
         live = sorted([*self.running, *self.waiting], key=lambda r: r.key)
-        for queue, phases in self._queues:
-            assert queue == [r for r in live if r.phase in phases], phases
+        for i, (queue, holds) in enumerate(self._queues):
+            assert queue == [r for r in live if holds(r.state)], i
         running, paused = self.running, self.by_phase[Phase.PAUSED]
-        assert self.on_host == [r for r in running if r.place is Place.HOST or r.phase is Phase.STAGING]
         assert self.tired == [r for r in running if r.setbacks.preemptions >= PREEMPTIONS_MAX - 1]
-        assert self.num_growing_host == sum([
-            r.place is Place.HOST and r.phase is not Phase.PROMOTING for r in running])
+        assert self.num_growing_host == sum([r.place is Place.HOST for r in running])
         for grown, total in self.demand.items():
             counted: demand.PageCounts = [0] * len(total[0]), [0] * len(total[0])
             for r in running:
@@ -113,6 +126,14 @@ class Queues:
         assert self.ungranted == [r for r in sending if r.remote.grant is None]
         assert self.num_pushed == sum([r.remote.is_pushed for r in sending])
         assert self.delivered == [r for r in receiving if r.saving.is_done]
+
+
+def _is_in_phase(phase: Phase, state: State) -> bool:
+    return state.phase is phase
+
+
+def _decodes_at(place: Place, state: State) -> bool:
+    return state == (Phase.DECODE, place)
 
 
 def is_bare(r: Request) -> bool:

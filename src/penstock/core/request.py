@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from penstock.core.kv.page_table import PageTable
 from penstock.core.kv.prefix_tree import Copy, Node, pack
-from penstock.core.lifecycle import Phase, Place
+from penstock.core.lifecycle import Phase, Place, State
 from penstock.core.pair.protocol import Granted
 from penstock.core.plan import Arrived, HbmPage, MoveId, RequestId, Row, StepId, Tier
 from penstock.core.policy.sessions import SHARED, Session
@@ -214,7 +214,7 @@ class Request:
         self.visit += 1
         self.issued, self.unchanged_until, self.append_until = None, 0, 0
         self.blocked_on, self.storage.next_missing, self.storage.keys = [], None, ()
-        if self.phase is not Phase.PROMOTING:
+        if self.place is not Place.TO_DEVICE:
             self.promotion = Promotion(undone_at=self.promotion.undone_at)
         self.hot.wait_until = StepId(0)
         self.saving = Saving()
@@ -279,6 +279,15 @@ class Request:
         self.unchanged_until = 0
 
     # ---------------------------------------------------------------- what follows from the above
+    @property
+    def decodes(self) -> bool:
+        """Whether steps take it that follow its prompt. It waits while its KV is on its way to the host."""
+        return self.phase is Phase.DECODE and self.place is not Place.TO_HOST
+
+    @property
+    def state(self) -> State:
+        return State(self.phase, self.place)
+
     @property
     def key(self) -> tuple[int, int]:
         """Order of service: smaller first."""

@@ -14,7 +14,7 @@ from typing import Literal, cast
 from penstock.core.kv.listing import Shortage
 from penstock.core.kv.page_table import own
 from penstock.core.kv.prefix_tree import Copy
-from penstock.core.lifecycle import DECODING, Phase, Place, Trigger
+from penstock.core.lifecycle import Phase, Place, Trigger
 from penstock.core.plan import (
     Bind,
     DramPage,
@@ -57,9 +57,7 @@ def plan(core: CoreState) -> StepPlan | None:
     result = _issue(core, step, chosen)
     for row in prompts:
         if row.last:
-            r = row.request
-            device = r.place is Place.DEVICE or core.prefills_only
-            core.transition(r, Trigger.PREFILLED if device else Trigger.PREFILLED_HOST)
+            core.transition(row.request, Trigger.PREFILLED)
     return result
 
 
@@ -79,7 +77,7 @@ def _of_turn(core: CoreState, free: int) -> tuple[list[ScheduledRow], int]:
     taken = reclaim.PlannedRows(core, chosen)
     budget, looked, left = core.cfg.step_tokens, 0, len(core.running)
     if core.cfg.pp_size > 1:
-        left = -(-sum([r.phase in DECODING for r in core.running]) // core.cfg.pp_size)
+        left = -((len(core.by_place[Place.TO_HOST]) - len(core.by_phase[Phase.DECODE])) // core.cfg.pp_size)
     for r in list(core.running):
         if not (budget and left):
             break
@@ -91,11 +89,11 @@ def _of_turn(core: CoreState, free: int) -> tuple[list[ScheduledRow], int]:
                 left -= 1
             continue
         looked += 1
-        if r.phase not in DECODING or r.last_issue > free or not _may_decode(r):
+        if not r.decodes or r.last_issue > free or not _may_decode(r):
             continue
         if r.computed == r.capacity and not (grown := core.kv.grow(r, r.computed + 1)):
             reclaim.for_growth(core, r, grown.tier, taken)
-            if r.phase not in DECODING or not core.kv.grow(r, r.computed + 1):
+            if not r.decodes or not core.kv.grow(r, r.computed + 1):
                 continue
         width = _width(core, r, budget)
         chosen.append(_row(r, width))
@@ -216,7 +214,7 @@ def _bind(r: Request) -> Bind:
     hot: tuple[tuple[Hot, ...], ...] = ()
     if any(t.host for t in r.tables):
         host = tuple(_dram(t.host, len(t.device)) for t in r.tables)
-    if r.place is Place.HOST:
+    if r.place.on_host:
         hot = tuple(tuple(Hot(HbmPage(c.page)) for c in t.hot) for t in r.tables)
     columns = tuple((*pages, *_hbm(t.device[len(pages):]))       # a look at each of 65,536 takes 12 ms
                     for t, pages in zip(r.tables, r.take_prefix(), strict=True))
@@ -230,7 +228,7 @@ def _bind(r: Request) -> Bind:
 
 def _readable(r: Request, column: Sequence[Copy | None]) -> Sequence[Copy | None]:
     """A row in host pages does not wait for those of the device: what is not there is read from the host."""
-    return column if r.place is Place.DEVICE else [c if c is not None and c.ready else None for c in column]
+    return column if not r.place.on_host else [c if c is not None and c.ready else None for c in column]
 
 
 def _grows(r: Request) -> list[Grow]:
@@ -315,7 +313,7 @@ def _issue(core: CoreState, step: StepId, chosen: list[ScheduledRow]) -> StepPla
             continue
         looked += 1
         news.of(core, r)
-        if r.phase in DECODING:
+        if r.phase is Phase.DECODE:
             tokens += [-1] * row.count         # the device has sampled it; what follows are drafts
         else:
             known = r.between(at, at + row.count)
@@ -352,7 +350,7 @@ def unchanged_until(r: Request) -> int:
     """Up to which position `r` decodes one token a step and nothing else happens to its row. Drafts
     and loads to wait for need a look each step."""
     if (r.drafts or r.step_depends_on or r.issued is None
-            or r.phase not in DECODING or r.num_tokens + r.num_placeholders != r.computed + 1):
+            or not r.decodes or r.num_tokens + r.num_placeholders != r.computed + 1):
         return 0
     return min(r.capacity, r.num_prompt + r.max_new - 1)
 
@@ -360,7 +358,7 @@ def unchanged_until(r: Request) -> int:
 def append_until(core: CoreState, r: Request) -> int:
     """Up to which retired position a result of `r` is one more token: no page is full, no end is
     reached. Stop tokens are looked for."""
-    if r.drafts or r.phase not in DECODING or r.num_tokens != r.retired + 1 or r.forks:
+    if r.drafts or not r.decodes or r.num_tokens != r.retired + 1 or r.forks:
         return 0
     return min((len(r.path) + 1) * core.cfg.page_size - 1, r.num_prompt + r.max_new - 2)
 
@@ -369,7 +367,7 @@ def check(core: CoreState) -> None:
     """Whether all that is not looked at is as it was when it was. Raises AssertionError."""
     for r in core.live.values():
         if r.computed < r.unchanged_until:
-            assert r.phase in DECODING and r.reported.bound and not any(r.reported.remapped), r.rid
+            assert r.decodes and r.reported.bound and not any(r.reported.remapped), r.rid
             assert not r.hot.is_resized, r.rid
             assert r.unchanged_until == unchanged_until(r) and r.capacity == r.reported.capacity, r.rid
             assert r.issued is not None and (r.issued.row, r.issued.kv_epoch) == (r.row, r.kv_epoch), r.rid

@@ -22,6 +22,7 @@ from penstock.core.lifecycle import (
     Phase,
     Place,
     Role,
+    State,
     Trigger,
 )
 from penstock.core.plan import (
@@ -57,11 +58,11 @@ class Watcher:
     def applied(self, event: Event) -> None:
         """It has been, and no edge of the planner's own was taken since."""
 
-    def edge(self, r: Request, trigger: Trigger) -> None:
-        """It is asked for, and may be refused for want of pages."""
+    def edge(self, r: Request, trigger: Trigger, place: Place) -> None:
+        """It is asked for, and may be refused for want of pages. place: where the KV of `r` would be."""
 
-    def taken(self, r: Request, source: Phase, trigger: Trigger) -> None:
-        """`r` has left `source` for the phase that it is in."""
+    def taken(self, r: Request, source: State, trigger: Trigger) -> None:
+        """`r` has left `source` for the state that it is in."""
 
 
 class CoreState(Queues):
@@ -71,7 +72,7 @@ class CoreState(Queues):
         role = Role(cfg.role)
         mode = Mode(host=cfg.dram_pages > 0, disk=cfg.disk_pages > 0, sparse=cfg.sparse, role=role)
         super().__init__(cfg)
-        self.cfg = cfg
+        self.cfg, self.mode = cfg, mode
         self.edges = lifecycle.edges(mode)
         self.holds = lifecycle.holds(mode)
         self.may_hold = lifecycle.may_hold(mode)
@@ -101,26 +102,29 @@ class CoreState(Queues):
         self.watchers: list[Watcher] = []      # add yourself
 
     # ---------------------------------------------------------------- transitions
-    def transition(self, r: Request, trigger: Trigger, headroom: Headroom = NONE_LEFT) -> Trial:
-        """Change the phase; or change nothing, and return what was lacking, which is false."""
+    def transition(self, r: Request, trigger: Trigger, place: Place | None = None,
+                   headroom: Headroom = NONE_LEFT) -> Trial:
+        """Change the phase, or where its KV is; or change nothing, and return what was lacking, which is false.
+        place: of triggers that say where, see `lifecycle.PLACED`."""
+        source = r.state
         target = self.edges.get((r.phase, trigger))
-        if target is None:
-            raise IllegalTransition(f"{r.phase} --{trigger}--> ?")
+        says = (trigger in lifecycle.PLACED) is (place is not None)
+        if target is None or not says or (trigger is Trigger.RELOCATE and place not in lifecycle.WAYS[r.place]):
+            raise IllegalTransition(f"{source} --{trigger}--> {place}")
+        state = State(target, place or lifecycle.settled(r.place))
         for watcher in self.watchers:
-            watcher.edge(r, trigger)
-        source, before = r.phase, r.place
-        place = lifecycle.place_after(source, trigger, before)
-        holds = self.holds[target, place]
-        gains = any(x not in self.holds[source, r.place] for x in holds) or target is Phase.PAUSED
+            watcher.edge(r, trigger, state.place)
+        holds = self.holds[state]
+        gains = any(x not in self.holds[source] for x in holds) or target is Phase.PAUSED
         if trigger not in WAYS_IN and r in self.kv.entering:
             self.kv.abandon(r)
         if r.held.booked is not None:
             self.kv.unbook(r)                  # for the phase that it leaves; refused, it goes on without
-        if gains and not (trial := self.kv.acquire(r, target, holds, place, headroom)):
+        if gains and not (trial := self.kv.acquire(r, state, holds, headroom)):
             return trial
-        r.phase, r.place = target, place
-        keep = (*holds, *self.may_hold[target, place])
-        if r.read_to is not None and not (place is Place.HOST and target in ACTIVE):
+        r.phase, r.place = state
+        keep = (*holds, *self.may_hold[state])
+        if r.read_to is not None and not (r.place.on_host and target in ACTIVE):
             self.kv.pin_resident(r)
         # Whether it gives up its pages in later turns.
         if target in (Phase.DONE, Phase.DROPPED):
@@ -131,7 +135,7 @@ class CoreState(Queues):
             r.origin.shares_pages = bool(r.path) or r.remote.delivered > 0
         if target in (Phase.LOADING, Phase.RECEIVING) and not r.origin.retried:   # then it begins with none
             r.origin.own_from = min(r.origin.own_from, len(r.path))
-        if source is Phase.LOADING:            # what the device has may be what does not get to the host
+        if source.phase is Phase.LOADING:      # what the device has may be what does not get to the host
             r.setbacks.failed_saves = r.setbacks.failed_saves + 1 if target is Phase.DROPPED else 0
         if target in (Phase.DROPPED, Phase.DONE):
             r.kv_epoch += 1
@@ -140,24 +144,31 @@ class CoreState(Queues):
                 self.kv.freeing.append(r if target is Phase.DONE else r.hand_over(self.kv.tables()))
             else:
                 self.kv.forget_path(r, used=True)
-        elif (source, target) == (Phase.PROMOTING, Phase.RESIDENT):
-            promote.leave_host(self.kv, r)
-        elif trigger is Trigger.STAY:          # its host pages are not complete, nor will they be
-            r.setbacks.failed_saves += 1
-            moves = self.kv.moves
-            moves.cancel_planned([m for m in moves.outbox if moves.flying[m.id].request is r])
-            claims.leave_mirrors(self.kv, r)
-            self.kv.release(r, [Lease.DRAM])
-        elif (source, target) == (Phase.PROMOTING, Phase.HOSTED):
-            promote.stop_reload(self.kv, r)
+        elif trigger is Trigger.RELOCATE:
+            self._relocated(r, source.place)
         r.begin()
         self.edges_taken += 1
-        self.update_queues(r, source, before)
+        self.update_queues(r, source)
         if target in (Phase.FETCHING, Phase.RECEIVING) or (target is Phase.DROPPED and not r.started):
             self.out.append(Entered(r.rid, target.value, r.visit))
         for watcher in self.watchers:
             watcher.taken(r, source, trigger)
         return True
+
+    def _relocated(self, r: Request, source: Place) -> None:
+        """The KV of `r` has come to where it was to go, or goes no further."""
+        self.counters["spills"] += r.place is Place.TO_HOST
+        if source is Place.TO_HOST and r.place is Place.DEVICE:      # its host pages are not complete, nor will they be
+            r.setbacks.failed_saves += 1
+            moves = self.kv.moves
+            moves.cancel_planned([m for m in moves.outbox if moves.flying[m.id].request is r])
+            claims.leave_mirrors(self.kv, r)
+            self.kv.release(r, [Lease.DRAM])
+        elif source is Place.TO_DEVICE and r.place is Place.DEVICE:
+            self.counters["promotions"] += 1
+            promote.leave_host(self.kv, r)
+        elif source is Place.TO_DEVICE:
+            promote.stop_reload(self.kv, r)
 
     def update_runnable(self, r: Request) -> None:
         """Keep the line of those who wait for a row in step with what has changed about one of them."""
@@ -198,21 +209,18 @@ class CoreState(Queues):
             self.enqueue(fork)
         r.forks = []
 
-    def update_queues(self, r: Request, source: Phase, place: Place) -> None:
-        """Keep the queues and the counters in step with a phase that has just changed; the KV of `r` was in
-        `place` before."""
-        self.phase_changed(r, source, place)
+    def update_queues(self, r: Request, source: State) -> None:
+        """Keep the queues and the counters in step with a state that has just changed."""
+        self.state_changed(r, source)
         self.update_runnable(r)
         if r.storage.is_due:                       # it was queued, and is no more
             remove(self.prefetch_queue, r)
             r.storage.is_due = False
         if r.phase is Phase.DONE:
             self.release_forks(r)
-        r.setbacks.preemptions += source in ACTIVE and r.phase in (Phase.PAUSED, Phase.DROPPED)
+        r.setbacks.preemptions += source.phase in ACTIVE and r.phase in (Phase.PAUSED, Phase.DROPPED)
         self.counters["pauses"] += r.phase is Phase.PAUSED
         self.counters["drops"] += r.phase is Phase.DROPPED
-        self.counters["spills"] += r.phase is Phase.STAGING
-        self.counters["promotions"] += source is Phase.PROMOTING and r.phase is Phase.RESIDENT
 
     def end(self, r: Request, outcome: Outcome) -> None:
         """It has ended, whatever its phase; SENT: the decode engine has it all."""

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from penstock.core.core import Core
-from penstock.core.lifecycle import Place
 from penstock.core.plan import HotUse, RequestId, StepPlan
 from penstock.core.settings import CoreConfig
 from penstock.plan.rates import Rates
@@ -38,7 +37,7 @@ class StepTime:
                 # A request that may decode from host memory selects; the others read all.
                 read += kv_read(cfg.groups, cfg.page_size, start + count, self._selected(r is not None and r.may_host))
                 each_us += rates.request_us
-                if r is not None and r.place is Place.HOST:
+                if r is not None and r.place.on_host:
                     each_us += rates.selecting_us
                     missed += self._missing.get(rid, 0.0)
             at += count

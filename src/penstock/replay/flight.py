@@ -27,7 +27,7 @@ from penstock.core.settings import CoreConfig
 from penstock.replay.redact import Flight, Held
 from penstock.replay.text import config_of, event_of, plain, plain_config, plain_event, plain_plan
 
-FORMAT = 3
+FORMAT = 4
 Json = dict[str, Any]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from penstock.core.lifecycle import Phase, Trigger
+from penstock.core.lifecycle import Phase, State, Trigger
 from penstock.core.plan import (
     Advance,
     Arrived,
@@ -33,7 +33,7 @@ RING = 512                # turns
 TOKENS_MAX = 1 << 22      # of prompts and ended requests that only the ring keeps alive: about 150 MB
 WHOLE_ROWS = 32           # plans of so many rows are kept whole, see `without_columns`
 
-Edge = tuple[RequestId, Phase, Trigger, Phase]
+Edge = tuple[RequestId, State, Trigger, State]
 
 
 class RecordedCore(Protocol):
@@ -155,8 +155,8 @@ class Recorder(Watcher):
             return plan
         return without_columns(plan, last)
 
-    def taken(self, r: Request, source: Phase, trigger: Trigger) -> None:
+    def taken(self, r: Request, source: State, trigger: Trigger) -> None:
         if self.now is not None:
-            self.now.edges.append((r.rid, source, trigger, r.phase))
+            self.now.edges.append((r.rid, source, trigger, r.state))
             if r.phase is Phase.DONE:
                 self.now.ended.append(r)

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
-from penstock.core.lifecycle import Phase
 from penstock.core.pair.messages import End
 from penstock.core.plan import (
     NAME_BITS,
@@ -211,12 +210,12 @@ class _Redaction:
 
     # ---------------------------------------------------------------- writing it down
     def flight(self) -> Flight:
-        phases = {rid: r.phase for rid, r in self.recorder.core.live.items()}
+        states = {rid: r.state.name for rid, r in self.recorder.core.live.items()}
         for turn in reversed(self.turns):
             for rid, source, _, _ in reversed(turn.edges):
-                phases[rid] = source
+                states[rid] = source.name
         held = tuple(Held(self._arrived(s.arrived), tuple(s.stand[len(s.arrived.prompt):][:s.before]),
-                          phases.get(rid, Phase.QUEUED).value)
+                          states.get(rid, "queued"))
                      for rid, s in self.stories.items() if rid not in self.born)
         return Flight(self.recorder.core.cfg, self.recorder.lost, held,
                       tuple(map(self._leg, self.turns, self.results)))
@@ -320,4 +319,4 @@ def _veiled(value: Any) -> Any:
 
 def _edge(edge: Edge) -> tuple[RequestId, str, str, str]:
     rid, source, trigger, target = edge
-    return rid, source.value, trigger.value, target.value
+    return rid, source.name, trigger.value, target.name

@@ -222,7 +222,7 @@ def _print(report: Report, seconds: float) -> None:
 
 def _edges(report: Report) -> None:
     for edge in sorted(report.edges):
-        role, tiers, phase, trigger = edge
-        print(f"  {role:8s} {tiers:16s} {phase:9s} --{trigger}: {report.edges[edge]}")
+        role, tiers, state, trigger = edge
+        print(f"  {role:8s} {tiers:16s} {state:16s} --{trigger}: {report.edges[edge]}")
     for line in _never(report):
         print(f"  {line}")

@@ -10,7 +10,7 @@ from penstock.core.core import Core
 from penstock.core.kv.allocate import KVCache
 from penstock.core.kv.listing import Shortage, Trial
 from penstock.core.kv.pages import NONE_LEFT, Headroom
-from penstock.core.lifecycle import Phase, Trigger
+from penstock.core.lifecycle import Phase, Place, Trigger
 from penstock.core.plan import (
     Aborted,
     Advance,
@@ -32,9 +32,9 @@ from penstock.core.settings import CoreConfig
 # ---------------------------------------------------------------- tables on the device
 @instead_of(Core, "transition")
 def no_rebind_after_resume(real: Real, core: Core, r: Request, trigger: Trigger,
-                           headroom: Headroom = NONE_LEFT) -> Trial:
+                           place: Place | None = None, headroom: Headroom = NONE_LEFT) -> Trial:
     """The device keeps the page table of the row's previous tenant."""
-    ok: Trial = real(core, r, trigger, headroom)
+    ok: Trial = real(core, r, trigger, place, headroom)
     if ok and trigger is Trigger.RESUME:
         r.reported.bound, r.reported.capacity = True, r.capacity
         r.reported.lengths = [len(t.device) for t in r.tables]

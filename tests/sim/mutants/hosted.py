@@ -34,11 +34,11 @@ TORN = "pair=0,ranks=1,wait_pages=1000,fail=0.5,step_tokens=64,pauses=20,turns=0
 # ---------------------------------------------------------------- grows, remaps
 @instead_of(Core, "transition")
 def spill_that_the_device_is_not_told_of(real: Real, core: Core, r: Request, trigger: Trigger,
-                                         headroom: Headroom = NONE_LEFT) -> Trial:
+                                         place: Place | None = None, headroom: Headroom = NONE_LEFT) -> Trial:
     """A row goes on from host pages, and its device pages are others' now: the device is not told."""
-    source = r.phase
-    ok: Trial = real(core, r, trigger, headroom)
-    if ok and (source, trigger) == (Phase.STAGING, Trigger.LANDED):
+    source = r.place
+    ok: Trial = real(core, r, trigger, place, headroom)
+    if ok and (source, place) == (Place.TO_HOST, Place.HOST):
         r.reported.remapped = [{} for _ in r.tables]
     return ok
 
@@ -90,7 +90,7 @@ def hot_buffer_of_before_goes_on(real: Real, kv: KVCache, r: Request) -> None:
 @instead_of(schedule, "_grows", 300)
 def grow_without_the_twin(real: Real, r: Request) -> list[Grow]:
     """A resident row is not told of the host twins of its new pages."""
-    return [g._replace(host=()) if r.place is Place.DEVICE else g for g in real(r)]
+    return [g._replace(host=()) if not r.place.on_host else g for g in real(r)]
 
 
 @instead_of(schedule, "_remaps", mode=LOANS)
@@ -185,7 +185,7 @@ class TwinNotStoredFromItsFirstToken(Core):
         for r in self.running:
             for g, t in enumerate(r.tables):
                 i, may = t.end(r.computed) - 1, self.cfg.sparse and r.arrived.selects and t.group.hosted
-                if (may and i >= 0 and r.phase is Phase.RESIDENT and self.kv.node(r, t, i) is None
+                if (may and i >= 0 and r.state == (Phase.DECODE, Place.DEVICE) and self.kv.node(r, t, i) is None
                         and page_table.own(t.host, i) is None and self.kv.host[g].pool.free):
                     page_table.put(t.host, i, Copy(self.kv.host[g].pool.acquire(1)[0]))
         return adv
@@ -207,7 +207,7 @@ def hot_buffer_takes_a_shared_page(real: Real, kv: KVCache, r: Request) -> Trial
 def second_victim_while_a_spill_is_promised(real: Real, core: Core, tier: Tier = Tier.HBM,
                                             taken: reclaim.PlannedRows | None = None) -> bool:
     """While the pages of one spill are behind their fences, the next row is spilled."""
-    spilled = any(q.place is Place.HOST for q in core.running)
+    spilled = any(q.place.on_host for q in core.running)
     return not spilled and bool(real(core, tier, taken))
 
 
@@ -235,7 +235,7 @@ def row_starts_on_host_pages_that_are_coming(real: Real, r: Request) -> list[Cop
 @instead_of(sealing, "seal", mode="save_pages=256")
 def promotion_without_the_page_that_was_open(real: Real, kv: KVCache, r: Request) -> None:
     """The page that was open when a promotion began is never loaded."""
-    for t in r.tables if r.phase is Phase.PROMOTING else ():
+    for t in r.tables if r.place is Place.TO_DEVICE else ():
         for up in t.device[len(r.path) * kv.cfg.page_size // t.unit:r.retired // t.unit]:
             if up is not None and up.node is None:
                 up.ready = True
@@ -259,11 +259,11 @@ def promotion_loads_the_open_page_too_early(real: Real, kv: KVCache, r: Request,
 def page_begun_during_a_promotion_is_on_the_host_only(real: Real, kv: KVCache, r: Request,
                                                       upto: int) -> Trial:
     """A row that is being promoted grows like any hosted row."""
-    phase = r.phase
-    if phase is Phase.PROMOTING:
-        r.phase = Phase.HOSTED
+    place = r.place
+    if place is Place.TO_DEVICE:
+        r.place = Place.HOST
     ok: Trial = real(kv, r, upto)
-    r.phase = phase
+    r.place = place
     return ok
 
 
@@ -289,11 +289,11 @@ def hot_buffer_released_without_a_fence(real: Real, kv: KVCache, r: Request) -> 
 
 @instead_of(Core, "transition")
 def drop_of_a_paused_request_forgets_a_group(real: Real, core: Core, r: Request, trigger: Trigger,
-                                             headroom: Headroom = NONE_LEFT) -> object:
+                                             place: Place | None = None, headroom: Headroom = NONE_LEFT) -> object:
     """A paused request that is dropped gives back the host pages of all groups but one."""
     if r.phase is Phase.PAUSED and trigger is Trigger.DROP:
         page_table.take_all(r.tables[-1].host)
-    return real(core, r, trigger, headroom)
+    return real(core, r, trigger, place, headroom)
 
 
 # ---------------------------------------------------------------- steps that wait for loads

@@ -6,9 +6,9 @@ const at = id => document.getElementById(id);
 const key = () => sessionStorage.getItem("penstock-key") || "";
 const headers = () => key() ? { authorization: `Bearer ${key()}` } : {};
 const TIERS = { hbm: "Device", dram: "Host", disk: "Storage, as remembered" };
-const PHASES = ["queued", "fetching", "receiving", "loading", "prefill", "sending", "resident", "staging",
-  "hosted", "promoting", "paused", "dropped"];
-const ASIDE = new Set(["fetching", "receiving", "sending", "staging", "paused", "dropped"]);
+const PHASES = ["queued", "fetching", "receiving", "loading", "prefill", "sending", "decode.device", "decode.to_host",
+  "decode.host", "decode.to_device", "paused", "dropped"];
+const ASIDE = new Set(["fetching", "receiving", "sending", "decode.to_host", "paused", "dropped"]);
 
 const counted = (n, noun) => `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
 

@@ -15,7 +15,7 @@ from penstock.core.kv.page_table import enter_pinned, own, take_all, unpin
 from penstock.core.kv.pages import NONE_LEFT, Headroom, Pages
 from penstock.core.kv.pool import Fence
 from penstock.core.kv.prefix_tree import Copy, Node
-from penstock.core.lifecycle import Lease, Phase, Place
+from penstock.core.lifecycle import Lease, Phase, Place, State
 from penstock.core.plan import NO_HBM, HbmPage, Row, Tier
 from penstock.core.request import FAILED_SAVES_MAX, Request
 
@@ -23,27 +23,27 @@ from penstock.core.request import FAILED_SAVES_MAX, Request
 class KVCache(Pages):
     """Pages, rows and who has them. Every method keeps `check` true."""
 
-    def acquire(self, r: Request, phase: Phase, leases: Collection[Lease], place: Place,
-                headroom: Headroom = NONE_LEFT) -> Trial:
-        """Make `r` hold what `phase` requires, or change nothing. On the way in so much must be left over
+    def acquire(self, r: Request, state: State, leases: Collection[Lease], headroom: Headroom = NONE_LEFT) -> Trial:
+        """Make `r` hold what `state` requires, or change nothing. On the way in so much must be left over
         that those of `headroom`, who run, can grow."""
+        phase, place = state
         if Lease.ROW in leases and r.row is None:
             return enter(self, r, place, headroom)
-        if phase in (Phase.PAUSED, Phase.STAGING):
-            return offload.reserve(self, r, phase)
+        if phase is Phase.PAUSED or place is Place.TO_HOST:
+            return offload.reserve(self, r, spills=phase is Phase.DECODE)
         if phase is Phase.FETCHING:
             return prefetch.reserve(self, r)
         if phase is Phase.RECEIVING:
             return receive(self, r, place, headroom)
         if Lease.HOT in leases and not any(t.hot for t in r.tables):
             return promote.take_hot_buffer(self, r)
-        if phase is Phase.PROMOTING:
+        if place is Place.TO_DEVICE:
             return promote.reload(self, r, headroom)
         return True
 
     def release(self, r: Request, leases: Collection[Lease]) -> None:
         """Give up all of these leases that `r` holds."""
-        if Lease.HOT in leases and r.place is Place.HOST and any(t.hot for t in r.tables):
+        if Lease.HOT in leases and r.place.on_host and any(t.hot for t in r.tables):
             self.pin_resident(r)
         for lease in leases:
             if lease is Lease.ROW and r.row is not None:

@@ -19,7 +19,7 @@ from penstock.core.lifecycle import Phase, Place
 from penstock.core.plan import HbmPage, Tier
 from penstock.core.request import Request
 
-_HOST, _HBM, _DRAM = Place.HOST, Tier.HBM, Tier.DRAM    # Python 3.11 takes 0.1 us to find a member of an Enum
+_HBM, _DRAM = Tier.HBM, Tier.DRAM    # Python 3.11 takes 0.1 us to find a member of an Enum
 _Why = TypeVar("_Why", bound=TrialRefused)
 
 
@@ -161,7 +161,7 @@ class Entry(Entering):
 # ---------------------------------------------------------------- what a row writes next
 def grow(kv: Pages, r: Request, upto: int) -> Literal[True] | Shortage:
     """Pages for positions below `upto`, in every group, or nothing."""
-    host, promoting = r.place is _HOST, r.phase is Phase.PROMOTING
+    host, promoting = r.place.on_host, r.place is Place.TO_DEVICE
     hbm, dram, new_up, new_down = [0] * len(r.tables), [0] * len(r.tables), 0, 0
     covered: list[int] = []                    # positions that each table will have pages for
     for g, t in enumerate(r.tables):
@@ -196,7 +196,7 @@ def grow(kv: Pages, r: Request, upto: int) -> Literal[True] | Shortage:
                 extend(t.device, len(t.host))
         elif up and t.hosted and r.may_host and not r.held.reserved[g] and kv.cfg.role != "prefill":
             # Of a prompt only the last page is mirrored: the others are full when it is over.
-            for i in range(len(t.device) - (up if r.phase is Phase.RESIDENT else 1), len(t.device)):
+            for i in range(len(t.device) - (up if r.phase is Phase.DECODE else 1), len(t.device)):
                 mirror(kv, g, t, i)
     r.capacity = min(covered)
     return True
@@ -218,7 +218,7 @@ def mirror(kv: Pages, g: int, t: PageTable, i: int) -> None:
 
 def drop_mirrors(kv: Pages, r: Request) -> bool:
     """Give up the host pages of a row that is on the device: a spill will have to copy."""
-    if r.place is _HOST or r.phase is Phase.STAGING or not any([any(t.host) for t in r.tables]):
+    if r.place is not Place.DEVICE or not any([any(t.host) for t in r.tables]):
         return False
     leave_mirrors(kv, r)
     for g, t in enumerate(r.tables):

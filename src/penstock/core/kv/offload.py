@@ -11,7 +11,7 @@ from penstock.core.kv.page_table import Column, enter_pinned, own, put
 from penstock.core.kv.pages import Pages
 from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.kv.sealing import write_through
-from penstock.core.lifecycle import Phase
+from penstock.core.lifecycle import Phase, Place
 from penstock.core.plan import Tier
 from penstock.core.request import Request
 
@@ -21,13 +21,13 @@ def _is_wide(kv: Pages, r: Request) -> bool:
     return r.longest > kv.cfg.save_pages
 
 
-def reserve(kv: Pages, r: Request, phase: Phase) -> Trial:
+def reserve(kv: Pages, r: Request, *, spills: bool) -> Trial:
     """Take the host pages that pausing or staging needs at most, for what has no host copy; or nothing.
     What the host has of a row that is being staged must stay there: it is pinned, that of a long table over
     turns. Of a table that is too long for one look, a page for each full one is promised to it instead, but
     for the first that the host must keep anyway. If the host has not so many, a spill is refused. With
     half of them a pause goes on without a promise; a page that gets none stays on the device."""
-    claim, staging = Claim(kv, r), phase is Phase.STAGING
+    claim, staging = Claim(kv, r), spills
     at_once = staging and not _is_wide(kv, r)
     held, spare = list[tuple[Column, int, Copy]](), [list[Copy]() for _ in r.tables]
     parts = [(0, 0) if staging and not t.hosted else
@@ -128,7 +128,7 @@ def _save_some(kv: Pages, r: Request, g: int, begin: int, end: int) -> None:
 def save(kv: Pages, r: Request) -> bool:
     """All steps of `r` have retired, and it is paused or being staged: pin host copies or start them, page by
     page, as far as this turn allows. Who is paused lets go of the device. Returns whether that is all."""
-    staging = r.phase is Phase.STAGING
+    staging = r.place is Place.TO_HOST
     at_once = staging and not _is_wide(kv, r)
     if kv.saves_left <= 0 and not at_once:
         return False
@@ -245,7 +245,7 @@ def lose(kv: Pages, r: Request, lost: Collection[Copy]) -> bool:
                 if copy is None or copy not in lost:
                     continue
                 found = r.saving.may_lack = True
-                if r.row is None or r.phase is Phase.STAGING:
+                if r.row is None or r.place is Place.TO_HOST:
                     kv.drop_entry(r, g, column, i)
                     node = kv.node(r, t, i)
                     if (r.phase is Phase.PAUSED and column is t.host and node is not None

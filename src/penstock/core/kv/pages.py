@@ -258,7 +258,7 @@ class Pages(Matching):
         """`r` takes so many pages of each group later, in `place`; -1: now, or never."""
         for g, (n, t) in enumerate(zip(pages, r.tables, strict=True)):
             if n:
-                tier = Tier.DRAM if place is Place.HOST and t.hosted else Tier.HBM
+                tier = Tier.DRAM if place.on_host and t.hosted else Tier.HBM
                 self.arenas[tier].reserve_pages(g, times * n)
                 r.held.reserved[g] += times * n
 
@@ -483,7 +483,7 @@ class Pages(Matching):
 
     def covered(self, r: Request, place: Place) -> int:
         """Positions that the tables of `r` have pages for."""
-        host = place is Place.HOST
+        host = place.on_host
         return min([t.unit * len(t.host if host and t.hosted else t.device) for t in r.tables])
 
     def is_complete(self, r: Request) -> bool:

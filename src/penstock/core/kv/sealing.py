@@ -8,12 +8,9 @@ from penstock.core.kv.page_table import PageTable, own, put
 from penstock.core.kv.pages import Pages
 from penstock.core.kv.prefix_tree import Copy, Node, TierGroup, Tree
 from penstock.core.kv.promote import load
-from penstock.core.lifecycle import Phase, Place
+from penstock.core.lifecycle import Place
 from penstock.core.plan import Tier
 from penstock.core.request import Request
-
-_HOST = Place.HOST
-_PROMOTING, _STAGING = Phase.PROMOTING, Phase.STAGING
 
 
 def seal(kv: Pages, r: Request) -> None:
@@ -29,6 +26,7 @@ def seal(kv: Pages, r: Request) -> None:
         if parent.num_children > 1:
             ends.append(i * size)
     lower, stores = kv.cfg.dram_pages > 0, kv.cfg.disk_pages and kv.cfg.prefix_cache
+    on_host, spills, returns = r.place.on_host, r.place is Place.TO_HOST, r.place is Place.TO_DEVICE
     store: list[tuple[int, Node]] = []         # in this way: list[...]() takes twenty times as long
     for g, t in enumerate(r.tables):
         new: list[Node] = []
@@ -53,9 +51,9 @@ def seal(kv: Pages, r: Request) -> None:
             if down is not None:
                 if stays:
                     _share(tree, node, host, down)
-                if (r.place is not _HOST or not t.hosted) and r.phase is not _STAGING:
+                if not ((on_host and t.hosted) or spills):
                     kv.drop_entry(r, g, t.host, i)        # it is the tree's now, or the tree has another
-                elif up is not None and not up.ready and r.phase is _PROMOTING:
+                elif up is not None and not up.ready and returns:
                     load(kv, r, g, [(i, node)])
             if not lower:
                 continue

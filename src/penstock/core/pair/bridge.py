@@ -14,7 +14,7 @@ from penstock.core import retire
 from penstock.core.kv import allocate, sealing
 from penstock.core.kv.moves import FlyingMove
 from penstock.core.kv.prefix_tree import Copy, TierGroup
-from penstock.core.lifecycle import Phase, Place, Role, Trigger
+from penstock.core.lifecycle import Phase, Role, State, Trigger
 from penstock.core.pair import protocol
 from penstock.core.pair.decode_side import DecodeSide
 from penstock.core.pair.messages import Grant, Reason
@@ -107,7 +107,7 @@ class Pairing(Watcher):
             else:
                 self._apply(self.side.cancel(transfer))
 
-    def taken(self, r: Request, source: Phase, trigger: Trigger) -> None:
+    def taken(self, r: Request, source: State, trigger: Trigger) -> None:
         """What the other engine must hear of that."""
         transfer, side = r.arrived.transfer, self.side
         if r.arrived.peer != self.peer:
@@ -116,7 +116,7 @@ class Pairing(Watcher):
             if r.phase is Phase.RECEIVING:
                 self._open(r)
             elif r.phase is not Phase.FETCHING and (transfer in side.asked or (
-                    source is Phase.RECEIVING and transfer in self.granted)):
+                    source.phase is Phase.RECEIVING and transfer in self.granted)):
                 self._apply(side.cancel(transfer))
             if r.phase is Phase.DONE:
                 self.requests.pop(transfer, None)
@@ -148,7 +148,7 @@ class Pairing(Watcher):
         generation = side.open(transfer, r.num_prompt, start)
         self.granted[transfer] = []
         for g, t in enumerate(r.tables):
-            on_host = r.place is Place.HOST and t.hosted
+            on_host = r.place.on_host and t.hosted
             space, column = (kv.host[g], t.host) if on_host else (kv.device[g], t.device)
             entry = max(start // t.unit, t.begin(r.num_prompt))
             copies = [c for c in column[entry:] if c is not None]
@@ -157,7 +157,7 @@ class Pairing(Watcher):
             first = entry * t.unit
             self.granted[transfer].append(kv.moves.open(
                 r, space, copies, first, r.num_prompt - first, transfer, generation))
-            if r.place is Place.HOST and not t.hosted and (below := sealing.receive_below(kv, r, g, entry)):
+            if r.place.on_host and not t.hosted and (below := sealing.receive_below(kv, r, g, entry)):
                 self.granted[transfer].append(kv.moves.open(
                     r, kv.host[g], below, first, len(below) * t.unit, transfer, generation))
 
@@ -171,7 +171,7 @@ class Pairing(Watcher):
         for g, t in enumerate(r.tables):
             if t.reach and end < n:
                 continue
-            on_host = r.place is Place.HOST and t.hosted
+            on_host = r.place.on_host and t.hosted
             space, column = (kv.host[g], t.host) if on_host else (kv.device[g], t.device)
             first = max(grant.start if t.reach else r.remote.pushed, t.begin(n) * t.unit)
             copies = [c for c in column[first // t.unit:t.end(end)] if c is not None]

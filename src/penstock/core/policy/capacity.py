@@ -75,17 +75,16 @@ def refusal(cfg: CoreConfig, a: Arrived, longest: int) -> str:
             f"{cfg.max_len} and {where}")
 
 
-def ways_in(core: CoreState, r: Request) -> tuple[Trigger, ...]:
-    """What to try, in this order, for a request that waits."""
-    known = r.phase in (Phase.QUEUED, Phase.FETCHING, Phase.RECEIVING)
-    device, host = (Trigger.ADMIT, Trigger.ADMIT_HOST) if known else (Trigger.RESUME, Trigger.RESUME_HOST)
+def ways_in(core: CoreState, r: Request) -> tuple[Trigger, tuple[Place, ...]]:
+    """What to try for a request that waits, and with its KV where, in this order."""
+    trigger = Trigger.ADMIT if r.phase in (Phase.QUEUED, Phase.FETCHING, Phase.RECEIVING) else Trigger.RESUME
     if (r.phase, Trigger.RECEIVE) in core.edges and r.remote.is_asked:
-        device, host = Trigger.RECEIVE, Trigger.RECEIVE_HOST
+        trigger = Trigger.RECEIVE
     if not r.may_host:
-        return (device,)
+        return trigger, (Place.DEVICE,)
     if core.cfg.always_hosted or not fits(core.cfg, Place.DEVICE, min(r.num_tokens, r.compute_limit)):
-        return (host,)
-    return (device, host)
+        return trigger, (Place.HOST,)
+    return trigger, (Place.DEVICE, Place.HOST)
 
 
 def _demand(core: CoreState, *, grown: bool = False) -> PageCounts:
@@ -154,7 +153,7 @@ def promote(core: CoreState) -> bool:
     """Bring back the hosted row that is worth it most, if any is, and all that run could then end with the
     largest hot buffers: a page of these saves more than one of a whole row. Returns whether that failed
     because pages are still in use."""
-    if core.cfg.always_hosted or core.by_phase[Phase.PROMOTING]:
+    if core.cfg.always_hosted or core.by_place[Place.TO_DEVICE]:
         return False                           # one at a time
     total, best, price = _demand(core, grown=True), None, 1.0
     for r in core.hosted:
@@ -168,4 +167,5 @@ def promote(core: CoreState) -> bool:
         add(total, at_end(core.cfg, r, Place.DEVICE), -1)
         add(total, at_end(core.cfg, r, Place.HOST, grown=True))
     device, host = growing(core)
-    return best is not None and not core.transition(best, Trigger.PROMOTE, Headroom(device + 1, host - 1))
+    return best is not None and not core.transition(
+        best, Trigger.RELOCATE, Place.TO_DEVICE, Headroom(device + 1, host - 1))

@@ -25,7 +25,7 @@ def needs(cfg: CoreConfig, place: Place, tokens: int, *, grown: bool = False) ->
         pages = -(-tokens // unit)
         if group.reach:                        # the window, and the page that is being written
             pages = min(pages, -(-group.reach // unit) + 1)
-        hosted = place is Place.HOST and group.hosted
+        hosted = place.on_host and group.hosted
         device.append(hot_units(cfg, tokens, grown=grown) if hosted else pages)
         host.append(pages if hosted else 0)
     return device, host

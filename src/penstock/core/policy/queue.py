@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from penstock.core import lifecycle
 from penstock.core.kv import prefetch
 from penstock.core.kv.listing import UNDERWAY, Shortage, SourceNotReady
 from penstock.core.kv.pages import Headroom
@@ -41,7 +40,7 @@ class Round(NamedTuple):
 
     request: Request
     visit: int
-    trigger: Trigger                       # the way in that is under way,
+    place: Place                           # the way in that is under way,
     running: int                           # and why those before it led nowhere, see `Blocked`
     state: tuple[int, ...] | None
     shortages: list[Shortage]
@@ -160,25 +159,24 @@ class Admission:
         state, no_row = None, False
         shortages: list[Shortage] = []
         early: list[Copy] = []
-        ways = capacity.ways_in(self.core, r)
+        trigger, places = capacity.ways_in(self.core, r)
         at, self._round, running = self._round, None, len(self.core.running)
-        resumes = (at is not None and (at.request, at.visit) == (r, r.visit) and at.trigger in ways
+        resumes = (at is not None and (at.request, at.visit) == (r, r.visit) and at.place in places
                    and running > 0)        # alone, every way takes one turn: it begins with the first
         if at is not None and resumes:
-            ways, state, shortages, early = ways[ways.index(at.trigger):], at.state, at.shortages, at.early
+            places, state, shortages, early = places[places.index(at.place):], at.state, at.shortages, at.early
             running = max(running, at.running)
-        for trigger in ways:
-            place = lifecycle.place_after(r.phase, trigger, r.place)
+        for place in places:
             left = headroom(self.core, r, place)
             if left is None:
                 state = self._state()          # until the others that run have changed
                 continue
-            trial = self.core.transition(r, trigger, left)
+            trial = self.core.transition(r, trigger, place, left)
             if trial:
                 return True
             if trial is UNDERWAY:
                 self._see(shortages)
-                self._round = Round(r, r.visit, trigger, running, state, shortages, early)
+                self._round = Round(r, r.visit, place, running, state, shortages, early)
                 self._blocked, self.is_underway = None, True
                 return False
             if isinstance(trial, SourceNotReady):
@@ -204,7 +202,7 @@ class Admission:
         core, kv = self.core, self.core.kv
         shortages = [s for s in self.shortages_of(r) if s.tier is Tier.HBM and core.cfg.sparse]
         self._waits = bool(shortages) and kv.gives_up
-        if not shortages or kv.gives_up or reclaim.pages_will_come(core) or core.by_phase[Phase.STAGING]:
+        if not shortages or kv.gives_up or reclaim.pages_will_come(core) or core.by_place[Place.TO_HOST]:
             return
         short = min([kv.arenas[s.tier].short(s.want, promised=True) for s in shortages])
         taken, step, lacked = self._vain       # looking again walks the ends of tables, and some whole

@@ -12,7 +12,7 @@ from penstock.core.kv import claims, offload
 from penstock.core.kv.listing import Shortage, Trial, TrialRefused
 from penstock.core.kv.page_table import is_own
 from penstock.core.kv.prefix_tree import Copy
-from penstock.core.lifecycle import Phase, Trigger
+from penstock.core.lifecycle import Phase, Place, Trigger
 from penstock.core.plan import Tier
 from penstock.core.request import FAILED_SAVES_MAX, Request, ScheduledRow
 from penstock.core.state import CoreState
@@ -78,7 +78,7 @@ def reserved_will_come(core: CoreState, tier: Tier = Tier.HBM, taken: PlannedRow
     kv = core.kv
     if kv.gives_up or any([pool.in_limbo > pool.away for pool in kv.arenas[tier].pools]):
         return True
-    if tier is Tier.HBM and (core.by_phase[Phase.STAGING] or pages_will_come(core)):
+    if tier is Tier.HBM and (core.by_place[Place.TO_HOST] or pages_will_come(core)):
         return True
 
     def will_end() -> bool:
@@ -120,10 +120,9 @@ def for_growth(core: CoreState, r: Request, tier: Tier, taken: PlannedRows) -> N
         return
     if core.prefills_only and _drop_sending(core, r):
         return
-    for q in reversed(core.by_phase[Phase.PROMOTING]):
+    for q in reversed(core.by_place[Place.TO_DEVICE]):
         if q not in taken:
-            q.promotion.undone_at = core.kv.issued
-            core.transition(q, Trigger.SPILL)    # it decodes without the pages that it was promised
+            undo_promotion(core, q)              # it decodes without the pages that it was promised
             return
     if _revoke_grant(core, Tier.HBM, taken):
         return
@@ -149,7 +148,7 @@ def for_growth(core: CoreState, r: Request, tier: Tier, taken: PlannedRows) -> N
 
 def _spill_youngest(core: CoreState, taken: PlannedRows) -> bool:
     return any(victim not in taken and spills(core, victim)
-               for victim in reversed(core.by_phase[Phase.RESIDENT]))
+               for victim in reversed(core.by_place[Place.DEVICE]))
 
 
 def _changes(core: CoreState) -> int:
@@ -160,7 +159,7 @@ def _changes(core: CoreState) -> int:
 def may_spill(core: CoreState, r: Request) -> bool:
     """Whether `r` frees device pages when it goes on from the host, and copies to there do not always
     fail it."""
-    return (r.phase is Phase.RESIDENT and r.may_host and r.setbacks.failed_saves < FAILED_SAVES_MAX
+    return (r.state == (Phase.DECODE, Place.DEVICE) and r.may_host and r.setbacks.failed_saves < FAILED_SAVES_MAX
             and any(t.hosted and len(t.device) > r.hot.least for t in r.tables))
 
 
@@ -186,9 +185,15 @@ def spills(core: CoreState, victim: Request) -> bool | TrialRefused:
 
 def spill(core: CoreState, r: Request) -> Trial:
     """Let a resident row go on from host pages: at once, if they are complete."""
-    if trial := core.transition(r, Trigger.SPILL):
+    if trial := core.transition(r, Trigger.RELOCATE, Place.TO_HOST):
         stage(core, r)
     return trial
+
+
+def undo_promotion(core: CoreState, r: Request) -> None:
+    """It goes on from the host, and is not the next to come back."""
+    r.promotion.undone_at = core.kv.issued
+    core.transition(r, Trigger.RELOCATE, Place.HOST)
 
 
 def stage(core: CoreState, r: Request) -> None:
@@ -201,7 +206,7 @@ def stage(core: CoreState, r: Request) -> None:
             core.is_saving = True
             return
     if offload.is_staged(kv, r):
-        trial = core.transition(r, Trigger.LANDED)
+        trial = core.transition(r, Trigger.RELOCATE, Place.HOST)
         if not trial and not _is_heating(core, r, trial):
             yield_device(core, r)     # no hot buffer to be had, nor is one on its way
     elif r.saving.is_done:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from penstock.core.kv import promote
-from penstock.core.lifecycle import Phase
+from penstock.core.lifecycle import Place
 from penstock.core.plan import RequestId, Tier
 from penstock.core.policy import capacity, reclaim
 from penstock.core.policy.queue import Admission
@@ -90,9 +90,9 @@ class Residency:
             drafts = min(r.drafts, most)
             r.hot.drafts = capacity.draft_units(core.cfg, r, drafts) if drafts > 0 else 0
         self._keeps = any([r.hot.drafts > r.hot.least for r in core.hosted])
-        if self._admission.lacks(Tier.HBM) or any([r.phase is Phase.STAGING for r in core.transient]):
+        if self._admission.lacks(Tier.HBM) or core.by_place[Place.TO_HOST]:
             return                             # they would take it back
-        rows = [r for r in core.hosted if r.phase is Phase.HOSTED and r.num_hot < r.hot.drafts]
+        rows = [r for r in core.by_place[Place.HOST] if r.num_hot < r.hot.drafts]
         resized = any([r.hot.is_resized for r in rows])            # what comes would be taken for what went
         for r in rows:
             for drafts in range(min(r.drafts, most) if not r.hot.is_resized else 0, 0, -1):
@@ -124,7 +124,7 @@ class Residency:
         arena = kv.arenas[Tier.HBM]
         if self._admission.needs_pages() and any([pool.in_limbo > pool.away for pool in arena.pools]):
             return                             # the head of the line may be about to get these
-        for r in sorted(filter(_may_grow, core.hosted), key=lambda r: (-r.hot.missed / r.num_hot, r.key)):
+        for r in sorted(filter(_may_grow, core.by_place[Place.HOST]), key=lambda r: (-r.hot.missed / r.num_hot, r.key)):
             n = min(r.hot.least, r.hot.most - r.num_hot)
             want = self._reserve(n)
             kv.evict_redundant(want)
@@ -160,5 +160,4 @@ class Residency:
 def _may_grow(r: Request) -> bool:
     """Whether a larger hot buffer would save `r` something, as far as the device has told. One that has just
     become smaller is told so first: what comes would be taken for what went."""
-    return (r.phase is Phase.HOSTED and r.hot.has_news and r.hot.missed > 0 and r.num_hot < r.hot.most
-            and not r.hot.is_resized)
+    return r.hot.has_news and r.hot.missed > 0 and r.num_hot < r.hot.most and not r.hot.is_resized

@@ -4,7 +4,7 @@ from __future__ import annotations
 HELP = {
     "num_requests_running": "Requests (choices of n counted one by one) that hold a batch slot.",
     "num_requests_waiting": "Requests that wait for a batch slot, preempted ones included.",
-    "requests_in_phase": "Requests by phase of their life in the scheduler.",
+    "requests_in_phase": "Requests by phase of their life in the scheduler. Those that decode: by where their KV is.",
     "kv_cache_usage_ratio":
         "Share of a tier's KV pages in use, 0 to 1. On the GPU only pages that requests hold count; in host "
         "memory cached pages count too.",

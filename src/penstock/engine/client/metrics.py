@@ -78,7 +78,7 @@ FEATURES = {
     "storage": (re.compile("disk_pages$"), re.compile(
         r"disk_|storage_|prefix_disk_hits|pages_to_store|.*phase=\"fetching\"")),
     "sparse decode": (re.compile("selected_device_units_total"), re.compile(
-        r"hot_|spills|promotions|requests_hosted|prefix_recomputed|.*phase=\"(hosted|staging|promoting)\"")),
+        r"hot_|spills|promotions|requests_hosted|prefix_recomputed|.*phase=\"decode\.(host|to_host|to_device)\"")),
     "prefill/decode pair": (re.compile("pair_"), re.compile(
         r"pair_|peer_ignored|.*phase=\"(receiving|sending)\"")),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable
 
-from penstock.core.lifecycle import Phase, Trigger
+from penstock.core.lifecycle import Phase, State, Trigger
 from penstock.core.plan import Event, Retired
 from penstock.core.request import Request
 from penstock.core.state import Watcher
@@ -17,8 +17,8 @@ from penstock.engine.wire import OutputChunk, Submit, Timeline
 PHASES_MAX = 64             # of one request: one that is preempted all the time keeps its first ones
 QUEUED, PREEMPTED, DECODE = "queued", "preempted", "decode"
 NAMES = {Phase.QUEUED: QUEUED, Phase.FETCHING: "fetching", Phase.RECEIVING: "receiving", Phase.LOADING: "loading",
-         Phase.PREFILL: "prefill", Phase.SENDING: "sending", Phase.STAGING: DECODE, Phase.RESIDENT: DECODE,
-         Phase.HOSTED: DECODE, Phase.PROMOTING: DECODE, Phase.PAUSED: PREEMPTED, Phase.DROPPED: PREEMPTED}
+         Phase.PREFILL: "prefill", Phase.SENDING: "sending", Phase.DECODE: DECODE,
+         Phase.PAUSED: PREEMPTED, Phase.DROPPED: PREEMPTED}
 AFTER_PREFILL = (DECODE, "sending")
 
 
@@ -75,7 +75,7 @@ class Timelines(Watcher):
         return ended
 
     # ------------------------------------------------------------ edges of the planner
-    def taken(self, r: Request, source: Phase, trigger: Trigger) -> None:
+    def taken(self, r: Request, source: State, trigger: Trigger) -> None:
         line = self._open.get(r.rid)
         if line is None:
             return

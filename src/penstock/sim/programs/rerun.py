@@ -35,7 +35,7 @@ from penstock.sim.world.world import MakeCore, World
 
 TAIL = 8                 # steps after the last recorded one, before what still runs is aborted
 FORCED: dict[str, type[Paused] | type[Dropped] | type[Spilled]] = {
-    "paused": Paused, "dropped": Dropped, "hosted": Spilled}
+    "paused": Paused, "dropped": Dropped, "decode.host": Spilled}
 
 
 def _scenario(log: Log) -> Scenario:

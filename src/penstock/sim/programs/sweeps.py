@@ -11,18 +11,18 @@ from itertools import product
 from typing import Any
 
 from penstock.core.core import Core
-from penstock.core.lifecycle import Mode, Phase, Role, Trigger, edges
+from penstock.core.lifecycle import Mode, Role, changes
 from penstock.core.settings import CoreConfig
 from penstock.sim.world.pair import Pair, start
 from penstock.sim.world.scenario import TIERS, Scenario, draw
 from penstock.sim.world.shared import SharedEngines
-from penstock.sim.world.states import possible
+from penstock.sim.world.states import edge, possible
 from penstock.sim.world.view import refusable
 from penstock.sim.world.world import MakeCore, World
 
 Run = World | SharedEngines
-Edge = tuple[str, str, str, str]       # role, tiers, phase, trigger
-Seen = tuple[str, str, str, str]       # role, phase, event, phase directly after it
+Edge = tuple[str, str, str, str]       # role, tiers, state, trigger
+Seen = tuple[str, str, str, str]       # role, state, event, state directly after it
 
 
 @dataclass(slots=True)
@@ -47,8 +47,8 @@ class Report:
             cfg, judge = world.sc.cfg, world.judge
             role, tiers = cfg.role, _tiers(cfg.dram_pages > 0, cfg.disk_pages > 0, cfg.sparse)
             self.steps += judge.issued
-            for (phase, trigger), n in judge.edges.items():
-                self.edges[role, tiers, phase.value, trigger.value] += n
+            for taken, n in judge.edges.items():
+                self.edges[(role, tiers, *taken)] += n
             for seen, n in judge.met.items():
                 self.met[(role, *seen)] += n
 
@@ -221,12 +221,13 @@ def never_taken(seen: Counter[Edge]) -> list[Edge]:
     missing = []
     for role, tiers in product(Role, TIERS):
         host, disk, sparse = map(bool, tiers)
-        for phase, trigger in edges(Mode(host=host, disk=disk, sparse=sparse, role=role)):
-            if not host and phase is Phase.LOADING and trigger is not Trigger.LANDED:
+        legal = changes(Mode(host=host, disk=disk, sparse=sparse, role=role))
+        for name, what in dict.fromkeys(edge(*change) for change in legal):
+            if not host and name == "loading" and what != "landed":
                 continue                       # nothing is loaded: it is over at once
-            edge = role.value, _tiers(host, disk, sparse), phase.value, trigger.value
-            if phase is not Phase.DONE and not seen[edge]:
-                missing.append(edge)
+            taken = role.value, _tiers(host, disk, sparse), name, what
+            if not seen[taken]:
+                missing.append(taken)
     return missing
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from penstock.core.core import Core
-from penstock.core.lifecycle import ACTIVE, WAITING, Phase, Place, Trigger
+from penstock.core.lifecycle import ACTIVE, WAITING, Place, State, Trigger
 from penstock.core.plan import Advance, Arrived, Event, Finished, Outcome, RequestId, Retired, Token
 from penstock.core.settings import CoreConfig
 from penstock.sim.world.scenario import Scenario, draw
@@ -90,7 +90,7 @@ class Waiting:
         """The part of the engine that it occupies at full length: rows, device or host memory."""
         cfg, a = self.cfg, w.arrived
         tokens, parts = min(len(a.prompt) + a.max_new - 1, cfg.max_len), [1 / cfg.rows]
-        for place in Place if capacity.may_host(cfg, a) else (Place.DEVICE,):
+        for place in (Place.DEVICE, Place.HOST) if capacity.may_host(cfg, a) else (Place.DEVICE,):
             if capacity.fits(cfg, place, tokens):
                 device, host = capacity.needs(cfg, place, tokens)
                 parts.append(self._part(device, cfg.hbm_pages, place))
@@ -167,8 +167,8 @@ class Fed(Waiting, Watcher):
                 self.finish(out.rid, out.outcome)
         return result
 
-    def taken(self, r: Live, source: Phase, trigger: Trigger) -> None:
-        if source in ACTIVE and r.phase in WAITING:
+    def taken(self, r: Live, source: State, trigger: Trigger) -> None:
+        if source.phase in ACTIVE and r.phase in WAITING:
             self.give_way(r.rid, self._running())
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from penstock.core.core import Core
-from penstock.core.lifecycle import DECODING, Phase, Place, Trigger
+from penstock.core.lifecycle import Phase, Place, State, Trigger
 from penstock.core.plan import (
     NO_DRAM,
     Cached,
@@ -45,8 +45,8 @@ from penstock.sim.world.sessions import Owners
 from penstock.sim.world.view import Live, Pages, Sealed, View, Watcher
 from penstock.sim.world.workload import Expect
 
-Edge = tuple[Phase, Trigger]
-Met = tuple[str, str, str]              # phase, event, phase directly after it
+Edge = tuple[str, str]                  # see `states.edge`
+Met = tuple[str, str, str]              # state, event, state directly after it
 Column = tuple[list[HbmPage], list[DramPage]]      # a row's pages of one group: device, host
 HEIGHT = {Tier.PEER: 0, Tier.DISK: 1, Tier.DRAM: 2, Tier.HBM: 3}
 
@@ -94,7 +94,7 @@ class Judge(Watcher):
         self.failing = False                            # a copy has just failed
         self.folded = Folded(self.cfg)                  # what readers of KV events know
         self._used: tuple[tuple[bytes, ...], int] = (), 0    # pages of who has just started, stored ones
-        self._about: list[tuple[Live, Phase, int]] = []             # whom the event is about, where they were
+        self._about: list[tuple[Live, State, int]] = []             # whom the event is about, where they were
         self._asked: dict[RequestId, Asked] = {}
         self.policy = Policy(self.view)
         self.owners = None if sc.damages or not sc.sessions else Owners(
@@ -265,7 +265,7 @@ class Judge(Watcher):
             assert live is not None
             gone = live.phase is Phase.SENDING         # it gave up its row with this very step
             assert owner == rid and (gone or live.row == row), f"row {row} is not bound to request {rid}"
-            assert live.phase in (Phase.PREFILL, Phase.SENDING, *DECODING), f"request {rid}: {live.phase}"
+            assert live.phase in (Phase.PREFILL, Phase.SENDING) or live.decodes, f"request {rid}: {live.state}"
             known = [t >= 0 for t in p.tokens[at:at + count]]
             if not all(known):
                 asked = self.made[rid].arrived.drafts
@@ -285,7 +285,7 @@ class Judge(Watcher):
             if not e.planned and rid not in self.gave_way:
                 assert start == e.cached, f"request {rid}: starts at {start}, {e.cached} cached"
             e.planned = True
-            self.stats["hosted rows"] += live.place is Place.HOST
+            self.stats["hosted rows"] += live.place.on_host
             for group, t in enumerate(live.tables):
                 self._pages(p, live, row, group, t, start, count)
             self.stepped[row] = p.step
@@ -303,10 +303,10 @@ class Judge(Watcher):
         least = 1 if self.cfg.role == "prefill" else min(self.cfg.hot_pages, most)     # that has prompts only
         assert not hot or least <= len(hot) <= most, "a hot buffer of no such size"
         view, rid, end, unit = self.view, live.rid, start + count, self.units[group]
-        hosted, first = live.place is Place.HOST, start // unit
+        hosted, first = live.place.on_host, start // unit
         sides = ((pages, t.device, view.held(Tier.HBM, group)), (below, t.host, view.held(Tier.DRAM, group)))
         # Who goes on from the host is told of its pages there over turns, and reads the others on the device.
-        told = 0 if live.phase is Phase.PROMOTING else len(pages) if live.read_to is None else live.read_to
+        told = 0 if live.place is Place.TO_DEVICE else len(pages) if live.read_to is None else live.read_to
         assert len(pages) * unit >= end, f"request {rid}: too few pages"
         self.stats["rows in both places"] += hosted and max(pages) >= 0
         self.stats["longer than the device"] += len(pages) > self.longest[group]
@@ -353,7 +353,7 @@ class Judge(Watcher):
 
     # ---------------------------------------------------------------- who changes phase
     def event(self, event: Event) -> None:
-        self._about = [(r, r.phase, r.visit) for r in states.met(self.view, event)]
+        self._about = [(r, r.state, r.visit) for r in states.met(self.view, event)]
         if isinstance(event, Moved):
             move, good = self.moves.pop(event.id, None), event.good
             self.failing = not event.ok
@@ -366,46 +366,47 @@ class Judge(Watcher):
         self.failing = False
         self.policy.saw(event)
         name = states.name(event) if self._about else ""
-        for r, phase, visit in self._about:
-            self.met[phase.value, name, r.phase.value] += 1
+        for r, state, visit in self._about:
+            self.met[state.name, name, r.state.name] += 1
             if not self.blind:
-                self.policy.effect(event, r, (phase, visit))
+                self.policy.effect(event, r, (state.phase, visit))
 
-    def edge(self, live: Live, trigger: Trigger) -> None:
+    def edge(self, live: Live, trigger: Trigger, place: Place) -> None:
         lost = self.failing or (live.phase is Phase.PAUSED and not self.view.is_complete(live))
-        pressure = (trigger in (Trigger.PAUSE, Trigger.DROP, Trigger.SPILL) and live.rid not in self.forced
-                    and not lost and live.phase not in (Phase.LOADING, Phase.STAGING, Phase.RECEIVING,
-                                                        Phase.SENDING))
+        spills = live.decodes and trigger is Trigger.RELOCATE and place in (Place.TO_HOST, Place.HOST)
+        pressure = ((spills or trigger in (Trigger.PAUSE, Trigger.DROP)) and live.rid not in self.forced
+                    and not lost and live.place is not Place.TO_HOST
+                    and live.phase not in (Phase.LOADING, Phase.RECEIVING, Phase.SENDING))
         better: AssertionError | None = None
         if not self.blind:
             if pressure:
                 self.policy.gives_way(live, trigger)
             try:
-                self.policy.edge(live, trigger, pressure=pressure, failed=self._has_failed())
+                self.policy.edge(live, trigger, place, pressure=pressure, failed=self._has_failed())
             except AssertionError as error:
                 better = error                 # an edge that waits for promised pages is not taken
         self._asked[live.rid] = Asked(pressure, better, live.computed)
 
-    def taken(self, live: Live, source: Phase, trigger: Trigger) -> None:
+    def taken(self, live: Live, source: State, trigger: Trigger) -> None:
         asked = self._asked[live.rid]
         if asked.better is not None:
             raise asked.better
-        self.edges[source, trigger] += 1
-        self.stats["promoted by itself"] += trigger is Trigger.PROMOTE and live.rid not in self.forced
-        if source in (Phase.QUEUED, Phase.FETCHING, Phase.DROPPED) and trigger is not Trigger.END:
+        self.edges[states.edge(source, trigger, live.state)] += 1
+        self.stats["promoted by itself"] += live.place is Place.TO_DEVICE and live.rid not in self.forced
+        if source.phase in (Phase.QUEUED, Phase.FETCHING, Phase.DROPPED) and trigger is not Trigger.END:
             assert self.distrusted.isdisjoint(live.path), f"request {live.rid} starts from damaged pages"
         if not self.blind:
-            self.policy.taken(live, source)
-            if source is Phase.PAUSED and live.row is not None:
+            self.policy.taken(live, source.phase)
+            if source.phase is Phase.PAUSED and live.row is not None:
                 assert self._has_failed() or live.computed == asked.computed, (
                     f"request {live.rid}: a pause lost its KV")
-            if source in (Phase.QUEUED, Phase.FETCHING) and live.row is not None:
+            if source.phase in (Phase.QUEUED, Phase.FETCHING) and live.row is not None:
                 self._admitted(live)
         if trigger in (Trigger.PAUSE, Trigger.DROP):
             self.gave_way[live.rid] += 1
-            self.stats["computed here after all"] += source is Phase.RECEIVING
+            self.stats["computed here after all"] += source.phase is Phase.RECEIVING
         if asked.pressure:
-            self.stats[f"{trigger.value} by pressure"] += 1
+            self.stats["spill by pressure" if trigger is Trigger.RELOCATE else f"{trigger.value} by pressure"] += 1
 
     def _has_failed(self) -> bool:
         """Whether any copy of this engine has."""

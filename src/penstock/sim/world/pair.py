@@ -49,28 +49,27 @@ ROOM_TIME = 100.0             # until a prompt that nobody has asked for ends
 
 
 # Where a request may be when an answer comes late, by the role of who hears it.
-KEPT = {"decode": (Phase.LOADING, Phase.LOADING, Phase.PREFILL, Phase.RESIDENT, Phase.HOSTED, Phase.PAUSED,
-                   Phase.DROPPED, *(Phase.STAGING, Phase.PROMOTING) * 3),
-        "prefill": (*(Phase.FETCHING,) * 3, Phase.LOADING, Phase.LOADING, Phase.PAUSED, Phase.DROPPED)}
-# By the phase in which an answer waits for a request: what brings it nearer to that, from where it is.
-NEARER: dict[Phase, dict[Phase, type[Paused | Dropped | Spilled | Promoted]]] = {
-    Phase.LOADING: {Phase.PREFILL: Paused, Phase.RESIDENT: Paused, Phase.HOSTED: Paused},
-    Phase.PAUSED: {Phase.PREFILL: Paused, Phase.RESIDENT: Paused, Phase.HOSTED: Paused},
-    Phase.STAGING: {Phase.RESIDENT: Spilled},
-    Phase.HOSTED: {Phase.RESIDENT: Spilled},
-    Phase.PROMOTING: {Phase.RESIDENT: Spilled, Phase.HOSTED: Promoted},
-    Phase.DROPPED: {Phase.PREFILL: Dropped, Phase.RESIDENT: Dropped, Phase.HOSTED: Dropped,
-                    Phase.SENDING: Dropped}}
-# A phase that such a wish leads to at once may be over soon: the answer comes right behind the wish.
-BEHIND = {Paused: Phase.PAUSED, Dropped: Phase.DROPPED, Spilled: Phase.STAGING, Promoted: Phase.PROMOTING}
-ON_HOST = (Phase.STAGING, Phase.HOSTED, Phase.PROMOTING)
+KEPT = {"decode": ("loading", "loading", "prefill", "decode.device", "decode.host", "paused", "dropped",
+                   *("decode.to_host", "decode.to_device") * 3),
+        "prefill": (*("fetching",) * 3, "loading", "loading", "paused", "dropped")}
+# By the state in which an answer waits for a request: what brings it nearer to that, from where it is.
+NEARER: dict[str, dict[str, type[Paused | Dropped | Spilled | Promoted]]] = {
+    "loading": {"prefill": Paused, "decode.device": Paused, "decode.host": Paused},
+    "paused": {"prefill": Paused, "decode.device": Paused, "decode.host": Paused},
+    "decode.to_host": {"decode.device": Spilled},
+    "decode.host": {"decode.device": Spilled},
+    "decode.to_device": {"decode.device": Spilled, "decode.host": Promoted},
+    "dropped": {"prefill": Dropped, "decode.device": Dropped, "decode.host": Dropped, "sending": Dropped}}
+# A state that such a wish leads to at once may be over soon: the answer comes right behind the wish.
+BEHIND = {Paused: "paused", Dropped: "dropped", Spilled: "decode.to_host", Promoted: "decode.to_device"}
+ON_HOST = ("decode.to_host", "decode.host", "decode.to_device")
 KEPT_TRIES, KEPT_TIME = 100, 0.2
 Kept = Grant | Cancel | End | Refused
 
 # What both engines of a pair aim at, beside what their scenario says: pairs have little of it by chance.
-RARE = (*((Phase.PREFILL, "pause"),) * 4, (Phase.PAUSED, "drop"), (Phase.STAGING, "drop"),
-        (Phase.LOADING, "drop"), (Phase.LOADING, "stop"), (Phase.RECEIVING, "stop"), (Phase.PREFILL, "stop"))
-RARE_PHASES = (Phase.FETCHING, Phase.PROMOTING, Phase.LOADING)        # of these, the first that an engine has
+RARE = (*(("prefill", "pause"),) * 4, ("paused", "drop"), ("decode.to_host", "drop"), ("loading", "drop"),
+        ("loading", "stop"), ("receiving", "stop"), ("prefill", "stop"))
+RARE_STATES = ("fetching", "decode.to_device", "loading")       # of these, the first that an engine has
 
 
 @dataclass(slots=True, eq=False)
@@ -156,12 +155,12 @@ class Pair(SharedEngines):
 
     def _aim(self, world: World) -> None:
         """Events of each kind wait for the rarest phase that its engine has."""
-        phases = {source for source, _ in world.view.edges}
+        states = world.view.states
         if self.sc.aims:
-            rarest = next(p for p in RARE_PHASES if p in phases)
+            rarest = next(name for name in RARE_STATES if name in states)
             if self.rng.random() < 0.7:
                 world.aims[:0] = [(rarest, kind) for kind in self.rng.sample(AIMED, len(AIMED))]
-            world.aims += [aim for aim in RARE if aim[0] in phases and self.rng.random() < 0.5]
+            world.aims += [aim for aim in RARE if aim[0] in states and self.rng.random() < 0.5]
 
     # ---------------------------------------------------------------- the connection
     def _connect(self) -> None:
@@ -285,40 +284,39 @@ class Pair(SharedEngines):
         if isinstance(message, End) and rng.random() < self.net.push_fail:
             self.stats["bytes damaged"] += 1          # it is seen there, and said in the place of the End
             message = Drained(transfer, message.generation, Reason.BROKEN)
-        phase, once, delay = None, (to_decode, transfer, type(message)), self.net.delay
+        state, once, delay = "", (to_decode, transfer, type(message)), self.net.delay
         keep = self.net.keep / 4 if isinstance(message, Grant) else self.net.keep
         r = there.view.of_transfer(transfer)
         if r is not None and r.phase is Phase.FETCHING and rng.random() < 0.5:
             delay = 0.0                        # that phase is short
         if isinstance(message, Kept) and rng.random() < keep and once not in self.kept_once:
             self.kept_once.add(once)
-            phase = rng.choice([p for p in KEPT[there.sc.cfg.role]
-                                if any(p is source for source, _ in there.view.edges)])
+            state = rng.choice([name for name in KEPT[there.sc.cfg.role] if name in there.view.states])
             if r is not None and r.phase is Phase.FETCHING:
-                phase = r.phase                # it will not be there again
-        come = partial(self._come, there, message, phase, [KEPT_TRIES])
+                state = "fetching"             # it will not be there again
+        come = partial(self._come, there, message, state, [KEPT_TRIES])
         self.stats["message lost"] += not self._put(line, there, delay, come)
 
-    def _come(self, world: World, message: Message, phase: Phase | None, tries: list[int]) -> bool:
-        """Deliver a message; with `phase`, when the request that it is about is in it, and help it there."""
+    def _come(self, world: World, message: Message, state: str, tries: list[int]) -> bool:
+        """Deliver a message; with `state`, when the request that it is about is in it, and help it there."""
         r = world.view.of_transfer(message.transfer)
-        if phase is not None and r is not None and tries[0] and not world.dead and not self._is_there(
-                world, r, phase):
+        if state and r is not None and tries[0] and not world.dead and not self._is_there(world, r, state):
             tries[0] -= 1
             return False
         self.stats["answer kept"] += 0 < tries[0] < KEPT_TRIES
         self._to(world, Received(message))
         return True
 
-    def _is_there(self, world: World, r: Live, phase: Phase) -> bool:
-        if r.phase is phase or (phase is Phase.FETCHING and r.phase is not Phase.QUEUED) or (
-                phase in ON_HOST and not r.arrived.selects):
+    def _is_there(self, world: World, r: Live, state: str) -> bool:
+        here = r.state.name
+        if here == state or (state == "fetching" and here != "queued") or (
+                state in ON_HOST and not r.arrived.selects):
             return True
-        wish = Dropped if r.phase is Phase.RECEIVING else NEARER.get(phase, {}).get(r.phase)
+        wish = Dropped if r.phase is Phase.RECEIVING else NEARER.get(state, {}).get(here)
         if wish is None or self.rng.random() < 0.5:
             return False
         world.send(wish(r.rid))
-        return BEHIND[wish] is phase
+        return BEHIND[wish] == state
 
     def _to(self, world: World, event: Event) -> None:
         if not world.dead:

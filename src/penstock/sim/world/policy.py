@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 
-from penstock.core.lifecycle import ACTIVE, WAITING, Phase, Place, Trigger
+from penstock.core.lifecycle import ACTIVE, WAITING, WAYS_IN, Phase, Place, State, Trigger
 from penstock.core.plan import Event, Expired, Rates, RequestId, Retired, Tier
 from penstock.sim.world.view import Live, Pages, Sealed, View, Watcher
 
@@ -39,7 +39,7 @@ class Policy:
         self.refused = False                    # something says no where there is room: nothing is judged
 
     # ---------------------------------------------------------------- before an edge
-    def edge(self, r: Live, trigger: Trigger, *, pressure: bool, failed: bool) -> None:
+    def edge(self, r: Live, trigger: Trigger, place: Place, *, pressure: bool, failed: bool) -> None:
         """`pressure`: the core wants it, because pages are short. `failed`: some copy has."""
         if self.refused:
             return
@@ -49,7 +49,7 @@ class Policy:
             rates = self.rates
             assert rates is None or rates.disk_page_us < self.cfg.page_size * rates.prefill_token_us, (
                 f"request {r.rid} is fetched for, and computing is faster")
-        elif trigger in (Trigger.ADMIT, Trigger.RESUME) and r.phase in (Phase.QUEUED, Phase.DROPPED):
+        elif trigger in WAYS_IN and place is Place.DEVICE and r.phase in (Phase.QUEUED, Phase.DROPPED):
             self.longest = self._known(r)
             since = self.least.get(r.rid, self.longest) if self.view.looks_again(r) else self.longest
             self.least[r.rid] = min(since, self.longest)
@@ -65,12 +65,12 @@ class Policy:
         """Pages are short, of one tier: nobody gives way while pages of it are coming anyway, but a row that
         goes on from the host for somebody who waits, and lacks more than that."""
         view, running = self.view, self.view.running
-        for_host = r.phase in WAITING or (r.place is Place.HOST and trigger is Trigger.DROP)
+        for_host = r.phase in WAITING or (r.place.on_host and trigger is Trigger.DROP)
         tiers = [Tier.HBM, Tier.DRAM] if for_host else [Tier.HBM]
-        assert (trigger is Trigger.SPILL and view.head() is not None) or not all(
+        assert (trigger is Trigger.RELOCATE and view.head() is not None) or not all(
             map(view.is_promised, tiers)), f"request {r.rid} gives way to a promised page"
         alone = len(running) < 2 and not all(map(view.away, tiers))
-        assert trigger is Trigger.SPILL or alone or r not in running[:1], "the oldest gives way"
+        assert trigger is Trigger.RELOCATE or alone or r not in running[:1], "the oldest gives way"
 
     def taken(self, r: Live, source: Phase) -> None:
         """A request that has got a row begins behind the longest prefix that has been computed, and with none
@@ -84,7 +84,7 @@ class Policy:
     def _last_resort(self, r: Live, trigger: Trigger, failed: bool) -> None:
         """Spill before pause before drop, and first of all who does not even run."""
         running, waiting = self.view.running, self.view.waiting
-        if r.place is Place.HOST and trigger is Trigger.DROP and self.pausing != (r.rid, r.visit):
+        if r.place.on_host and trigger is Trigger.DROP and self.pausing != (r.rid, r.visit):
             idle = [q.rid for q in waiting if q.phase in (Phase.FETCHING, Phase.PAUSED) and any(
                 any(t.host) for t in q.tables)]
             assert not idle, f"request {r.rid} is dropped for host pages, and {idle} do not run"
@@ -93,7 +93,7 @@ class Policy:
             fetching = [q.rid for q in waiting if q.phase is Phase.FETCHING]
             assert not fetching, f"request {r.rid} is dropped, and pages of {fetching} are not used yet"
             assert not self._fits_host(r), f"request {r.rid} is dropped, and could pause"
-        if r.phase is Phase.RESIDENT and r.may_host and not failed and self._frees_pages(r) and (
+        if r.state == (Phase.DECODE, Place.DEVICE) and r.may_host and not failed and self._frees_pages(r) and (
                 r.rid != running[0].rid or len(running) == 1):
             assert not self._fits_host(r), f"request {r.rid} gives way, and could spill"
 
@@ -158,7 +158,7 @@ class Windows(Watcher):
         self._has_ended = False                        # a request, in this event: its path may have parted from another
         self.num_left_out = 0
 
-    def taken(self, live: Live, source: Phase, trigger: Trigger) -> None:
+    def taken(self, live: Live, source: State, trigger: Trigger) -> None:
         self._at[live.rid] = len(live.path)
         self._seen.update(live.path)
         self._has_ended |= live.phase in (Phase.DONE, Phase.DROPPED)

@@ -9,7 +9,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from penstock.core.lifecycle import Phase, Trigger
+from penstock.core.lifecycle import Phase, Place, State, Trigger
 from penstock.core.plan import NAME_BITS, Arrived, Event, Flushed, Outcome, RequestId, RetentionEnded, SessionEnded
 from penstock.sim.world.view import Live, Sealed, View, Watcher
 from penstock.sim.world.workload import Expect, session_number
@@ -110,16 +110,16 @@ class Owners(Watcher):
             tenant = largest[0].number >> NAME_BITS      # of two that have as many the one that came first
             self._last.remove([k for k in largest if k.number >> NAME_BITS == tenant][-1])
 
-    def edge(self, live: Live, trigger: Trigger) -> None:
+    def edge(self, live: Live, trigger: Trigger, place: Place) -> None:
         self._path = list(live.path)
 
-    def taken(self, live: Live, source: Phase, trigger: Trigger) -> None:
-        if live.phase in (Phase.DONE, Phase.DROPPED) and source is not Phase.QUEUED:    # which has only looked at them
+    def taken(self, live: Live, source: State, trigger: Trigger) -> None:
+        if live.phase in (Phase.DONE, Phase.DROPPED) and source.phase is not Phase.QUEUED:    # it has looked at them
             for page in self._path:
                 self._users.setdefault(page, {})[self._of[live.rid]] = None
         if live.phase is Phase.DONE:
             known = self._of.pop(live.rid)
-            used = source is not Phase.QUEUED and self._path and not live.arrived.warms
+            used = source.phase is not Phase.QUEUED and self._path and not live.arrived.warms
             if used and known is not None and known.asks:
                 self._retain(known)
 

@@ -5,7 +5,7 @@ planner takes edges of its own. Says nothing about what should follow.
 """
 from __future__ import annotations
 
-from penstock.core.lifecycle import Mode, Phase, Role, edges
+from penstock.core.lifecycle import PLACED, Mode, Phase, Role, State, Trigger, changes
 from penstock.core.pair.messages import Cancel, Drained, End, Grant, Message, Refused
 from penstock.core.plan import (
     Aborted,
@@ -78,10 +78,15 @@ def _told(view: View, message: Message) -> list[Live]:
 
 # ---------------------------------------------------------------- what can meet
 def possible(role: Role) -> list[tuple[str, str]]:
-    """Every (phase, event) that can meet in an engine with every tier."""
-    table = edges(Mode(host=True, disk=True, sparse=True, role=role))
-    phases = [p for p in Phase if p is not Phase.DONE and any(source is p for source, _ in table)]
-    return [(p.value, event) for p in phases for event in EVENTS if not _cannot(role, p, event)]
+    """Every (state, event) that can meet in an engine with every tier."""
+    full = Mode(host=True, disk=True, sparse=True, role=role)
+    states = list({source.name: source.phase for source, _, _ in changes(full)}.items())
+    return [(name, event) for name, p in states for event in EVENTS if not _cannot(role, p, event)]
+
+
+def edge(source: State, trigger: Trigger, target: State) -> tuple[str, str]:
+    """What a legal change is called, where edges are counted."""
+    return source.name, f"{trigger.value} {target.place.value}" if trigger in PLACED else trigger.value
 
 
 def _cannot(role: Role, p: Phase, event: str) -> bool:

@@ -6,6 +6,7 @@ Only this module and the seeded bugs look inside a core, so that it can change w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from random import Random
 from typing import Any, NamedTuple
 
 from penstock.core.core import Core
@@ -15,6 +16,7 @@ from penstock.core.kv.page_table import PageTable
 from penstock.core.kv.pool import Pool
 from penstock.core.kv.prefix_tree import Node, unpack
 from penstock.core.kv.prefix_tree import key_under as key_under
+from penstock.core.lifecycle import changes
 from penstock.core.pair.decode_side import DecodeSide
 from penstock.core.plan import ONE_PEER, Arrived, MoveId, RequestId, StepId, Tier
 from penstock.core.policy import capacity as capacity  # arithmetic of what can ever fit: it has no state
@@ -25,6 +27,12 @@ from penstock.sim.ranks.device import name_of
 Live = Request            # handles, see `View`
 Pages = PageTable          # of one cache group of a request
 Sealed = Node
+
+
+def alike(rng: Random, live: list[Live]) -> list[Live]:
+    """Those of one state, each state as likely as any other."""
+    name = rng.choice(list({r.state.name: None for r in live}))  # a dict keeps the order of insertion
+    return [r for r in live if r.state.name == name]
 
 
 class Where(NamedTuple):
@@ -44,6 +52,7 @@ class View:
         self._pair = core.pairs.get(ONE_PEER)
         self.cfg = core.cfg
         self.edges = core.edges
+        self.states = {source.name for source, _, _ in changes(core.mode)}
         self.running, self.waiting = core.running, core.waiting
         self.tiers = list(core.kv.arenas)
 

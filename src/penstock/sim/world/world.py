@@ -49,19 +49,20 @@ from penstock.sim.ranks.executor import SimExecutor, Wire
 from penstock.sim.world import damage, sessions
 from penstock.sim.world.judge import Judge
 from penstock.sim.world.scenario import Scenario
-from penstock.sim.world.view import Live, Watcher
+from penstock.sim.world.view import Live, Watcher, alike
 from penstock.sim.world.workload import Expect, Workload
 
 Poke = type[Paused] | type[Dropped] | type[Aborted] | type[Spilled] | type[Promoted]
 POKES: dict[str, Poke] = {
     "pause": Paused, "drop": Dropped, "abort": Aborted, "spill": Spilled, "promote": Promoted}
 RECEIVING = Phase.RECEIVING.value
-SHORT = (Phase.FETCHING, Phase.FETCHING, Phase.LOADING, Phase.STAGING, Phase.HOSTED, Phase.PROMOTING,
-         Phase.PROMOTING, Phase.PAUSED)
+# Names of states, see `lifecycle.State`.
+SHORT = ("fetching", "fetching", "loading", "decode.to_host", "decode.host", "decode.to_device", "decode.to_device",
+         "paused")
 AIMED = (*POKES, "stop", "flush", "rates", "cut")
 ASKED = (Paused, Dropped, Spilled, Promoted)
 STRAYS = 2                 # deadlines that nobody has set
-AIMS = {"spill": Phase.RESIDENT, "promote": Phase.HOSTED}
+AIMS = {"spill": "decode.device", "promote": "decode.host"}
 MakeCore = Callable[[CoreConfig], Core]
 
 
@@ -118,7 +119,7 @@ class World(Watcher):
         self.inbox: list[Event] = []
         self._timers: dict[int, Event] = {}
         self._tickets = 0
-        self.aims: list[tuple[Phase, str]] = []
+        self.aims: list[tuple[str, str]] = []
         self.trace: list[tuple[Event, ...]] | None = [] if record else None
         self.plans: list[StepPlan | None] = []
         self.turns = 0                    # of the loop
@@ -197,28 +198,28 @@ class World(Watcher):
             self.clock.after(sc.span / 2, partial(self.inbox.append, Republish()))     # with the next event
         for _ in range(sc.jumps):
             self.clock.after(self._damage_rng.random() * (sc.span + 20), self._leap)
-        phases = [p for p in SHORT if any(source is p for source, _ in self.view.edges)]
-        self.aims = [(rng.choice(phases), rng.choice(AIMED)) for _ in range(sc.aims if phases else 0)]
+        short = [name for name in SHORT if name in self.view.states]
+        self.aims = [(rng.choice(short), rng.choice(AIMED)) for _ in range(sc.aims if short else 0)]
         if sc.cfg.role == "prefill" and (sc.cfg.disk_pages or self._stray_rng.random() < 0.3):
-            self.aims[:0] = ((Phase.FETCHING, self._stray_rng.choice(("cut", "leave"))),
-                             (Phase.LOADING, self._stray_rng.choice(("cut", "expire"))))
+            self.aims[:0] = (("fetching", self._stray_rng.choice(("cut", "leave"))),
+                             ("loading", self._stray_rng.choice(("cut", "expire"))))
 
     def _aim(self) -> None:
-        """Some events wait for a phase that is too short to be met by chance."""
-        for phase, kind in self.aims:
+        """Some events wait for a state that is too short to be met by chance."""
+        for name, kind in self.aims:
             made = self.load.made
-            rid = next((r.rid for r in self.view.live
-                        if r.phase is phase and (kind != "stop" or made[r.rid].got)), None)
-            if rid is None:
+            r = next((r for r in self.view.live if r.state.name == name and (kind != "stop" or made[r.rid].got)), None)
+            if r is None:
                 continue
+            rid = r.rid
             self.stats["aimed"] += 1
-            self.aims.remove((phase, kind))
+            self.aims.remove((name, kind))
             if kind == "cut":
                 self.link.cut(self)
             elif kind == "stop":
                 self.send(Stopped(rid, len(made[rid].got)))
             elif kind == "expire":
-                self.send(Expired(rid, phase.value, next(r for r in self.view.live if r.rid == rid).visit))
+                self.send(Expired(rid, r.phase.value, r.visit))
             elif kind == "leave":
                 self.link.leave(rid)
             elif kind == "flush":
@@ -230,16 +231,13 @@ class World(Watcher):
             return
 
     def _poke(self, kind: str) -> None:
-        """Aim at a phase first, then at a request in it: short phases are hit as often as long
-        ones. Sometimes at a request that has finished or is not known."""
+        """Aim at a state first, then at a request in it: a short one as often. Sometimes at who has ended."""
         rng, made = self.rng, self.load.made
         live = [r for r in self.view.live if kind != "stop" or made[r.rid].got]
-        if kind in AIMS and rng.random() < 0.7:         # a random phase would mostly ignore it
-            live = [r for r in live if r.phase is AIMS[kind] and r.arrived.selects] or live
+        if kind in AIMS and rng.random() < 0.7:         # a random state would mostly ignore it
+            live = [r for r in live if r.state.name == AIMS[kind] and r.arrived.selects] or live
         if live and rng.random() < 0.9:
-            phases = {r.phase: None for r in live}      # a dict keeps the order of insertion
-            phase = rng.choice(list(phases))
-            rid = rng.choice([r.rid for r in live if r.phase is phase])
+            rid = rng.choice(alike(rng, live)).rid
         elif live or rng.random() < 0.2:                # seldom if there is nobody that it could concern
             rid = RequestId(rng.randrange(len(made) + 1))
         else:
@@ -258,9 +256,8 @@ class World(Watcher):
         """A deadline of a stay in some phase, which may be one that has none."""
         rng, live = self._stray_rng, self.view.live
         if live:
-            phase = rng.choice(list({r.phase: None for r in live}))
-            r = rng.choice([r for r in live if r.phase is phase])
-            self.send(Expired(r.rid, phase.value, r.visit))
+            r = rng.choice(alike(rng, live))
+            self.send(Expired(r.rid, r.phase.value, r.visit))
 
     def _find_damage(self) -> None:
         self._damage_due += 1
