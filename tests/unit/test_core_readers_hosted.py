@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.core.core import Core
-from penstock.core.kv import claims, promote
+from penstock.core.kv import claims
 from penstock.core.lifecycle import Phase
 from penstock.core.plan import (
     Aborted,
@@ -124,28 +124,6 @@ def test_a_private_host_page_is_not_given_out_while_its_load_flies() -> None:
         kept = pool.held.union(*(units for _, units in pool.limbo))
         assert kept.issuperset(read), "a page that a load reads is free"
     assert two not in core.live
-
-
-def test_a_hosted_row_does_not_adopt_device_pages_that_are_still_being_loaded() -> None:
-    core = Core(CoreConfig(page_size=2, rows=4, hbm_pages=30, dram_pages=120, hot_pages=1))
-    one, two = map(RequestId, (1, 2))
-    events: list[Event] = [Arrived(rid, tuple(range(5)), 60, selects=True) for rid in (one, two)]
-    for _ in range(12):
-        _, events = play(core, events, steps=1)
-        events += [Spilled(rid) for rid in (one, two) if core.live[rid].state.name == "decode.device"]
-    assert {core.live[rid].state.name for rid in (one, two)} == {"decode.host"}
-    core.kv.tree.evict_all(core.kv.device)
-    plan = core.advance([*events, Promoted(two)]).plan
-    assert plan is not None and core.live[two].state.name == "decode.to_device"
-    space = core.kv.device[0]
-    nodes = [n for n in core.live[one].path if n.good(space) and not n.ready(space)]
-    assert nodes, "nothing is being loaded"
-    promote.adopt(core.kv, core.live[one])
-    assert not any(node.copies[space].readers for node in nodes)
-    loads: list[Event] = [Moved(m.id, True) for m in plan.moves]
-    core.advance([*loads, Retired(plan.step, tuple((9,) for s in plan.samples if s))])
-    promote.adopt(core.kv, core.live[one])
-    assert any(node.copies[space].readers for node in nodes), "they have come"
 
 
 @pytest.mark.parametrize("always", [False, True], ids=["written through", "computed in host pages"])

@@ -44,7 +44,6 @@ class HotBuffer:
     has_news: bool = False                     # a HotUse has said so, since its size changed
     is_resized: bool = False                   # the device was not told of that yet,
     has_ended: bool = False                    # and may know of a buffer that it had before
-    wait_until: StepId = StepId(0)             # it waits for a hot buffer until this step has retired
 
 
 @dataclass(slots=True, eq=False)
@@ -216,7 +215,6 @@ class Request:
         self.blocked_on, self.storage.next_missing, self.storage.keys = [], None, ()
         if self.place is not Place.TO_DEVICE:
             self.promotion = Promotion(undone_at=self.promotion.undone_at)
-        self.hot.wait_until = StepId(0)
         self.saving = Saving()
 
     def disown_steps(self) -> None:

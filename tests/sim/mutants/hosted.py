@@ -165,11 +165,10 @@ def hot_buffer_skipped_on_resume(real: Real, kv: KVCache, r: Request, g: int, pl
     r.hot.least = units
 
 
-@instead_of(offload, "is_staged")
-def spill_with_an_incomplete_host_copy(real: Real, kv: KVCache, r: Request) -> bool:
-    """A spill goes on when its sealed pages are on the host."""
-    return all((copy := page_table.own(t.host, i)) is not None and copy.ready
-               for t in r.tables if t.group.hosted for i in range(len(r.path) * kv.cfg.page_size // t.unit))
+@instead_of(offload, "is_copied")
+def spill_with_an_incomplete_host_copy(real: Real, r: Request) -> bool:
+    """A spill goes on while the last of its pages is on its way to the host."""
+    return bool(real(r)) or len(r.saving.unsaved) == 1
 
 
 @mutant()
@@ -232,7 +231,7 @@ def row_starts_on_host_pages_that_are_coming(real: Real, r: Request) -> list[Cop
     return [] if out is None else out
 
 
-@instead_of(sealing, "seal", mode="save_pages=256")
+@instead_of(sealing, "seal")
 def promotion_without_the_page_that_was_open(real: Real, kv: KVCache, r: Request) -> None:
     """The page that was open when a promotion began is never loaded."""
     for t in r.tables if r.place is Place.TO_DEVICE else ():
@@ -242,16 +241,14 @@ def promotion_without_the_page_that_was_open(real: Real, kv: KVCache, r: Request
     real(kv, r)
 
 
-@instead_of(promote, "reload", mode="save_pages=256")
-def promotion_loads_the_open_page_too_early(real: Real, kv: KVCache, r: Request, headroom: Headroom) -> Trial:
+@instead_of(promote, "_reload_entry")
+def promotion_loads_the_open_page_too_early(real: Real, kv: KVCache, r: Request, g: int, i: int) -> bool:
     """The open page is loaded with the others, and what is written to it meanwhile is lost."""
-    ok: Trial = real(kv, r, headroom)
-    for g, t in enumerate(r.tables):
-        for i in range(t.end(r.computed) if ok and t.group.hosted else 0):
-            source, target = t.host[i], t.device[i]
-            if kv.node(r, t, i) is None and source is not None and target is not None:
-                kv.moves.move_private(r, kv.host[g], source, kv.device[g], target,
-                                         min(t.unit, r.computed - i * t.unit))
+    t, ok = r.tables[g], bool(real(kv, r, g, i))
+    source, target = page_table.own(t.host, i), t.device[i]
+    if (kv.node(r, t, i) is None and i < t.end(r.computed) and source is not None and target is not None
+            and not (target.ready or target.filled_by)):
+        kv.moves.move_private(r, kv.host[g], source, kv.device[g], target, min(t.unit, r.computed - i * t.unit))
     return ok
 
 

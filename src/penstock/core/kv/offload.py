@@ -1,4 +1,4 @@
-"""From the device to the host: what pausing and staging copy down, and what failed copies take away."""
+"""From the device to the host: what pausing and spills copy down, and what failed copies take away."""
 from __future__ import annotations
 
 from bisect import bisect_left
@@ -7,7 +7,7 @@ from operator import add
 
 from penstock.core.kv.claims import Claim
 from penstock.core.kv.listing import Shortage, Trial
-from penstock.core.kv.page_table import Column, enter_pinned, own, put
+from penstock.core.kv.page_table import own, put
 from penstock.core.kv.pages import Pages
 from penstock.core.kv.prefix_tree import Copy, Node
 from penstock.core.kv.sealing import write_through
@@ -16,22 +16,14 @@ from penstock.core.plan import Tier
 from penstock.core.request import Request
 
 
-def _is_wide(kv: Pages, r: Request) -> bool:
-    """Whether `r`, which is being staged, saves its pages over turns."""
-    return r.longest > kv.cfg.save_pages
-
-
 def reserve(kv: Pages, r: Request, *, spills: bool) -> Trial:
-    """Take the host pages that pausing or staging needs at most, for what has no host copy; or nothing.
-    What the host has of a row that is being staged must stay there: it is pinned, that of a long table over
-    turns. Of a table that is too long for one look, a page for each full one is promised to it instead, but
+    """Take the host pages that pausing or a spill needs at most, for what has no host copy; or nothing.
+    Of a table that is too long for one look, a page for each full one is promised to it instead, but
     for the first that the host must keep anyway. If the host has not so many, a spill is refused. With
     half of them a pause goes on without a promise; a page that gets none stays on the device."""
-    claim, staging = Claim(kv, r), spills
-    at_once = staging and not _is_wide(kv, r)
-    held, spare = list[tuple[Column, int, Copy]](), [list[Copy]() for _ in r.tables]
-    parts = [(0, 0) if staging and not t.hosted else
-             (t.begin(r.computed), len(t.device) if staging else t.end(r.computed)) for t in r.tables]
+    claim, spare = Claim(kv, r), [list[Copy]() for _ in r.tables]
+    parts = [(0, 0) if spills and not t.hosted else
+             (t.begin(r.computed), len(t.device) if spills else t.end(r.computed)) for t in r.tables]
     full = [max(0, min(end, len(r.path) * kv.cfg.page_size // t.unit) - begin)
             for t, (begin, end) in zip(r.tables, parts, strict=True)]
     unseen = [n if n > kv.cfg.look_pages else 0 for n in full]
@@ -40,27 +32,21 @@ def reserve(kv: Pages, r: Request, *, spills: bool) -> Trial:
     want = list(map(add, booked, beside))
     if any(want) and kv.lacks(Tier.DRAM, want):
         booked = [0] * len(booked)
-        if staging or kv.lacks(Tier.DRAM, [-(-n // 2) for n in want]):
+        if spills or kv.lacks(Tier.DRAM, [-(-n // 2) for n in want]):
             return Shortage(Tier.DRAM, want, kv.gives_up)
     for g, (t, (begin, end), n) in enumerate(zip(r.tables, parts, unseen, strict=True)):
         begin += n
-        for i in range(begin, end) if at_once else _perhaps_bare(kv, r, g, begin, end):
-            if own(t.host, i) is not None:
-                continue
-            node, find = kv.node(r, t, i), kv.take_host_copy if at_once else kv.host_copy
-            if node is None or (copy := find(node, g, own(t.device, i))) is None:
+        for i in _perhaps_bare(kv, r, g, begin, end):
+            if own(t.host, i) is None and ((node := kv.node(r, t, i)) is None or (
+                    kv.host_copy(node, g, own(t.device, i)) is None)):
                 spare[g].append(claim.want(Tier.DRAM, g))
-            elif at_once:
-                held.append((t.host, i, claim.pin(copy)))
     if not (room := claim.commit()):
         return room
-    for column, i, copy in held:
-        enter_pinned(column, i, copy)
     for pages, copies in zip(r.held.reserve, spare, strict=True):
         pages += [copy.page for copy in copies]
     if any(booked):
         kv.book(r, Tier.DRAM, booked)
-    if not at_once and any([n > kv.saves_left for n, long in zip(full, unseen, strict=True) if not long]):
+    if any([n > kv.saves_left for n, long in zip(full, unseen, strict=True) if not long]):
         kv.saves_left = 0                      # a look at so many was enough for this turn
     return True
 
@@ -126,32 +112,35 @@ def _save_some(kv: Pages, r: Request, g: int, begin: int, end: int) -> None:
 
 
 def save(kv: Pages, r: Request) -> bool:
-    """All steps of `r` have retired, and it is paused or being staged: pin host copies or start them, page by
-    page, as far as this turn allows. Who is paused lets go of the device. Returns whether that is all."""
-    staging = r.place is Place.TO_HOST
-    at_once = staging and not _is_wide(kv, r)
-    if kv.saves_left <= 0 and not at_once:
+    """`r` is paused, and its steps have retired, or it is to go on from the host: pin host copies or start them,
+    page by page, as far as this turn allows. Who is paused lets go of the device. Returns whether that is all."""
+    spills = r.place is Place.TO_HOST
+    waits = spills and kv.in_flight(r)         # of pages that steps write, it takes those that they write on both sides
+    if kv.saves_left <= 0:
         return False
     if r.saving.at is None:
         r.saving.at = 0, 0
-        for g in range(len(r.tables) if not staging else 0):
+        for g in range(len(r.tables) if not spills else 0):
             _save_open(kv, r, g)
     g, at = r.saving.at
     while g < len(r.tables):
         t = r.tables[g]
         begin, end = t.begin(r.computed), t.end(r.computed)
-        top = max(len(t.device), end) if t.hosted or not staging else 0
-        to = top if at_once else min(top, at + kv.saves_left)
+        top = max(len(t.device), end) if t.hosted or not spills else 0
+        to = min(top, at + kv.saves_left)
+        if waits:
+            sealed = len(r.path) * kv.cfg.page_size // t.unit
+            to = next((i for i in range(max(at, sealed), to) if own(t.host, i) is None), to)
         if r.held.booked is not None:               # it needs no more than are left
             left = max(0, min(end, len(r.path) * kv.cfg.page_size // t.unit) - to)
             kv.use_booked(r, g, max(0, r.held.booked[1][g] - left))
-        if staging and t.hosted and not at:
+        if spills and t.hosted and not waits:
             _save_open(kv, r, g)
         _save_some(kv, r, g, max(at, begin), min(to, end))
-        r.saving.may_lack |= not staging and min(to, end) > len(t.device)
+        r.saving.may_lack |= not spills and min(to, end) > len(t.device)
         for i in range(at, min(to, len(t.device))):
             below = own(t.host, i)
-            if staging:
+            if spills:
                 if i >= end and below is None and r.held.reserve[g]:      # nothing is in them yet
                     put(t.host, i, below := Copy(r.held.reserve[g].pop()))
                 if below is None or not below.ready:
@@ -162,7 +151,7 @@ def save(kv: Pages, r: Request) -> bool:
                 r.saving.unsaved.append((g, i))
             elif t.device[i] is None:
                 r.saving.may_lack = True
-        kv.saves_left -= 0 if at_once else to - at
+        kv.saves_left -= to - at
         r.saving.at = g, to
         if to < top:
             return False
@@ -171,7 +160,7 @@ def save(kv: Pages, r: Request) -> bool:
     kv.return_reserve(r)
     kv.unbook(r)
     r.saving.is_done = True
-    if not staging:
+    if not spills:
         for g, t in enumerate(r.tables):       # the mirror of what its prompt would have left open
             for i in range(t.end(r.computed), len(t.host)):
                 kv.drop_entry(r, g, t.host, i)
@@ -212,21 +201,11 @@ def may_let_go(r: Request) -> bool:
     return (copy := own(r.tables[g].host, i)) is None or copy.ready
 
 
-def is_staged(kv: Pages, r: Request) -> bool:
-    """Every page of a row that is being staged is on the host. Of one that has saved all, looks at what
-    was still to come."""
-    if r.moves:
-        return False
-    if r.saving.is_done:
-        r.saving.unsaved = [(g, i) for g, i in r.saving.unsaved if not _is_below(r.tables[g].host, i)]
-        return not r.saving.unsaved
-    return not _is_wide(kv, r) and all(
-        _is_below(t.host, i) for t in r.tables if t.hosted for i in range(len(t.device)))
-
-
-def _is_below(host: Column, i: int) -> bool:
-    copy = own(host, i)
-    return copy is not None and copy.ready
+def is_copied(r: Request) -> bool:
+    """Every page of a row that has saved all is on the host."""
+    r.saving.unsaved = [(g, i) for g, i in r.saving.unsaved
+                        if (copy := own(r.tables[g].host, i)) is None or not copy.ready]
+    return not (r.saving.unsaved or r.moves)
 
 
 def coming(r: Request) -> list[Copy]:

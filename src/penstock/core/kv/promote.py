@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from penstock.core.kv.claims import Claim, Entry, Load
+from penstock.core.kv.claims import Entry, Load
 from penstock.core.kv.listing import Shortage, Trial
-from penstock.core.kv.page_table import add, enter_pinned, give_up, is_own, move, pin, put, read, split, unpin
+from penstock.core.kv.page_table import add, give_up, is_own, move, pin, put, split, unpin
 from penstock.core.kv.pages import Headroom, Pages
 from penstock.core.kv.prefix_tree import Copy, Node, mark_evictable
 from penstock.core.lifecycle import Place
@@ -59,32 +59,9 @@ def grow_hot_buffer(kv: Pages, r: Request, n: int) -> None:
 
 
 def reload(kv: Pages, r: Request, headroom: Headroom) -> Trial:
-    """Device pages for everything that a hosted row has on the host, and the first loads of what is
-    sealed. The open page follows when it is sealed; pages begun from now on are on both sides. Of a long
-    table, as many pages are promised to it, and taken over turns."""
-    if r.longest > kv.cfg.save_pages:
-        return _begin_reload(kv, r, headroom)
-    adopt(kv, r)
-    claim, lacks = Claim(kv, r, keep=True), list[tuple[int, int, Copy]]()
-    for g, t in enumerate(r.tables):
-        for i, copy in enumerate(t.device if t.hosted else ()):
-            if copy is None:
-                node = kv.node(r, t, i)
-                found = node.good(kv.device[g]) if node is not None else None
-                lacks.append((g, i, claim.pin(found) if found is not None else claim.want(Tier.HBM, g)))
-    if not (room := claim.commit(headroom)):
-        return room
-    for g, i, copy in lacks:
-        enter_pinned(r.tables[g].device, i, copy)
-        if copy.node is None:
-            copy.ready = False
-    r.promotion.loading = [(g, i) for g, i, _ in lacks]
-    load_next(kv, r)
-    return True
-
-
-def _begin_reload(kv: Pages, r: Request, headroom: Headroom) -> Trial:
-    """What it reads on the device is counted as if it had still to be had: a look at all takes too long."""
+    """Promise device pages for everything that a hosted row has on the host. They are taken over turns, and what is
+    sealed is loaded; the open page follows when it is sealed, and pages begun from now on are on both sides. What it
+    reads on the device is counted as if it had still to be had: a look at all takes too long."""
     want = [len(t.device) if t.hosted else 0 for t in r.tables]
     wanted = kv.with_headroom(Tier.HBM, want, headroom)
     if kv.lacks(Tier.HBM, wanted):
@@ -92,6 +69,7 @@ def _begin_reload(kv: Pages, r: Request, headroom: Headroom) -> Trial:
     kv.stop_softening(r)
     kv.book(r, Tier.HBM, want)
     r.promotion.reload_at, r.promotion.loading = 0, []
+    load_next(kv, r)                           # what cannot be had now is seen in the next turn
     return True
 
 
@@ -133,19 +111,6 @@ def _reload_entry(kv: Pages, r: Request, g: int, i: int) -> bool:
     put(t.device, i, found)
     r.promotion.loading.append((g, i))
     return True
-
-
-def adopt(kv: Pages, r: Request) -> None:
-    """A hosted row reads what the tree has on the device of its pages again. Pages that are still being
-    loaded are left out: the row reads them on the host, and a load that fails is not its loss."""
-    for g, t in enumerate(r.tables):
-        for i, mine in enumerate(t.device if t.hosted else ()):
-            node = kv.node(r, t, i) if mine is None else None
-            if node is not None and (copy := node.good(kv.device[g])) and copy.ready:
-                put(t.device, i, copy)
-                read(copy, r)
-                kv.tree.update_evictable(node)
-                kv.remap(r, g, (i,))
 
 
 def _tell_ready(kv: Pages, r: Request, entries: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -198,28 +198,17 @@ def undo_promotion(core: CoreState, r: Request) -> None:
 
 def stage(core: CoreState, r: Request) -> None:
     """`r` is on its way to the host: what it can do by itself."""
-    kv = core.kv
-    if not r.saving.is_done and not offload.is_staged(kv, r):
-        if kv.in_flight(r):
-            return
-        if not offload.save(kv, r):
-            core.is_saving = True
-            return
-    if offload.is_staged(kv, r):
-        trial = core.transition(r, Trigger.RELOCATE, Place.HOST)
-        if not trial and not _is_heating(core, r, trial):
-            yield_device(core, r)     # no hot buffer to be had, nor is one on its way
-    elif r.saving.is_done:
+    if not r.saving.is_done and not offload.save(core.kv, r):
+        core.is_saving = True
+        return
+    if not offload.is_copied(r):
         r.blocked_on = offload.coming(r)
         if not (r.moves or r.blocked_on or not r.saving.unsaved):
             yield_device(core, r)     # the host has no room any more
-
-
-def _is_heating(core: CoreState, r: Request, refused: TrialRefused) -> bool:
-    """Whether pages for the hot buffer of `r`, who was just refused them, are behind fences. It waits
-    for the steps that were in flight when it was first refused: others may get those pages."""
-    r.hot.wait_until = r.hot.wait_until or core.kv.issued
-    return isinstance(refused, Shortage) and refused.waits_for_fence and core.kv.retired < r.hot.wait_until
+        return
+    trial = core.transition(r, Trigger.RELOCATE, Place.HOST)
+    if not (trial or (isinstance(trial, Shortage) and trial.waits_for_fence)):
+        yield_device(core, r)         # no hot buffer to be had, nor is one on its way
 
 
 def _for_host_pages(core: CoreState, taken: PlannedRows) -> None:
