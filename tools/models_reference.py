@@ -35,6 +35,8 @@ CPU.
 - **`--tp` on**: where tensor parallelism is accepted. `--pp` works with every family.
 - **Sparse**: `--sparse-top-k N` selects blocks of KV in layers that see all tokens; an indexer of the model
   selects by itself, without a flag. Both decode from host memory.
+- `minimax_m3` selects blocks of KV by index heads. Here its layers read all blocks, which is the same up to as many
+  tokens as they select: its context is 16 blocks of 128, 2,048 tokens.
 - **Weights**: *fp8* is e4m3 in blocks (`weight_block_size`). The formats under "Quantised weights" open in
   every family.
 
@@ -126,6 +128,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
                    "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16"),
     "gpt_oss": ("openai/gpt-oss-20b", "openai/gpt-oss-120b"),
     "minimax_m2": ("MiniMaxAI/MiniMax-M2.5", "MiniMaxAI/MiniMax-M2.7"),
+    "minimax_m3": ("MiniMaxAI/MiniMax-M3",),
     "deepseek_v3": ("deepseek-ai/DeepSeek-V3", "deepseek-ai/DeepSeek-R1"),
     "kimi_k2": ("moonshotai/Kimi-K2-Instruct", "moonshotai/Kimi-K2.5"),
     "deepseek_v32": ("deepseek-ai/DeepSeek-V3.2",),
@@ -207,7 +210,7 @@ def _layers(spec: Spec) -> str:
 def _gpu(spec: Spec) -> str:
     """No test has run on a GPU what these fields ask for."""
     attention = spec.attention
-    not_run = attention.growth or spec.scaled or (
+    not_run = attention.growth or spec.scaled or spec.gate or (
         isinstance(attention, GqaSpec) and (attention.sinks or attention.norm_width))
     return "not tested" if not_run else "tested"
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
 from transformers import (
     BambaConfig,
     BambaForCausalLM,
@@ -24,6 +25,8 @@ from transformers import (
     LlamaForCausalLM,
     MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
+    MiniMaxM3VLForCausalLM,
+    MiniMaxM3VLTextConfig,
     Ministral3Config,
     Ministral3ForCausalLM,
     Mistral4Config,
@@ -32,6 +35,7 @@ from transformers import (
     MistralForCausalLM,
     NemotronHConfig,
     NemotronHForCausalLM,
+    PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3_5ForCausalLM,
@@ -60,6 +64,7 @@ CLASSES = {
     "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "minimax_m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM),
+    "minimax_m3_vl_text": (MiniMaxM3VLTextConfig, MiniMaxM3VLForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
@@ -120,6 +125,12 @@ GLM4 = {"head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shar
         "moe_intermediate_size": 24, "first_k_dense_replace": 1, "num_mtp_layers": 0}
 MINIMAX = {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24,
            "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5}}
+# One layer with a dense MLP and without index heads; four blocks of 16 tokens are all that the tests have.
+MINIMAX_M3 = {**MINIMAX, "num_hidden_layers": 3, "rotary_dim": 8, "dense_intermediate_size": 40,
+              "shared_intermediate_size": 28, "index_n_heads": 2, "index_head_dim": 16, "index_block_size": 16,
+              "index_topk_blocks": 4, "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+              "mlp_layer_types": ["dense", "sparse", "sparse"], "swiglu_limit": 1.5, "swiglu_alpha": 1.3,
+              "routed_scaling_factor": 1.7}
 # Queries grow three times within the prompt.
 GROWING = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 6, "beta_fast": 32.0,
            "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "rope_theta": 1e6,
@@ -236,9 +247,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax-m2": ("minimax_m2", MINIMAX),
     "minimax-m2-whole": ("minimax_m2", {**MINIMAX, "rope_parameters": {
         "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}}),
+    "minimax-m3": ("minimax_m3_vl_text", MINIMAX_M3),
+    "minimax-m3-dense": ("minimax_m3_vl_text", {
+        **MINIMAX_M3, "layer_types": ["full_attention"] * 3, "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "tie_word_embeddings": True}),
     "moe": ("qwen3_moe", {**EXPERTS, "head_dim": 16}),
     "moe-window": ("qwen3_moe", {**EXPERTS, "use_sliding_window": True, "sliding_window": 4}),
     "moe-norm": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True, "attention_bias": True}),
     "moe-dense-first": ("qwen3_moe", {**EXPERTS, "mlp_only_layers": [0]}),
     "moe-step": ("qwen3_moe", {**EXPERTS, "decoder_sparse_step": 2, "norm_topk_prob": True}),
 }
+
+
+def tensors_of(reference: PreTrainedModel) -> dict[str, Tensor]:
+    """Weights of a model of transformers by the names that its makers publish and our families read."""
+    tied, tensors = reference.config.tie_word_embeddings, reference.state_dict()
+    if tied:
+        tensors.pop("lm_head.weight", None)
+    if reference.config.model_type != "minimax_m3_vl_text":
+        return tensors
+    found = {}
+    for name, tensor in tensors.items():
+        name = name.replace(".indexer.", ".index_").replace("gate.e_score_", "e_score_")
+        if name.endswith(".gate_up_proj.weight"):
+            for part, half in zip(("gate", "up"), tensor.chunk(2), strict=True):
+                found[name.replace("gate_up", part)] = half
+        else:
+            found[name] = tensor
+    return found

@@ -22,11 +22,13 @@ from family_cases import (
     GROWING,
     LLAMA3,
     MAMBA,
+    MINIMAX_M3,
     MLA,
     NEMOTRON,
     PROMPT,
     SMALL,
     VOCAB,
+    tensors_of,
 )
 from safetensors.torch import load_file
 from transformers import BambaConfig, PreTrainedConfig, PreTrainedModel
@@ -65,10 +67,8 @@ def make_reference(case: str) -> PreTrainedModel:
 
 def ours(reference: PreTrainedModel, dtype: torch.dtype = torch.float32) -> Model:
     model = registry.build(reference.config.to_dict(), dtype=dtype, linear=plain_linear)
-    tied = reference.config.tie_word_embeddings
-    for name, tensor in reference.state_dict().items():
-        if not (tied and name == "lm_head.weight"):
-            model.load(name, tensor.to(dtype))
+    for name, tensor in tensors_of(reference).items():
+        model.load(name, tensor.to(dtype))
     model.finish()
     return model
 
@@ -263,7 +263,8 @@ def test_every_family_of_the_registry_is_covered() -> None:
     assert registry.FAMILIES["kimi_k2"] == registry.FAMILIES["deepseek_v3"]
     # tests/parity/test_latent_parity.py has the ones that choose what they attend to
     # and tests/parity/test_wrappers.py those that only a wrapper has.
-    assert covered | {"kimi_k2", "deepseek_v32", "glm_moe_dsa", "qwen2_5_vl_text", "qwen3_vl_text",
+    assert registry.FAMILIES["minimax_m3"][1] is registry.FAMILIES["minimax_m3_vl_text"][1]
+    assert covered | {"kimi_k2", "minimax_m3", "deepseek_v32", "glm_moe_dsa", "qwen2_5_vl_text", "qwen3_vl_text",
                       "qwen3_vl_moe_text"} == set(registry.FAMILIES)
 
 
@@ -329,6 +330,47 @@ def test_nemotron_refuses(name: str, value: object) -> None:
 def test_mistral4_refuses(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=name):
         registry.read_spec_of({**SMALL, **MLA, "rope_parameters": GROWING, "model_type": "mistral4", name: value})
+
+
+# As makers write what transformers' config has.
+PUBLISHED_M3 = {"model_type": "minimax_m3", "layer_types": None, "mlp_layer_types": None, "hidden_act": "swigluoai",
+                "moe_layer_freq": [0, 1, 1], "partial_rotary_factor": 0.5, "rope_theta": 5e6, "rope_parameters": None,
+                "use_gemma_norm": True, "qk_norm_type": "per_head", "attention_output_gate": False}
+SPARSE_M3 = {"sparse_attention_freq": [0, 1, 1], "sparse_disable_index_value": [0, 1, 1], "sparse_num_index_heads": 2,
+             "sparse_index_dim": 16, "sparse_block_size": 16, "sparse_topk_blocks": 4, "sparse_local_block": 1,
+             "sparse_init_block": 0, "sparse_score_type": "max", "use_sparse_attention": True}
+
+
+def test_minimax_m3_is_read_as_its_makers_write_it() -> None:
+    """Context is what its layers select of: with more they would read what the model does not."""
+    theirs = {**SMALL, **MINIMAX_M3, "model_type": "minimax_m3_vl_text"}
+    makers = {**theirs, **PUBLISHED_M3, "sparse_attention_config": SPARSE_M3}
+    want, spec = (registry.read_spec_of(config) for config in (theirs, makers))
+    assert (spec.attention, spec.moe, spec.gate, spec.width) == (want.attention, want.moe, want.gate, 40)
+    assert spec.rope.max_position == 64 and spec.attention.index.layers == {1, 2} == spec.moe.layers
+    dense = registry.read_spec_of({**makers, "sparse_attention_config": {"use_sparse_attention": False}})
+    assert dense.rope.max_position == 256 and dense.attention.index is None
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("sparse_disable_index_value", [0, 0, 1]), ("sparse_disable_index_value", [0, 1]), ("sparse_score_type", "sum"),
+    ("sparse_init_block", 1), ("sparse_local_block", 0), ("sparse_local_block", 5), ("sparse_num_index_heads", 4),
+    ("sparse_index_dim", 8), ("sparse_attention_freq", [0, 1]), ("sparse_block_size", 0)])
+def test_minimax_m3_refuses_other_selections(name: str, value: object) -> None:
+    what = {"sparse_num_index_heads": "KV heads", "sparse_index_dim": "head_dim", "sparse_local_block": "local",
+            "sparse_block_size": "block"}.get(name, "sparse_attention_config" if "freq" in name else name)
+    with pytest.raises(ConfigError, match=what):
+        registry.read_spec_of({**SMALL, **MINIMAX_M3, **PUBLISHED_M3,
+                               "sparse_attention_config": {**SPARSE_M3, name: value}})
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("attention_output_gate", True), ("use_gemma_norm", False), ("hidden_act", "gelu"), ("n_shared_experts", 2),
+    ("moe_layer_freq", [0, 1]), ("scoring_func", "softmax"), ("qk_norm_type", "per_layer")])
+def test_minimax_m3_refuses(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=name):
+        registry.read_spec_of({**SMALL, **MINIMAX_M3, **PUBLISHED_M3, "sparse_attention_config": SPARSE_M3,
+                               name: value})
 
 
 def test_limits_of_steps_are_read_as_transformers_writes_them(tmp_path: Path) -> None:

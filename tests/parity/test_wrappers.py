@@ -67,6 +67,14 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]]
                {**SEES, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16,
                 "pooling_kernel_size": 1},
                {"audio_config": None}),
+    "minimax_m3_vl": ("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3VLConfig", {
+        "num_hidden_layers": 3, "rotary_dim": 8, "intermediate_size": 24, "dense_intermediate_size": 40,
+        "shared_intermediate_size": 28, "num_local_experts": 6, "num_experts_per_tok": 2, "index_n_heads": 2,
+        "index_head_dim": 16, "index_block_size": 16, "index_topk_blocks": 2,
+        "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5}},
+        {**SEES, "spatial_merge_size": 2, "temporal_patch_size": 2}, {"projector_hidden_size": 16}),
     "kimi_k25": ("Kimi_K25ForConditionalGeneration", "Kimi_K25Config", MLA, SEES, {}),
     "mistral3": ("Mistral3ForConditionalGeneration", "Mistral3Config",
                  {"model_type": "mistral", "sliding_window": None}, {"model_type": "pixtral", **SEES}, {}),
@@ -132,12 +140,13 @@ def test_the_text_of_a_saved_wrapper_equals_transformers(case: str, saves: Saves
             first += size
     with safe_open(folder / "model.safetensors", "pt") as stored:
         names = list(stored.keys())
-    tower = [name for name in names if "vision" in name or "visual" in name or "projector" in name]
+    tower = [name for name in names if any(part in name for part in ("vision", "visual", "projector", "patch_merge"))]
     checkpoint = open_checkpoint(files)
     [line] = checkpoint.unread(model.ignores)
     assert line.startswith(f"text of {files.name}; vision tower not served: {len(tower)} tensors of ")
     read = [name for name, _ in checkpoint.tensors(model.wants)]
-    assert tower and len(read) == len(names) - len(tower)
+    selecting = [name for name in names if ".index_" in name]          # MiniMax-M3's layers read all blocks
+    assert tower and len(read) == len(names) - len(tower) - len(selecting)
     assert weight_bytes(checkpoint, torch.float32) <= sum(
         tensor.nbytes for name, tensor in theirs.state_dict().items() if "vis" not in name)
 

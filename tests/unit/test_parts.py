@@ -49,6 +49,10 @@ LATENT = {"model_type": "deepseek_v32", "vocab_size": 61, "hidden_size": 32, "in
           "topk_group": 1, "attention_bias": True, "max_position_embeddings": 64, "rope_theta": 10000.0}
 MINIMAX = {**LLAMA, "model_type": "minimax_m2", "head_dim": 8, "rotary_dim": 4, "intermediate_size": 40,
            "num_local_experts": 9, "num_experts_per_tok": 2}
+MINIMAX_M3 = {**MINIMAX, "model_type": "minimax_m3", "dense_intermediate_size": 48, "shared_intermediate_size": 40,
+              "moe_layer_freq": [0, 1, 1, 1], "sparse_attention_config": {
+                  "sparse_attention_freq": [0, 1, 1, 1], "sparse_num_index_heads": LLAMA["num_key_value_heads"],
+                  "sparse_index_dim": 8, "sparse_block_size": 16}}
 GLM = {**LATENT, "model_type": "glm_moe_dsa", "indexer_types": ["full", "shared", "full", "shared"]}
 FAMILIES = {"llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3, "qwen3_moe": MOE,
             "deepseek_v32": LATENT, "glm_moe_dsa": GLM, **STATES}
@@ -287,6 +291,13 @@ def check_logits(config: dict[str, Any], tp: int, ranges: int = 1, together: Exp
 def test_ranks_norm_all_heads_of_minimax_together(tp):
     """Of 5 ranks several have the same KV head, whose squares count once."""
     check_logits(MINIMAX, tp)
+
+
+@pytest.mark.parametrize("tp, ranges, together", [(2, 1, None), (3, 3, EXPERTS), (2, 2, None), (5, 1, EXPERTS)])
+def test_ranks_of_minimax_m3_compute_what_the_model_does(tp, ranges, together):
+    """Its experts and the shared one gate clamped inputs."""
+    check_logits(MINIMAX_M3, tp, ranges, together)
+    check_weights(MINIMAX_M3, 2, tp, ranges)
 
 
 @pytest.mark.parametrize("tp", [2, 3, 5])

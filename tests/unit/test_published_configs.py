@@ -20,7 +20,6 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = {path.name.removesuffix("_config.json").replace("--", "/"): path
            for path in sorted((ROOT / "tests/data/configs").glob("*_config.json"))}
 REFUSED = {
-    "MiniMaxAI/MiniMax-M3": "model_type 'minimax_m3' is not supported",
     "XiaomiMiMo/MiMo-7B-Base": "model_type 'mimo' is not supported",
     "XiaomiMiMo/MiMo-V2-Flash": "model_type 'mimo_v2_flash' is not supported",
     "deepseek-ai/DeepSeek-V4-Flash": "model_type 'deepseek_v4' is not supported",
@@ -33,7 +32,6 @@ REFUSED = {
     "nvidia/DeepSeek-V4-Flash-NVFP4": "model_type 'deepseek_v4' is not supported",
     "nvidia/DeepSeek-V4-Pro-NVFP4": "model_type 'deepseek_v4' is not supported",
     "nvidia/Llama-3_3-Nemotron-Super-49B-v1": "model_type 'nemotron-nas' is not supported",
-    "nvidia/MiniMax-M3-NVFP4": "model_type 'minimax_m3_vl', whose text is '.absent.', is not supported",
     "sgl-project/DeepSeek-V4-Flash-FP8": "model_type 'deepseek_ref' is not supported",
     "sgl-project/DeepSeek-V4-Pro-FP8": "model_type 'deepseek_ref' is not supported",
 }

@@ -22,6 +22,20 @@ from penstock.model.weights.slots import Slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockIndex:
+    """Index heads of `head_dim`, one for each KV head, and one indexer key a token, for all of them: a query reads the
+    `top_k` blocks of `block` tokens with the best keys, of these always the `last` up to its own. `layers`: that have
+    them. Source: MiniMax-M3, `sparse_attention_config`."""
+
+    num_heads: int
+    head_dim: int
+    block: int
+    top_k: int
+    last: int
+    layers: frozenset[GlobalLayer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GqaSpec:
     """`scale`, `softcap`: of the scores. `sinks`: a learned logit of each query head, which counts in the sum
     of weights. `qk_norm`: RMS norm of every query and key head, before RoPE, with learned weights, to which
@@ -30,7 +44,7 @@ class GqaSpec:
     of a token are normed together, and all key heads, with a weight for each dim of each head. `growth`: a
     query at position p is multiplied by 1 + growth ln(1 + floor(p / growth_length)) after RoPE; 0: by 1.
     `value_norm`: RMS norm of every value head, without weights. `one_kv`: values are what the key's projection
-    makes, before norm and RoPE."""
+    makes, before norm and RoPE. `index`: what selects blocks; its weights are not read, as all blocks are."""
 
     num_heads: int
     num_kv_heads: int
@@ -49,6 +63,7 @@ class GqaSpec:
     growth_length: int = 1
     value_norm: bool = False
     one_kv: bool = False
+    index: BlockIndex | None = None
 
     ops: ClassVar = ("paged_attention",)
 
@@ -151,6 +166,10 @@ class Attention:
                 slots.foreign(f"{prefix}.{part}_proj.weight", (kv_rows.of, inputs or hidden))
                 slots.foreign(f"{prefix}.{part}_norm.weight", (spec.head_dim,))
         self.out = slots.linear([f"{prefix}.o_proj"], [hidden], q_rows, spec.out_bias)
+        if spec.index is not None:
+            for part, num in (("q", spec.index.num_heads), ("k", 1)):
+                slots.foreign(f"{prefix}.index_{part}_proj.weight", (num * spec.index.head_dim, hidden))
+                slots.foreign(f"{prefix}.index_{part}_norm.weight", (spec.index.head_dim,))
         if spec.qk_norm:
             norms = [slots.vector(
                 f"{prefix}.{name}_norm.weight", (rows if spec.norm_width else spec.head_dim,),

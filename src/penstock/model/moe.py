@@ -93,8 +93,9 @@ class SparseMLP:
             if spec.beside:
                 name = f"{prefix.rpartition('.')[0]}.shared_mlp"
                 bundle_mlp(slots, name, hidden, spec.shared_width)
-            self.shared = (GatedMLP if spec.gated else PlainMLP)(
-                slots, name, hidden, slots.tp_rank.columns(spec.shared_width), False)
+            width = slots.tp_rank.columns(spec.shared_width)
+            self.shared = (GatedMLP(slots, name, hidden, width, False, spec.gate) if spec.gated else
+                           PlainMLP(slots, name, hidden, width, False))
         self.shared_gate = (slots.linear([f"{prefix}.shared_expert_gate"], [1], hidden, False)
                             if spec.shared_gated else None)
         self.weighs = (slots.vector(f"{prefix}.router.per_expert_scale", (spec.num_experts,), dtype=torch.float32)

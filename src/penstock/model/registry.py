@@ -24,7 +24,7 @@ from penstock.model.families.glm4 import glm4_moe
 from penstock.model.families.gpt_oss import gpt_oss
 from penstock.model.families.granite import granitemoehybrid
 from penstock.model.families.llama import llama, ministral3, mistral, seed_oss
-from penstock.model.families.minimax import minimax_m2
+from penstock.model.families.minimax import minimax_m2, minimax_m3
 from penstock.model.families.nemotron import nemotron_h
 from penstock.model.families.qwen import (
     qwen2,
@@ -73,6 +73,8 @@ FAMILIES: dict[str, tuple[str, Callable[[Fields], Spec]]] = {
     "deepseek_v32": ("DeepseekV32ForCausalLM", deepseek_v32),
     "glm4_moe": ("Glm4MoeForCausalLM", glm4_moe),
     "minimax_m2": ("MiniMaxM2ForCausalLM", minimax_m2),
+    "minimax_m3": ("MiniMaxM3ForCausalLM", minimax_m3),
+    "minimax_m3_vl_text": ("MiniMaxM3VLForCausalLM", minimax_m3),
     "glm_moe_dsa": ("GlmMoeDsaForCausalLM", glm_moe_dsa),
 }
 

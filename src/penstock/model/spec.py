@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from penstock.kernels.gemm.experts import Gate
 from penstock.model.base import CacheShape, GlobalLayer, LocalLayer, Reads, Selector, Stage
 from penstock.model.latent import LatentSpec
 from penstock.model.layers import GqaSpec
@@ -20,6 +21,7 @@ class Spec:
     """One model's shape. `tied`: the head is the embedding. `width`: of the MLP, dense layers.
     `skipped_layers`: behind the last, in the files but not of the model. `mtp`: the first of them, or what
     files have in its place, drafts; None: nothing does.
+    `gate`: of all MLPs, in place of SiLU and product.
     `windows`: of each layer the tokens that a query sees, 0: all; (): all layers see all. `window_rope`: of
     layers with a window; None: the others'. `norm_plus`: is added to the weights of norms. `norms_behind`:
     what the halves of a layer give is normed, too. `gelu`: gates by GELU, approximated by tanh, not by SiLU.
@@ -51,6 +53,7 @@ class Spec:
     norm_plus: float = 0.0
     norms_behind: bool = False
     gelu: bool = False
+    gate: Gate | None = None
     embed_scale: float = 1.0
     logit_cap: float = 0.0
     states: StateSpec | None = None
@@ -95,7 +98,10 @@ class Spec:
 
     def attention_of(self, index: int) -> GqaSpec | LatentSpec:
         """Return the attention of this layer of the model."""
-        return self.window_attention if self.window_attention and self.windows[index] else self.attention
+        own = self.window_attention if self.window_attention and self.windows[index] else self.attention
+        if isinstance(own, GqaSpec) and own.index is not None and index not in own.index.layers:
+            return replace(own, index=None)
+        return own
 
     def source_of(self, index: int) -> int:
         """The layer of the model whose KV this one reads."""

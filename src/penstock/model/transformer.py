@@ -78,7 +78,7 @@ class Layer:
         else:
             width = spec.width if spec.source_of(index) == index else spec.reader_width or spec.width
             self.mlp = GatedMLP(slots, f"{prefix}.{spec.mlp_name}", hidden, slots.tp_rank.columns(width),
-                                spec.mlp_bias, TanhGelu() if spec.gelu else None)
+                                spec.mlp_bias, TanhGelu() if spec.gelu else spec.gate)
             if spec.mlp_bundled:
                 bundle_mlp(slots, f"{prefix}.{spec.mlp_name}", hidden, spec.width)
 

@@ -60,6 +60,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "gemma3": Wrapper(texts=("gemma3_text",), defaults=_GEMMA3),
     "gemma4": Wrapper(texts=("gemma4_text",)),
     "kimi_k25": Wrapper(texts=("kimi_k2", "deepseek_v3")),
+    "minimax_m3_vl": Wrapper(texts=("minimax_m3_vl_text", "minimax_m3")),
     "mistral3": Wrapper(texts=("mistral", "ministral3", "mistral4")),
     "internvl": _INTERN,
     "internvl_chat": _INTERN,
@@ -68,10 +69,10 @@ WRAPPERS: dict[str, Wrapper] = {
 }
 
 
+_MINIMAX = ((".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj."))
 # model_type of a text -> parts of names in published files, and what they are here.
 RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
-    "minimax_m2": ((".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w2.", ".down_proj."),
-                   (".w3.", ".up_proj.")),
+    "minimax_m2": _MINIMAX, "minimax_m3": _MINIMAX, "minimax_m3_vl_text": _MINIMAX,
 }
 
 
