@@ -70,7 +70,7 @@ def of_a_grant() -> tuple[list[str], list[str]]:
         if not any(holds(value, (Grant, Granted)) for value in [*frame.f_locals.values(), result]):
             return
         name, thread = owner(frame), threading.get_ident()
-        if name == "SealedFrameReader" and not decode:
+        if name == "PairReader" and not decode:
             decode.append(seen.copy())
             seen.clear()
             sending: FrameType | None = sys._current_frames()[threading.main_thread().ident or 0]

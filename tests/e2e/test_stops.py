@@ -9,8 +9,8 @@ FILES_MAX = 25                      # of a spill's turn: it may only fall
 
 def test_a_grant_passes_few_classes_at_each_end() -> None:
     decode, prefill = stops.of_a_grant()
-    assert decode[0] == "DecodeSide" and decode[-1] == "Sealer" and len(decode) <= STOPS_MAX, decode
-    assert prefill[0] == "SealedFrameReader" and prefill[-1] == "PrefillSide" and len(prefill) <= STOPS_MAX, prefill
+    assert decode[0] == "DecodeSide" and decode[-1] == "PairWriter" and len(decode) <= STOPS_MAX, decode
+    assert prefill[0] == "PairReader" and prefill[-1] == "PrefillSide" and len(prefill) <= STOPS_MAX, prefill
 
 
 def test_a_spill_touches_few_files() -> None:

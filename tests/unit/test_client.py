@@ -16,6 +16,7 @@ import pytest
 from penstock.config.base.errors import ConfigError, RequestError
 from penstock.config.request.params import SamplingParams
 from penstock.config.settings.tree import Config, DebugConfig, KVConfig, ModelConfig
+from penstock.config.streams.frames import ProtocolError
 from penstock.engine import wire
 from penstock.engine.client.client import EngineClient, EngineDied
 from penstock.replay import flight
@@ -316,10 +317,10 @@ def test_choices_that_cannot_all_be_sent_leave_none_behind(monkeypatch):
         def send(message):
             sent.append(message)
             if len(sent) == 2:
-                raise wire.ProtocolError("too long")
+                raise ProtocolError("too long")
 
         monkeypatch.setattr(client, "_send", send)
-        with pytest.raises(wire.ProtocolError):
+        with pytest.raises(ProtocolError):
             client.submit([5], SamplingParams(max_tokens=4, n=3))
         assert client.num_waiting == client.num_running == 0
         rids = [m.rid for m in sent if isinstance(m, wire.Submit)]

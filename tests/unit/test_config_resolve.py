@@ -13,6 +13,7 @@ from penstock.config.base.machine import Machine, of_gpus, probe
 from penstock.config.settings.cli import from_options
 from penstock.config.settings.plain import from_plain, to_plain
 from penstock.config.settings.resolve import lines, resolve
+from penstock.config.streams.frames import FrameBuffer
 from penstock.engine import wire
 
 MACHINE = Machine(system="Linux", machine="x86_64", python="3.11", cpu="test", features=(),
@@ -77,7 +78,7 @@ def test_plain_form_survives_the_wire() -> None:
     config = resolve(from_options("demo", {"backends": ["a=b"], "drain_s": 2, "chat_template": "t"}),
                      MACHINE)
     hello = wire.Hello(version=wire.VERSION, config=to_plain(config))
-    read = wire.decode_to_engine(wire.frame(hello)[4:])
+    [read] = FrameBuffer(wire.TO_ENGINE).feed(wire.TO_ENGINE.frames(hello))
     assert isinstance(read, wire.Hello)
     assert from_plain(read.config) == config
     assert from_plain(json.loads(json.dumps(to_plain(config)))) == config

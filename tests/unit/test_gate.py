@@ -111,7 +111,7 @@ def test_a_burst_of_the_engine_is_taken_in_slices_between_which_streams_run(monk
         link.connection_made(transport)
         of = inbox(client, 1)
         of.begun = True
-        data = b"".join(wire.frame(wire.Chunks([plain(1, n, n), plain(2, 0)])) for n in range(10))
+        data = b"".join(wire.FROM_ENGINE.frames(wire.Chunks([plain(1, n, n), plain(2, 0)])) for n in range(10))
         link.data_received(data[:-3])
         while not (seen and seen[-1] == 9):
             seen.append(sum(len(chunk.tokens) for chunk in of.chunks))

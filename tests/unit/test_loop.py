@@ -12,6 +12,7 @@ import pytest
 from penstock.config.request.grammar import Grammar
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.selection import Selection, attention_identity, indexer_selection
+from penstock.config.streams.frames import ProtocolError
 from penstock.core.plan import Aborted, Arrived, Entered, Flushed, Started, Stopped
 from penstock.engine import process as engine_main
 from penstock.engine import wire
@@ -274,7 +275,7 @@ def test_what_a_page_sees_has_no_token_and_an_end():
 
 
 def test_hello_in_the_middle_is_a_protocol_error():
-    with pytest.raises(wire.ProtocolError):
+    with pytest.raises(ProtocolError):
         Rig().loop.handle(wire.Hello(1, {}))
 
 

@@ -6,9 +6,8 @@ import random
 from collections import Counter
 from pathlib import Path
 
-import msgspec
-
 from penstock.config.request.params import SamplingParams
+from penstock.config.streams.frames import FrameBuffer
 from penstock.core.core import Core
 from penstock.core.plan import Retired
 from penstock.core.settings import CoreConfig
@@ -88,10 +87,10 @@ def test_no_message_breaks_the_loop_or_leaks():
     loop = EngineLoop(core, executor, vocab_size=100, max_model_len=120, check=True)
     ends: Counter[str] = Counter()
     owed: Counter[int] = Counter()          # terminal chunks, by request id
-    newest = 0
+    newest, codec = 0, FrameBuffer(wire.TO_ENGINE)
     for _ in range(2_500):
         # Through the codec, as it would come; numbers that msgpack refuses never arrive.
-        message = wire.decode_to_engine(msgspec.msgpack.encode(hostile(rng, newest)))
+        [message] = codec.feed(wire.TO_ENGINE.frames(hostile(rng, newest)))
         if isinstance(message, wire.Submit) and not 0 < message.rid <= newest:
             owed[message.rid] += 1
             if message.rid < 1 << 62:

@@ -20,15 +20,17 @@ from penstock.config.settings.cli import from_options
 from penstock.config.settings.plain import to_plain
 from penstock.config.settings.resolve import TORCHRUN, of_torchrun
 from penstock.config.settings.tree import Config
+from penstock.config.streams.heartbeat import Beat
 from penstock.core.plan import Group, StepId, StepPlan, Tier
 from penstock.exec.pipeline import agent as agent_module
 from penstock.exec.pipeline import nodes, remote_node
 from penstock.exec.pipeline.agent import Agent
-from penstock.exec.pipeline.nodes import NodeLink, Stranger, weights_of
+from penstock.exec.pipeline.nodes import NodeLink, weights_of
 from penstock.exec.pipeline.remote_node import NodePages, Nodes
 from penstock.exec.pipeline.workers import WorkerGroup
 from penstock.exec.step.links import nodes_of
 from penstock.memory.pool import PageLayout
+from penstock.transfer.handshake import Opening, Stranger
 from penstock.transfer.pages import Span
 from penstock.transfer.streams import LinkSettings, dial
 
@@ -82,7 +84,7 @@ def test_what_is_said_arrives_in_order_and_whole(tls):
 
 def test_another_key_is_no_node_of_this_engine():
     one, other = ends(settings(True), settings(False, key=KEY[::-1]))
-    other.say(nodes.NodeBeat())
+    other.say(Beat())
     with pytest.raises(ConnectionError, match="key"):
         one.next()
 
@@ -93,10 +95,13 @@ def test_tls_at_one_end_only_is_told_as_that():
 
 
 def test_another_version_of_the_protocol_is_named_with_both(monkeypatch):
-    real = nodes._OPENING.pack
-    monkeypatch.setattr(nodes, "_OPENING", type("Opening", (), {
-        "size": nodes._OPENING.size, "unpack": staticmethod(nodes._OPENING.unpack),
-        "pack": staticmethod(lambda magic, number, nonce: real(magic, number + 1, nonce))}))
+    def keys(opening, stream, *args):
+        sent = SimpleNamespace(binding=b"", sendall=lambda data: stream.sendall(
+            data[:12] + (nodes.VERSION + 1).to_bytes(2, "little") + data[14:]))
+        return real(opening, sent, *args)
+
+    real = Opening.keys
+    monkeypatch.setattr(Opening, "keys", keys)
     one, other = ends(settings(True), settings(False))
     for end in (one, other):
         assert isinstance(end, Stranger)
@@ -116,7 +121,7 @@ def test_who_says_nothing_is_gone_and_who_lives_is_not():
 
     threading.Thread(target=run, daemon=True).start()
     assert not ended.wait(1.2) and not heard            # three times the silence: it says that it lives
-    other._ended.set()                                  # from now on it does not
+    other._beats.end()                                  # from now on it does not
     assert ended.wait(LIMIT_S) and "nothing was heard" in str(heard[-1])
 
 
@@ -234,7 +239,7 @@ def test_a_handshake_has_one_deadline_however_often_it_sends(monkeypatch):
         callers = remote_node.Callers(server, settings(True), logged.append)
         with socket.create_connection(server.getsockname()) as link:
             link.settimeout(0.05)
-            opening = nodes._OPENING.pack(nodes._MAGIC, nodes.VERSION, bytes(32))
+            opening = b"penstocknode" + nodes.VERSION.to_bytes(2, "little") + bytes(32)
             for at in range(len(opening) - 1):              # whole after seconds
                 try:
                     link.sendall(opening[at:at + 1])

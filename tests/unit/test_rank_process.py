@@ -12,9 +12,10 @@ import pytest
 from printable import vocabulary
 
 from penstock.config.request.grammar import Grammar
+from penstock.config.streams.frames import FrameBuffer
 from penstock.core.plan import StepId, StepPlan
 from penstock.exec.pipeline import wire
-from penstock.exec.pipeline.beats import Waits
+from penstock.exec.pipeline.hangs import Waits
 from penstock.exec.pipeline.process import Process
 from penstock.exec.pipeline.workers import WorkerProcess
 from penstock.exec.sampling.grammar import COMPILED_MAX, Grammars
@@ -68,7 +69,7 @@ def until(true) -> None:
 
 
 def test_a_plan_is_launched_while_the_step_before_it_is_on_the_device():
-    device, said = Device(), SimpleQueue()
+    device, said, heard = Device(), SimpleQueue(), FrameBuffer(wire.FROM_RANK)
     process = object.__new__(Process)
     process._executor = SimpleNamespace(send=said.put)
     process._rank, process._before, process._links = device, None, Links()
@@ -87,28 +88,28 @@ def test_a_plan_is_launched_while_the_step_before_it_is_on_the_device():
     (_, first), (_, second) = device.flights
     for step, event in (1, first), (2, second):
         event.ended.set()
-        report = wire.decode_from_rank(said.get(timeout=20)[8:])
+        [report] = heard.feed(said.get(timeout=20))
         assert [stepped.step for stepped in report.stepped] == [step]
     until(lambda: not device.flights)
 
 
 def test_a_rank_is_asked_once_for_a_grammar_and_says_when_no_step_would_wait():
     (here, there), news, go = socket.socketpair(), SimpleQueue(), threading.Event()
-    rank = WorkerProcess(SimpleNamespace(tell=lambda: news.put(None)), 0, wire.Channel(here), None)
+    rank = WorkerProcess(SimpleNamespace(tell=lambda: news.put(None)), 0, wire.Channel(here, wire.FROM_RANK), None)
     process = object.__new__(Process)
-    process._executor, process._rank = wire.Channel(there), Device()
+    process._executor, process._rank = wire.Channel(there, wire.TO_RANK), Device()
     process._grammars = Grammars(lambda: vocabulary() if go.wait(20) else None)
     try:
         grammar = Grammar("regex", "[ab]+")
         assert not rank.compiled(grammar) and not rank.compiled(grammar)
-        process._handle(wire.decode_to_rank(process._executor.receive()))
+        process._handle(process._executor.receive())
         assert not rank.compiled(grammar) and news.empty()
         go.set()
         news.get(timeout=20)
         assert rank.compiled(grammar) and process._grammars.compiled(grammar)
         for n in range(COMPILED_MAX):               # what the rank may forget is asked for again
             assert not rank.compiled(Grammar("regex", f"a{{{n + 1}}}"))
-            process._handle(wire.decode_to_rank(process._executor.receive()))
+            process._handle(process._executor.receive())
             news.get(timeout=20)
         assert len(rank._compiled) <= COMPILED_MAX // 2 + 1 and not rank.compiled(grammar)
     finally:
@@ -120,9 +121,10 @@ def test_lines_that_a_rank_logs_are_no_answers():
     """On a GPU it logs what its memory is used for, in front of Ready."""
     here, there = socket.socketpair()
     workers = SimpleNamespace(tell=lambda: None, ranks=[], hang=lambda of, s: (_ for _ in ()).throw(TimeoutError))
-    rank = WorkerProcess(workers, 0, wire.Channel(here), None)
+    rank = WorkerProcess(workers, 0, wire.Channel(here, wire.FROM_RANK), None)
     process = object.__new__(Process)
-    process._executor, process._index, process._use = wire.Channel(there), 0, SimpleNamespace(parts={"kv": 5})
+    process._executor, process._index = wire.Channel(there, wire.TO_RANK), 0
+    process._use = SimpleNamespace(parts={"kv": 5})
     try:
         for _ in range(2):
             process._log("GPU memory in use")

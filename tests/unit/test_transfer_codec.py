@@ -1,4 +1,4 @@
-"""Frames of a pair: every message survives, nothing but what was sealed next is taken, ProtocolError only."""
+"""Frames of a pair: every message survives, nothing but what was signed next is taken, ProtocolError only."""
 from __future__ import annotations
 
 import hmac
@@ -9,15 +9,18 @@ import msgspec
 import pytest
 from mutated import mutate
 
-from penstock.config.base.decoding import ProtocolError
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.scores import Scores
+from penstock.config.streams import frames
+from penstock.config.streams.frames import ProtocolError
+from penstock.config.streams.heartbeat import Beat
 from penstock.core.pair.messages import Cancel, Drained, End, Grant, Reason, Refused
 from penstock.transfer import codec
-from penstock.transfer.codec import PageFrame, PageHead, SealedFrameReader, Sealer, checksum, connection_keys
+from penstock.transfer.codec import PageFrame, PageHead, PairReader, PairWriter, checksum
 from penstock.transfer.facts import Facts, GroupFacts
+from penstock.transfer.handshake import connection_keys
 from penstock.transfer.layout import PageSlice
-from penstock.transfer.messages import Ask, Beat, First, Greeting, Memory, Offer, Prompted, SessionNews, Taken
+from penstock.transfer.messages import Ask, First, Greeting, Memory, Offer, Prompted, SessionNews, Taken
 
 KEY, EPOCH = b"k" * 32, 7
 FACTS = Facts("decode", {"weights": "abc", "RoPE": "none"},
@@ -41,43 +44,43 @@ def page(payload: bytes) -> PageHead:
 
 def stream(messages=MESSAGES, payload: bytes = b"bytes of a page", epoch: int = EPOCH,
            key: bytes = KEY) -> bytes:
-    sealer = Sealer(key, epoch)
-    head = sealer.page(page(payload), len(payload)) + payload
-    return head + b"".join(frame for m in messages for frame in sealer.message(m))
+    writer = PairWriter(key, epoch)
+    head = writer.page(page(payload), len(payload)) + payload
+    return head + b"".join(frame for m in messages for frame in writer.message(m))
 
 
-def reader(data: bytes, epoch: int = EPOCH, key: bytes = KEY) -> SealedFrameReader:
-    return SealedFrameReader(io.BufferedReader(io.BytesIO(data)).readinto, key, epoch)  # type: ignore[arg-type]
+def reader(data: bytes, epoch: int = EPOCH, key: bytes = KEY) -> PairReader:
+    return PairReader(io.BufferedReader(io.BytesIO(data)).readinto, key, epoch)  # type: ignore[arg-type]
 
 
 def read(data: bytes, epoch: int = EPOCH, key: bytes = KEY) -> list[object]:
-    frames, out = reader(data, epoch, key), []
-    while (frame := frames.next()) is not None:
+    coming, out = reader(data, epoch, key), []
+    while (frame := coming.next()) is not None:
         out.append(PageFrame(frame.head, memoryview(bytes(frame.payload)))
                    if isinstance(frame, PageFrame) else frame)
     return out
 
 
 def test_every_message_survives() -> None:
-    assert {type(m) for m in MESSAGES} == set(codec.KINDS)
+    assert {type(m) for m in MESSAGES} == set(codec.PAIR.of)
     assert read(stream()) == [PageFrame(page(b"bytes of a page"), memoryview(b"bytes of a page")), *MESSAGES]
 
 
 def test_a_long_message_goes_in_frames_of_at_most_a_mebibyte() -> None:
     long = msgspec.structs.replace(MESSAGES[7], prompt=b"\1\2\0\0" * (1 << 20))
-    frames = list(Sealer(KEY, EPOCH).message(long))
-    assert len(frames) == 5 and max(map(len, frames)) == codec.FRAME_BYTES_MAX
-    assert read(b"".join(frames)) == [long]
+    made = list(PairWriter(KEY, EPOCH).message(long))
+    assert len(made) == 5 and max(map(len, made)) == frames.FRAME_BYTES_MAX
+    assert read(b"".join(made)) == [long]
 
 
 def test_a_message_that_is_too_long_is_refused_where_it_is_made_and_where_it_arrives(monkeypatch) -> None:
     long = msgspec.structs.replace(MESSAGES[7], prompt=b"\1\2\0\0" * (1 << 20))
-    frames = list(Sealer(KEY, EPOCH).message(long))
-    monkeypatch.setattr(codec, "MESSAGE_BYTES_MAX", 1 << 21)
+    made = list(PairWriter(KEY, EPOCH).message(long))
+    monkeypatch.setattr(codec.PAIR, "bytes_max", 1 << 21)
     with pytest.raises(ProtocolError, match="over"):
-        read(b"".join(frames))
+        read(b"".join(made))
     with pytest.raises(ProtocolError, match="over"):
-        list(Sealer(KEY, EPOCH).message(long))
+        list(PairWriter(KEY, EPOCH).message(long))
 
 
 def test_a_frame_of_an_older_epoch_is_refused_and_so_is_one_sent_twice() -> None:
@@ -115,8 +118,8 @@ def flipped(data: bytes, at: int, bit: int) -> bytes:
 def test_every_bit_of_a_message_and_of_a_page_head_is_authenticated(message) -> None:
     """And of a page's payload the checksum, which is in its head, tells."""
     data = stream([message])
-    payload = range(codec.HEAD_BYTES + codec.PAGE_HEAD_BYTES,
-                    codec.HEAD_BYTES + codec.PAGE_HEAD_BYTES + len(b"bytes of a page"))
+    payload = range(frames.SIGNED_BYTES + codec.PAGE_HEAD_BYTES,
+                    frames.SIGNED_BYTES + codec.PAGE_HEAD_BYTES + len(b"bytes of a page"))
     for at in range(len(data)):
         for bit in (0, 7):
             bad = flipped(data, at, bit)
@@ -130,11 +133,11 @@ def test_every_bit_of_a_message_and_of_a_page_head_is_authenticated(message) -> 
 
 def test_each_part_of_a_long_message_is_authenticated_to_its_last_byte() -> None:
     long = msgspec.structs.replace(MESSAGES[7], prompt=b"\1\2\0\0" * (1 << 19))
-    frames = list(Sealer(KEY, EPOCH).message(long))
-    assert len(frames) == 3
-    ends = [sum(map(len, frames[:i + 1])) for i in range(3)]
-    data = b"".join(frames)
-    for at in (ends[0], ends[0] + codec.HEAD_BYTES, ends[1] - 1, ends[1] + codec.HEAD_BYTES, ends[2] - 1):
+    made = list(PairWriter(KEY, EPOCH).message(long))
+    assert len(made) == 3
+    ends = [sum(map(len, made[:i + 1])) for i in range(3)]
+    data = b"".join(made)
+    for at in (ends[0], ends[0] + frames.SIGNED_BYTES, ends[1] - 1, ends[1] + frames.SIGNED_BYTES, ends[2] - 1):
         with pytest.raises(ProtocolError):
             read(flipped(data, at, 3))
 
@@ -151,12 +154,12 @@ def test_a_payload_is_checked_to_its_last_byte() -> None:
     Grant(1 << 63, 1, 1)])
 def test_numbers_of_the_cores_messages_are_bounded(message) -> None:
     with pytest.raises(ProtocolError, match="bounds"):
-        read(b"".join(Sealer(KEY, EPOCH).message(message)))
+        read(b"".join(PairWriter(KEY, EPOCH).message(message)))
 
 
 def test_a_length_is_checked_before_anything_is_read() -> None:
-    sealer = Sealer(KEY, EPOCH)
-    head = sealer._seal(1, False, codec.FRAME_BYTES_MAX, b"")
+    writer = PairWriter(KEY, EPOCH)
+    head = writer._head(1, False, frames.FRAME_BYTES_MAX, b"")
     with pytest.raises(ProtocolError, match="bytes"):
         read(head)
 
@@ -165,7 +168,7 @@ def test_a_stream_that_ends_inside_a_frame_says_so() -> None:
     data = stream()
     ends, at = {0}, 0
     while at < len(data):
-        at += codec.HEAD_BYTES + int.from_bytes(data[at + 4:at + 8], "little")
+        at += frames.SIGNED_BYTES + int.from_bytes(data[at + 4:at + 8], "little")
         ends.add(at)
     for cut in range(len(data)):
         if cut in ends:
@@ -182,31 +185,31 @@ def resealed(rng: random.Random, kind: int, body: bytes) -> bytes:
         changed = mutate(rng, changed, 4)
     more = rng.random() < 0.05
     covered = changed[:codec.PAGE_HEAD_BYTES] if kind == 0 else changed
-    head = codec._HEAD.pack(kind, more, len(changed), EPOCH, 0)
+    head = frames._HEAD.pack(kind, more, len(changed)) + frames._ORDER.pack(EPOCH, 0)
     return head + hmac.digest(KEY, head + covered, "sha256") + changed
 
 
 def sealed_parts() -> tuple[list[object], list[bytes]]:
     """What is said, pages before and behind messages of one frame and of several, and its frames."""
-    sealer, said, frames = Sealer(KEY, EPOCH), [], []
+    writer, said, made = PairWriter(KEY, EPOCH), [], []
     long = msgspec.structs.replace(MESSAGES[7], prompt=b"\1\2\0\0" * 100)
     for what in (b"one page", *MESSAGES[:4], b"another" * 9, long, *MESSAGES[4:], b"the last"):
         if isinstance(what, bytes):
-            frames.append(sealer.page(page(what), len(what)) + what)
+            made.append(writer.page(page(what), len(what)) + what)
             said.append(PageFrame(page(what), memoryview(what)))
         else:
-            frames += sealer.message(what)
+            made += writer.message(what)
             said.append(what)
-    return said, frames
+    return said, made
 
 
 def taken_of(data: bytes, said: list[object]) -> bool:
     """Reads a stream to its end; whether nothing was refused. What is taken was said, in that order; of a
     page with another payload the checksum tells."""
-    frames = reader(data)
+    coming = reader(data)
     for was in [*said, None]:
         try:
-            frame = frames.next()
+            frame = coming.next()
         except ProtocolError:
             return False
         if isinstance(frame, PageFrame):
@@ -221,13 +224,13 @@ def taken_of(data: bytes, said: list[object]) -> bool:
 
 def fuzz(count: int, seed: int) -> tuple[int, int]:
     """(taken, refused) of `count` streams with a frame that is mutated, half of them frames alone that are
-    sealed with the right key."""
+    signed with the right key."""
     rng = random.Random(seed)
-    bodies = [(codec.PAIR.of[type(m)], next(Sealer(KEY, EPOCH).message(m))[codec.HEAD_BYTES:])
+    bodies = [(codec.PAIR.of[type(m)], next(PairWriter(KEY, EPOCH).message(m))[frames.SIGNED_BYTES:])
               for m in MESSAGES]
-    bodies.append((0, Sealer(KEY, EPOCH).page(page(b"x" * 50), 50)[codec.HEAD_BYTES:] + b"x" * 50))
-    said, frames = sealed_parts()
-    assert len(frames) > len(said)
+    bodies.append((0, PairWriter(KEY, EPOCH).page(page(b"x" * 50), 50)[frames.SIGNED_BYTES:] + b"x" * 50))
+    said, made = sealed_parts()
+    assert len(made) > len(said)
     taken = 0
     for _ in range(count):
         if rng.random() < 0.5:
@@ -239,18 +242,18 @@ def fuzz(count: int, seed: int) -> tuple[int, int]:
             except ProtocolError:
                 pass
             continue
-        at = rng.randrange(len(frames))
-        changed = frames[at]
-        while changed == frames[at]:
+        at = rng.randrange(len(made))
+        changed = made[at]
+        while changed == made[at]:
             changed = mutate(rng, changed, 4)
-        taken += taken_of(b"".join((*frames[:at], changed, *frames[at + 1:])), said)
+        taken += taken_of(b"".join((*made[:at], changed, *made[at + 1:])), said)
     return taken, count - taken
 
 
 @pytest.fixture
 def short_frames(monkeypatch) -> None:
     """So that a message has parts without a mebibyte of it."""
-    monkeypatch.setattr(codec, "FRAME_BYTES_MAX", 400)
+    monkeypatch.setattr(frames, "FRAME_BYTES_MAX", 400)
 
 
 def test_mutated_frames_raise_only_protocol_errors(short_frames) -> None:

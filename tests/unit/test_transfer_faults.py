@@ -12,12 +12,12 @@ import torch
 from pair_ends import BOUNDS, KV, LinkEnd, Pools, check, grant, push, transfer_all
 from pair_proxy import Fault, Proxy
 
-from penstock.config.base.decoding import ProtocolError
+from penstock.config.streams.frames import ProtocolError
 from penstock.core.pair.messages import Drained, Grant, Refused
 from penstock.core.pair.messages import End as Over
 from penstock.core.plan import DramPage, Move, MoveId, StepId, Tier
 from penstock.transfer import landing, session
-from penstock.transfer.codec import PageFrame, PageHead, SealedFrameReader, Sealer, checksum
+from penstock.transfer.codec import PageFrame, PageHead, PairReader, PairWriter, checksum
 from penstock.transfer.events import Down, LinkEvent, PeerMessage, Pushed
 from penstock.transfer.landing import Counts, GrantTable
 from penstock.transfer.layout import GroupProgress, PageSlice
@@ -190,9 +190,9 @@ def older_epoch() -> None:
 
 def replayed() -> None:
     """A frame that was recorded on another connection, with this one's epoch written into its head."""
-    frame = bytearray(next(Sealer(b"another connection", 1).message(Refused(9, 9, 1))))
+    frame = bytearray(next(PairWriter(b"another connection", 1).message(Refused(9, 9, 1))))
     frame[8:16] = (2).to_bytes(8, "little")
-    reader = SealedFrameReader(io.BufferedReader(io.BytesIO(frame)).readinto, b"this", 2)   # type: ignore[arg-type]
+    reader = PairReader(io.BufferedReader(io.BytesIO(frame)).readinto, b"this", 2)   # type: ignore[arg-type]
     with pytest.raises(ProtocolError):
         reader.next()
 
@@ -250,7 +250,7 @@ BUGS = (
     Bug("frame-of-an-older-epoch-written", "an older epoch's frame was written",
         older_epoch, GrantTable, "end", lambda right: lambda self: None),
     Bug("frame-of-another-connection-taken", "DID NOT RAISE",
-        replayed, SealedFrameReader, "_authenticate", lambda right: lambda self, covered: None),
+        replayed, PairReader, "_authenticate", lambda right: lambda self, covered: None),
     Bug("selector-state-of-another-page", "pages of Tier.HBM of group 1",
         plain_transfer, landing, "place", _of_another_page),
     Bug("selector-state-mapped-by-tokens", "pages of Tier.HBM of group 1",

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from penstock.config.base.decoding import ProtocolError
+from penstock.config.streams.frames import ProtocolError
 from penstock.core.plan import Group, Tier
 from penstock.memory.hbm import HbmPool
 from penstock.memory.pool import PageLayout, PoolPart

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from pair_ends import BOUNDS, KEY, KV, WAIT_S, Pools, check, grant, push
 
-from penstock.transfer.handshake import PeerSession, Unpairable, handshake
+from penstock.transfer.handshake import PeerSession, Stranger, handshake
 from penstock.transfer.session import Session
 from penstock.transfer.streams import Connection, LinkSettings
 
@@ -56,7 +56,7 @@ def test_an_epoch_that_is_not_newer_is_no_pair(epoch: int, newest: int) -> None:
 
     with ThreadPoolExecutor(1) as pool:
         listening = pool.submit(end, ours, True)
-        with pytest.raises(Unpairable, match=f"begins epoch {epoch} and {newest} has been"):
+        with pytest.raises(Stranger, match=f"begins epoch {epoch} and {newest} has been"):
             end(theirs, False)
         assert listening.result().epoch == epoch
     for stream in (ours, theirs):

@@ -1,6 +1,7 @@
 """The codec: every message survives, and no bytes raise anything but ProtocolError."""
 from __future__ import annotations
 
+import io
 import random
 
 import pytest
@@ -8,6 +9,8 @@ from mutated import mutate
 
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.selection import Selection
+from penstock.config.streams import frames
+from penstock.config.streams.frames import FrameBuffer, FrameReader, ProtocolError
 from penstock.engine import wire
 
 TO_ENGINE = [
@@ -34,61 +37,83 @@ FROM_ENGINE = [
                [wire.SeenTurn(4, 2, 1, 3, 0, [(7, "queued", "prefill")])])]
 
 
-def bodies(messages):
-    return [wire.frame(m)[4:] for m in messages]
+KINDS = [(wire.TO_ENGINE, TO_ENGINE), (wire.FROM_ENGINE, FROM_ENGINE)]
+
+
+def read(kinds, *parts):
+    """What is read of a stream that comes in these parts."""
+    buffer = FrameBuffer(kinds)
+    return [message for part in parts for message in buffer.feed(part)]
 
 
 def test_every_message_survives():
-    assert {type(m) for m in TO_ENGINE} == set(wire.ToEngine.__args__)
-    assert {type(m) for m in FROM_ENGINE} == set(wire.FromEngine.__args__)
-    assert [wire.decode_to_engine(b) for b in bodies(TO_ENGINE)] == TO_ENGINE
-    assert [wire.decode_from_engine(b) for b in bodies(FROM_ENGINE)] == FROM_ENGINE
+    for kinds, messages in KINDS:
+        assert {type(m) for m in messages} == set(kinds.of)
+        assert [read(kinds, kinds.frames(m)) for m in messages] == [[m] for m in messages]
 
 
-@pytest.mark.parametrize("body", bodies(TO_ENGINE))
-def test_a_message_of_the_other_direction_is_refused(body):
-    with pytest.raises(wire.ProtocolError):
-        wire.decode_from_engine(body)
+@pytest.mark.parametrize("message", TO_ENGINE, ids=lambda m: type(m).__name__)
+def test_a_message_of_the_other_direction_is_refused(message):
+    with pytest.raises(ProtocolError):
+        read(wire.FROM_ENGINE, wire.TO_ENGINE.frames(message))
 
 
-@pytest.mark.parametrize("cut", [1, 3, 4, 5, 1000])
-def test_frames_survive_any_cut(cut):
-    stream = b"".join(map(wire.frame, TO_ENGINE))
-    reader = wire.FrameReader()
-    got = [body for i in range(0, len(stream), cut) for body in reader.feed(stream[i:i + cut])]
-    assert [wire.decode_to_engine(b) for b in got] == TO_ENGINE
+@pytest.mark.parametrize("cut", [1, 3, 4, 5, 9, 1000])
+@pytest.mark.parametrize("frame", [frames.FRAME_BYTES_MAX, 40])
+def test_frames_survive_any_cut(monkeypatch, cut, frame):
+    """Those of a message in parts too."""
+    monkeypatch.setattr(frames, "FRAME_BYTES_MAX", frame)
+    stream = b"".join(map(wire.TO_ENGINE.frames, TO_ENGINE))
+    assert read(wire.TO_ENGINE, *(stream[i:i + cut] for i in range(0, len(stream), cut))) == TO_ENGINE
+
+
+def test_what_a_buffer_and_a_reader_read_is_the_same(monkeypatch):
+    monkeypatch.setattr(frames, "FRAME_BYTES_MAX", 40)
+    stream = io.BytesIO(b"".join(map(wire.FROM_ENGINE.frames, FROM_ENGINE)))
+    reader = FrameReader(io.BufferedReader(stream).readinto, wire.FROM_ENGINE)
+    assert [reader.next() for _ in FROM_ENGINE] == FROM_ENGINE and reader.next() is None
 
 
 def test_a_length_over_the_limit_is_refused_before_its_body_arrives():
-    with pytest.raises(wire.ProtocolError, match="over"):
-        wire.FrameReader().feed((wire.FRAME_BYTES_MAX + 1).to_bytes(4, "little"))
+    with pytest.raises(ProtocolError, match="bytes"):
+        read(wire.TO_ENGINE, frames._HEAD.pack(1, 0, frames.FRAME_BYTES_MAX))
+
+
+def test_a_message_over_the_limit_is_refused_where_it_is_made_and_where_it_arrives(monkeypatch):
+    made = wire.TO_ENGINE.frames(message := TO_ENGINE[1])
+    monkeypatch.setattr(wire.TO_ENGINE, "bytes_max", 40)
+    with pytest.raises(ProtocolError, match="over 40"):
+        wire.TO_ENGINE.frames(message)
+    with pytest.raises(ProtocolError, match="over 40"):
+        read(wire.TO_ENGINE, made)
 
 
 def test_an_integer_that_msgpack_cannot_carry_is_a_protocol_error():
-    with pytest.raises(wire.ProtocolError, match="64 bits"):
-        wire.frame(wire.Abort(1 << 64))
+    with pytest.raises(ProtocolError, match="64 bits"):
+        wire.TO_ENGINE.frames(wire.Abort(1 << 64))
 
 
 def test_deep_nesting_is_a_protocol_error():
-    with pytest.raises(wire.ProtocolError):
-        wire.decode_to_engine(b"\x91" * 100_000)
+    with pytest.raises(ProtocolError):
+        read(wire.TO_ENGINE, frames._HEAD.pack(1, 0, 100_000) + b"\x91" * 100_000)
 
 
 def fuzz(count: int, seed: int) -> tuple[int, int]:
-    """(accepted, refused) of `count` mutated frames, through the reader and both decoders."""
+    """(accepted, refused) of `count` mutated streams of a message, of most only the body."""
     rng = random.Random(seed)
-    pairs = [(wire.decode_to_engine, m) for m in TO_ENGINE]
-    pairs += [(wire.decode_from_engine, m) for m in FROM_ENGINE]
     accepted = refused = 0
     for _ in range(count):
-        decode, message = rng.choice(pairs)
-        stream = mutate(rng, wire.frame(message), 6) if rng.random() < 0.3 else None
-        body = mutate(rng, wire.frame(message)[4:], 6)
+        kinds, messages = rng.choice(KINDS)
+        stream = kinds.frames(message := rng.choice(messages))
+        if rng.random() < 0.3:
+            stream = mutate(rng, stream, 6)
+        else:
+            body = mutate(rng, stream[frames.HEAD_BYTES:], 6)
+            stream = frames._HEAD.pack(kinds.of[type(message)], 0, len(body)) + body
         try:
-            for one in [body] if stream is None else wire.FrameReader().feed(stream):
-                decode(one)
+            read(kinds, stream)
             accepted += 1
-        except wire.ProtocolError:
+        except ProtocolError:
             refused += 1
     return accepted, refused
 

@@ -145,9 +145,8 @@ def _demo_is_here() -> bool:
 def _ranks(config: Config | None) -> Iterator[Finding]:
     """What each rank would have, if there are several; of a model that is here."""
     from penstock.config.settings.refuse_model import check_model
-    from penstock.exec.load.backends import kept_packed, selection_for
-    from penstock.exec.load.layout import caches_of
-    from penstock.exec.load.sizing import groups_of
+    from penstock.exec.load.backends import kept_packed
+    from penstock.exec.load.sizing import kv_layout
     from penstock.exec.load.weights import dtype_of, facts_of, weight_bytes
     from penstock.exec.step.links import of_config
     from penstock.model.registry import build
@@ -166,14 +165,13 @@ def _ranks(config: Config | None) -> Iterator[Finding]:
         dtype = dtype_of(config, files, checkpoint.config)
         whole = build(checkpoint.config, dtype=dtype, linear=lambda w_OI, b_O: lambda x_TI: x_TI)
         stages = of_config(config, whole.stage.end)
-        groups = groups_of(whole, selection_for(config, whole), config.kv)
+        layout = kv_layout(config, whole, dtype)
     except ConfigError as e:
         yield Finding("ranks", "--pp", str(e), ok=False)
         return
-    caches = caches_of(groups, config.kv.page_size, dtype)
     for i, stage in enumerate(stages):
         size = weight_bytes(checkpoint, dtype, stage)
-        kv = caches.stage(stage, groups).page_bytes // config.kv.page_size
+        kv = layout.caches.stage(stage, layout.groups).page_bytes // config.kv.page_size
         yield Finding("ranks", f"rank {i}", f"layers {stage.first} to {stage.end - 1}, "
                       f"{size / (1 << 20):.1f} MiB of weights, {kv} bytes of KV a token")
 

@@ -14,6 +14,7 @@ import msgspec
 
 from penstock.config.base.errors import ConfigError
 from penstock.config.request.selection import Selection
+from penstock.config.streams.frames import ProtocolError
 from penstock.core.pair.messages import Reason
 from penstock.core.plan import (
     ONE_PEER,
@@ -58,7 +59,6 @@ from penstock.engine.wire import (
     Hello,
     OfSession,
     OutputChunk,
-    ProtocolError,
     RemotePrefill,
     Shown,
     Shutdown,

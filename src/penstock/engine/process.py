@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
@@ -24,6 +23,7 @@ from penstock.config.base.errors import ConfigError, RankDied
 from penstock.config.base.machine import address_limit, limit_libraries, why_no_memory
 from penstock.config.settings.plain import from_plain
 from penstock.config.settings.tree import Config
+from penstock.config.streams.frames import FrameBuffer, ProtocolError
 from penstock.core.lifecycle import Phase
 from penstock.engine import wire
 from penstock.engine.record import EventLog, write_flight, write_on_signal
@@ -50,8 +50,7 @@ class ApiLink:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._reader = wire.FrameReader()
-        self._bodies: deque[bytes] = deque()
+        self._reader = FrameBuffer(wire.TO_ENGINE)
         threading.Thread(target=self._watch, daemon=True, name="penstock-watch").start()
 
     def _watch(self) -> None:
@@ -65,7 +64,7 @@ class ApiLink:
     def send(self, message: wire.FromEngine) -> None:
         """Blocks while the socket is full: the API process always reads."""
         with contextlib.suppress(ConnectionError):          # `_watch` ends the process
-            self._socket.sendall(wire.frame(message))
+            self._socket.sendall(wire.FROM_ENGINE.frames(message))
 
     def receive(self, timeout_s: float | None, wakes: Waker | None = None) -> list[wire.ToEngine]:
         """Messages that have arrived; waits up to `timeout_s` (None: for ever) for the first, or for
@@ -88,7 +87,7 @@ class ApiLink:
             data = b""
         if not data:
             os._exit(0)
-        return [wire.decode_to_engine(body) for body in self._reader.feed(data)]
+        return self._reader.feed(data)
 
 
 def run(engine: EngineParts, link: ApiLink) -> None:
@@ -174,7 +173,7 @@ def hello(link: ApiLink) -> Config:
         messages = link.receive(None)
     first = messages[0]
     if not isinstance(first, wire.Hello) or len(messages) > 1:
-        raise wire.ProtocolError("the first message is not Hello")
+        raise ProtocolError("the first message is not Hello")
     if first.version != wire.VERSION:
         raise ConfigError(f"the engine speaks protocol version {wire.VERSION} and the API process "
                           f"{first.version}: both must come from one installation")

@@ -1,32 +1,26 @@
-"""The one codec between the API process and the engine process: closed, typed messages.
+"""What the API process and the engine process say to each other: closed, typed messages.
 
-Frames are a 4-byte little-endian length and a msgpack body, over a Unix socket pair that only the
-two processes hold. Raises ProtocolError only, whatever the bytes. No pickle in any form. Knows
-nothing of requests: who checks that an id or a length makes sense is the receiver.
+In frames of `config.streams.frames`, not signed, over a Unix socket pair that only the two processes hold.
 """
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 import msgspec
 
-from penstock.config.base.decoding import ProtocolError as ProtocolError
-from penstock.config.base.decoding import decode, encode
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.scores import Scores
 from penstock.config.request.selection import Selection
+from penstock.config.streams.frames import Kinds, Message
 
-VERSION = 12
+VERSION = 13
 LOADED = "engine: loaded"       # the last line that the engine prints before it sends Ready
-FRAME_BYTES_MAX = 256 << 20
-
-
-class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    pass
+MESSAGE_BYTES_MAX = 256 << 20
 
 
 # ---------------------------------------------------------------- API process -> engine process
-class Hello(_Message, frozen=True):
+class Hello(Message, frozen=True):
     """First message: the version, and the whole resolved command line as plain data."""
 
     version: int
@@ -67,7 +61,7 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
 NO_ORIGIN = Origin()
 
 
-class Submit(_Message, frozen=True):
+class Submit(Message, frozen=True):
     """One choice of one request. `leader` is the first choice of the same prompt (n > 1), whose Submit came
     directly before those of the others: these may leave their prompt empty."""
 
@@ -95,41 +89,41 @@ class RemotePrefill:
     submit: Submit
 
 
-class Abort(_Message, frozen=True):
+class Abort(Message, frozen=True):
     rid: int
 
 
-class StopAt(_Message, frozen=True):
+class StopAt(Message, frozen=True):
     """A stop string ended `rid` after `count` output tokens."""
 
     rid: int
     count: int
 
 
-class Flush(_Message, frozen=True):
+class Flush(Message, frozen=True):
     """Forget cached pages that no request holds."""
 
 
-class OfSession(_Message, frozen=True):
+class OfSession(Message, frozen=True):
     """No request of this session follows (`ends`), or one is about to: what storage has of its last prompt is read."""
 
     session: int
     ends: bool
 
 
-class AskStats(_Message, frozen=True):
+class AskStats(Message, frozen=True):
     """Answered by one Stats."""
 
     id: int
 
 
-class AskShown(_Message, frozen=True):
+class AskShown(Message, frozen=True):
     """Answered by one Shown."""
 
     id: int
 
 
-class Shutdown(_Message, frozen=True):
+class Shutdown(Message, frozen=True):
     """Abort what runs, write pages that wait for storage for at most `store_s` seconds, and exit 0."""
 
     store_s: float = 0.0
@@ -139,7 +133,7 @@ ToEngine = Hello | Submit | Abort | StopAt | Flush | OfSession | AskStats | AskS
 
 
 # ---------------------------------------------------------------- engine process -> API process
-class EngineReady(_Message, frozen=True):
+class EngineReady(Message, frozen=True):
     """The model is loaded and a token can be produced."""
 
     pid: int
@@ -150,13 +144,13 @@ class EngineReady(_Message, frozen=True):
     dense_len: int = 0                                   # with it: tokens of a request that reads all KV
 
 
-class Failed(_Message, frozen=True):
+class Failed(Message, frozen=True):
     """The engine cannot start: one clear line for the user (ConfigError), then it exits 2."""
 
     message: str
 
 
-class TokenLogprob(_Message, frozen=True, gc=False):
+class TokenLogprob(Message, frozen=True, gc=False):
     """One output token: its own logprob, then (token id, logprob) of the best ones."""
 
     logprob: float
@@ -164,7 +158,7 @@ class TokenLogprob(_Message, frozen=True, gc=False):
     top: list[tuple[int, float]]
 
 
-class OutputChunk(_Message, frozen=True, gc=False):
+class OutputChunk(Message, frozen=True, gc=False):
     """News of one request. `finish` is None while it runs, then 'stop', 'length', 'abort', 'refused',
     'unavailable', or, of a room, 'room_taken' and 'room_late'."""
 
@@ -182,7 +176,7 @@ class OutputChunk(_Message, frozen=True, gc=False):
     drafts: tuple[int, int] | None = None   # with `finish`: tokens proposed, and those that it has said
 
 
-class Chunks(_Message, frozen=True):
+class Chunks(Message, frozen=True):
     """Everything that one step produced."""
 
     chunks: list[OutputChunk]
@@ -197,13 +191,13 @@ class Timeline(msgspec.Struct, frozen=True, array_like=True, gc=False):
     phases: list[tuple[str, int, int]]
 
 
-class Timelines(_Message, frozen=True):
+class Timelines(Message, frozen=True):
     """Traced requests that have ended in one turn."""
 
     timelines: list[Timeline]
 
 
-class PeerNews(_Message, frozen=True):
+class PeerNews(Message, frozen=True):
     """An engine of the other end of a pair has come or gone. `missing`: which is not there, and why; "" if all are.
     `connected`: whether one of them is."""
 
@@ -212,7 +206,7 @@ class PeerNews(_Message, frozen=True):
     info: dict[str, str | int | float | bool | None]
 
 
-class Stats(_Message, frozen=True):
+class Stats(Message, frozen=True):
     """Gauges and counters of the core, the pools and the mover, by metric name."""
 
     id: int
@@ -240,7 +234,7 @@ class SeenTurn(msgspec.Struct, frozen=True, array_like=True):
     edges: list[tuple[int, str, str]]
 
 
-class Shown(_Message, frozen=True):
+class Shown(Message, frozen=True):
     """What the page shows of requests and turns; not all of `live` requests, if these are many."""
 
     id: int
@@ -251,50 +245,6 @@ class Shown(_Message, frozen=True):
 
 FromEngine = EngineReady | Failed | Chunks | Timelines | PeerNews | Stats | Shown
 
-_TO = msgspec.msgpack.Decoder(ToEngine)
-_FROM = msgspec.msgpack.Decoder(FromEngine)
-_PROTOCOL = f"protocol version {VERSION}"
-
-
-def frame(message: ToEngine | FromEngine) -> bytes:
-    """The bytes of one message, length prefix included. Raises ProtocolError if it is too long."""
-    body = encode(message, FRAME_BYTES_MAX)
-    return len(body).to_bytes(4, "little") + body
-
-
-class FrameReader:
-    """Cuts a byte stream into message bodies; holds at most one unfinished frame."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Bodies that `data` completes, in order. Raises ProtocolError on a length over the
-        limit, before anything of that length is allocated or awaited."""
-        buffer = self._buffer
-        buffer += data
-        bodies = []
-        at = 0
-        while len(buffer) - at >= 4:
-            length = int.from_bytes(buffer[at:at + 4], "little")
-            if length > FRAME_BYTES_MAX:
-                raise ProtocolError(f"frame of {length} bytes is over {FRAME_BYTES_MAX}")
-            if len(buffer) - at - 4 < length:
-                break
-            bodies.append(bytes(buffer[at + 4:at + 4 + length]))
-            at += 4 + length
-        if at:
-            del buffer[:at]
-        return bodies
-
-
-def decode_to_engine(body: bytes) -> ToEngine:
-    """The message that the API process sent. Raises ProtocolError only."""
-    message: ToEngine = decode(_TO, body, _PROTOCOL)
-    return message
-
-
-def decode_from_engine(body: bytes) -> FromEngine:
-    """The message that the engine process sent. Raises ProtocolError only."""
-    message: FromEngine = decode(_FROM, body, _PROTOCOL)
-    return message
+TO_ENGINE: Kinds[ToEngine] = Kinds(f"protocol version {VERSION}", get_args(ToEngine), MESSAGE_BYTES_MAX)
+FROM_ENGINE: Kinds[FromEngine] = Kinds(f"protocol version {VERSION}", get_args(FromEngine), MESSAGE_BYTES_MAX,
+                                       first=1 + len(get_args(ToEngine)))

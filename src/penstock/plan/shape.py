@@ -16,9 +16,8 @@ from penstock.config.settings.refuse_model import check_model
 from penstock.config.settings.resolve import resolve
 from penstock.config.settings.tree import Config
 from penstock.core.settings import CacheGroup, CoreConfig
-from penstock.exec.load.backends import GPU_KINDS, selection_for
-from penstock.exec.load.layout import caches_of
-from penstock.exec.load.sizing import DeviceMemory, groups_of, size_pools
+from penstock.exec.load.backends import GPU_KINDS
+from penstock.exec.load.sizing import DeviceMemory, kv_layout, size_pools
 from penstock.exec.load.weights import dtype_of, facts_of, weight_bytes
 from penstock.model import registry as families
 from penstock.model.base import Model
@@ -83,8 +82,8 @@ def plan_engine(config: Config, rates: Rates) -> Planned:
     checkpoint = open_checkpoint(files, GPU_KINDS if files.gguf is None and rates.device == "cuda" else ())
     dtype = dtype_of(config, files, checkpoint.config)
     model = families.build(checkpoint.config, dtype=dtype, linear=_no_weights)
-    weights, selection = weight_bytes(checkpoint, dtype), selection_for(config, model)
-    caches = caches_of(groups_of(model, selection, config.kv), config.kv.page_size, dtype)
+    weights, layout = weight_bytes(checkpoint, dtype), kv_layout(config, model, dtype)
+    selection, caches = layout.selection, layout.caches
     gpu = None
     if rates.device == "cuda":
         total = int(rates.memory_bytes)

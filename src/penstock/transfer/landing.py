@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock.config.base.decoding import ProtocolError
+from penstock.config.streams.frames import ProtocolError
 from penstock.core.plan import Move, Tier
 from penstock.transfer.codec import PageFrame, checksum
 from penstock.transfer.facts import Facts, GroupFacts

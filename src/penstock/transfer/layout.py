@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
-from penstock.config.base.decoding import ProtocolError
+from penstock.config.streams.frames import ProtocolError
 
 
 class PageSlice(NamedTuple):

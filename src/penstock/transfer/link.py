@@ -18,7 +18,7 @@ from functools import partial
 from penstock.config.base.errors import ConfigError
 from penstock.transfer.events import Events, Unpaired
 from penstock.transfer.facts import Facts
-from penstock.transfer.handshake import Unpairable, handshake
+from penstock.transfer.handshake import Stranger, handshake
 from penstock.transfer.landing import Counts
 from penstock.transfer.messages import Greeting
 from penstock.transfer.pages import PageBytes
@@ -183,7 +183,7 @@ class PairLink:
                 with self._lock:
                     self._streams[self._streams.index(sock)] = held = stream
                 link, session = self._pair(stream)
-            except (Unpairable, ConfigError) as e:
+            except (Stranger, ConfigError) as e:
                 self._refuse(str(e))
             except ssl.SSLError as e:
                 self._refuse(f"no TLS with the other end, which may not speak it: {e.reason}")

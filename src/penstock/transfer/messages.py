@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from typing import Annotated, TypeAlias
 
-import msgspec
 from msgspec import Meta
 
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.scores import Scores
+from penstock.config.streams.frames import Message
+from penstock.config.streams.heartbeat import Beat
 from penstock.core.pair.messages import Cancel, Drained, End, Grant, Refused
 from penstock.transfer.facts import Facts
 
@@ -18,11 +19,7 @@ Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    pass
-
-
-class Greeting(_Message, frozen=True):
+class Greeting(Message, frozen=True):
     """The first message under the keys of a connection. `newest` is the newest epoch that the sender
     knows of; `epoch`, of the end that listens, is that of this connection, 0 if it is paired with another
     engine. After `silence_ms` without a word the sender ends it. `engine`: drawn when the sender started."""
@@ -34,11 +31,7 @@ class Greeting(_Message, frozen=True):
     epoch: Number = 0
 
 
-class Beat(_Message, frozen=True):
-    """The sender lives and has nothing to say."""
-
-
-class Ask(_Message, frozen=True):
+class Ask(Message, frozen=True):
     """Decode to prefill: compute this prompt and sample its first token.
 
     prompt      token ids, 4 bytes each, little-endian
@@ -69,7 +62,7 @@ class Ask(_Message, frozen=True):
 Logprob: TypeAlias = tuple[float, Number, Annotated[list[tuple[TokenId, float]], Meta(max_length=64)]]
 
 
-class First(_Message, frozen=True):
+class First(Message, frozen=True):
     """Prefill to decode, before the End of the same generation: what belongs to its output tokens and prompt.
 
     logprobs           of each, where asked for: its own, its rank, then (token id, logprob) of the best
@@ -84,7 +77,7 @@ class First(_Message, frozen=True):
     disk: Number = 0
 
 
-class Prompted(_Message, frozen=True):
+class Prompted(Message, frozen=True):
     """Prefill to decode, before the First of the same generation: logprobs of a part of the prompt."""
 
     transfer: Number
@@ -92,21 +85,21 @@ class Prompted(_Message, frozen=True):
     scores: Scores
 
 
-class SessionNews(_Message, frozen=True):
+class SessionNews(Message, frozen=True):
     """Decode to prefill: no request of this session follows (`ends`), or one is about to."""
 
     session: Number
     ends: bool
 
 
-class Memory(_Message, frozen=True):
+class Memory(Message, frozen=True):
     """Prefill to decode, before anything else, where the decode instance READs: what its transport must know.
     Where that is memory of both, decode to prefill the same: it has it too."""
 
     here: Annotated[bytes, Meta(max_length=1 << 16)]
 
 
-class Offer(_Message, frozen=True):
+class Offer(Message, frozen=True):
     """Prefill to decode: a piece of a push lies in a slot of its buffer until it is Taken.
 
     piece    layer, layers, unit, units, head, heads, see `layout.PageSlice`; its bytes are dense page by page
@@ -123,7 +116,7 @@ class Offer(_Message, frozen=True):
     length: Annotated[int, Meta(ge=1, le=8 << 20)]
 
 
-class Taken(_Message, frozen=True):
+class Taken(Message, frozen=True):
     """Decode to prefill: it has read that slot, or will not."""
 
     slot: Annotated[int, Meta(ge=0, le=255)]

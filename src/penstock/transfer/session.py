@@ -13,7 +13,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from penstock.config.base.decoding import ProtocolError
+from penstock.config.streams.frames import ProtocolError
+from penstock.config.streams.heartbeat import Beat
 from penstock.core.pair.messages import Drained, End, Reason
 from penstock.core.plan import Move, Tier
 from penstock.memory.pinned import NotPinned
@@ -23,7 +24,7 @@ from penstock.transfer.facts import Facts
 from penstock.transfer.handshake import PeerSession
 from penstock.transfer.landing import Counts, GrantTable, place
 from penstock.transfer.layout import PageSlice, common_layer_spans, pieces, whole_units
-from penstock.transfer.messages import Beat, Greeting, Memory, Offer, Said, Taken
+from penstock.transfer.messages import Greeting, Memory, Offer, Said, Taken
 from penstock.transfer.pages import PageBytes
 from penstock.transfer.remote.carrier import SLOT_BYTES, SLOTS, Carrier, CarrierFault
 from penstock.transfer.remote.shared import SharedBuffer
@@ -145,7 +146,7 @@ class Session:
         if self._open_carrier is None:
             if prefill and self._stream.hands and (shared := self._share()) is not None:
                 self._carrier = shared
-                first, *more = self._paired.sealer.message(Memory(shared.here))
+                first, *more = self._paired.writer.message(Memory(shared.here))
                 self._stream.hand(first, shared.fd)
                 assert not more, "a name in one frame"
         else:
@@ -265,18 +266,18 @@ class Session:
         self._events.put_when_there_is_room(heard, lambda: self._cause is not None)
 
     def _send(self) -> None:
-        sealer = self._paired.sealer
+        writer = self._paired.writer
         while self._cause is None:
             with self._news:
                 ready = self._pushes and (self._free or self._offers is None)
                 if not (self._messages or ready or self._cause):
-                    self._news.wait(self._paired.beat_s)
+                    self._news.wait(self._paired.beats.interval_s)
                 said = list(self._messages)
                 self._messages.clear()
                 ready = self._pushes and (self._free or self._offers is None)
                 push = self._pushes[0] if ready else None
             for message in said if said or push else [Beat()]:
-                for frame in sealer.message(message):
+                for frame in writer.message(message):
                     self._stream.sendall(frame)
                     self._counts.frames_sent += 1
             if push is not None and self._cause is None:
@@ -300,11 +301,11 @@ class Session:
         digest = 0 if carrier is not None and carrier.shared else checksum(payload)
         if slot < 0:
             head = PageHead(move.transfer, move.generation, move.group, piece, digest)
-            self._stream.sendall(self._paired.sealer.page(head, len(payload)))
+            self._stream.sendall(self._paired.writer.page(head, len(payload)))
             self._stream.sendall(payload)
         else:
             at = piece.layer, piece.layers, piece.unit, piece.units, piece.head, piece.heads
-            for frame in self._paired.sealer.message(Offer(
+            for frame in self._paired.writer.message(Offer(
                     move.transfer, move.generation, move.group, at, digest.to_bytes(8), slot, len(payload))):
                 self._stream.sendall(frame)
         took = time.monotonic() - began

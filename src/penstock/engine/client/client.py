@@ -283,7 +283,7 @@ class EngineClient:
     # ------------------------------------------------------------ messages
     def _send(self, message: wire.ToEngine) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(wire.frame(message))
+            self._transport.write(wire.TO_ENGINE.frames(message))
 
     def receive(self, message: wire.FromEngine) -> None:
         """Act on one message of the engine."""

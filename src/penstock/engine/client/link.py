@@ -9,6 +9,7 @@ import asyncio
 from collections import deque
 from typing import Protocol
 
+from penstock.config.streams.frames import FrameBuffer, ProtocolError
 from penstock.engine import wire
 
 SLICE_CHUNKS = 2048         # between two looks at everybody else: about 10 ms with what 256 streams write
@@ -66,17 +67,17 @@ class EngineLink(asyncio.Protocol):
 
     def __init__(self, client: Receiver) -> None:
         self._client = client
-        self._reader = wire.FrameReader()
-        self._bodies: deque[bytes] = deque()            # that wait for the next turn
+        self._reader = FrameBuffer(wire.FROM_ENGINE)
+        self._messages: deque[wire.FromEngine] = deque()            # that wait for the next turn
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        waits = bool(self._bodies)
+        waits = bool(self._messages)
         try:
-            self._bodies += self._reader.feed(data)
-        except wire.ProtocolError:
+            self._messages += self._reader.feed(data)
+        except ProtocolError:
             self._transport.close()
             return
         if not waits:
@@ -84,15 +85,11 @@ class EngineLink(asyncio.Protocol):
 
     def _slice(self) -> None:
         left = SLICE_CHUNKS
-        while self._bodies and left > 0:
-            try:
-                message = wire.decode_from_engine(self._bodies.popleft())
-            except wire.ProtocolError:
-                self._transport.close()
-                return
+        while self._messages and left > 0:
+            message = self._messages.popleft()
             left -= len(message.chunks) if isinstance(message, wire.Chunks) else 1
             self._client.receive(message)
-        if self._bodies:
+        if self._messages:
             self._transport.pause_reading()             # the engine's socket fills, and it waits
             asyncio.get_running_loop().call_soon(self._next)
 

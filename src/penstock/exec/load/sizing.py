@@ -16,7 +16,8 @@ from penstock.config.request.selection import Selection
 from penstock.config.settings.tree import Config, KVConfig
 from penstock.core.settings import CoreConfig
 from penstock.exec.drafts.narrow import WIDE
-from penstock.exec.load.layout import Caches
+from penstock.exec.load.backends import selection_for
+from penstock.exec.load.layout import Caches, caches_of
 from penstock.kernels.types import fp8
 from penstock.memory.copying import SPLIT_BYTES
 from penstock.memory.slabs import Slabs
@@ -64,6 +65,24 @@ class NodeMemory:
     free: int
     ranks: int
     host: Slabs
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """What a model keeps of requests: what these select of it, its cache groups, and these as memory."""
+
+    selection: Selection | None
+    groups: tuple[CacheShape, ...]
+    caches: Caches
+
+
+def kv_layout(config: Config, model: Model, dtype: torch.dtype, *, selects: bool = True) -> KvLayout:
+    """selects: False: as if --sparse-top-k were not given. Raises ConfigError as `groups_of` does."""
+    selection = selection_for(config, model)
+    if not selects and selection is not None and not selection.native:
+        selection = None
+    groups = groups_of(model, selection, config.kv)
+    return KvLayout(selection, groups, caches_of(groups, config.kv.page_size, dtype))
 
 
 def groups_of(model: Model, selection: Selection | None,

@@ -21,9 +21,8 @@ from penstock.config.base import machine
 from penstock.config.base.errors import ConfigError
 from penstock.config.settings.refuse_model import ModelFacts, check_model
 from penstock.config.settings.tree import Config
-from penstock.exec.load.backends import backends_of, kept_packed, packer, selection_for
-from penstock.exec.load.layout import Caches
-from penstock.exec.load.sizing import groups_of, kv_format, show_size, why_not_fp8
+from penstock.exec.load.backends import backends_of, kept_packed, packer
+from penstock.exec.load.sizing import KvLayout, kv_format, kv_layout, show_size, why_not_fp8
 from penstock.exec.step.links import nodes_of, of_config
 from penstock.kernels import registry
 from penstock.kernels.fused import layer
@@ -53,7 +52,8 @@ TURN_S = 0.0005               # for which a thread keeps the interpreter while w
 class LoadedModel:
     """A model with its weights, and what is worth telling about them; `dtype` of weights and KV, `bytes` in
     it, `peak` what loading added to the largest resident size of this process; `whole`: the shape of all
-    its stages, without weights; `digest`: of its configuration; `packed`: types in which some weights stay."""
+    its stages, without weights; `digest`: of its configuration; `layout`: of all its stages; `packed`: types in
+    which some weights stay."""
 
     model: Model
     backends: dict[str, registry.Choice]
@@ -64,6 +64,7 @@ class LoadedModel:
     peak: int
     whole: Model
     digest: str
+    layout: KvLayout
     packed: tuple[str, ...] = ()
 
 
@@ -77,7 +78,7 @@ def outline(config: Config, log: Callable[[str], object]) -> LoadedModel:
     _check_weights_fit(config, files, checkpoint, dtype, [parts[i] for i in mine])
     model = _whole(config, checkpoint, dtype, pack, _eagle(config, checkpoint, dtype, pack, backends))
     return LoadedModel(model, backends, files.name, files.load_format, dtype, 0, 0, model,
-                  digest_of(checkpoint.config))
+                  digest_of(checkpoint.config), kv_layout(config, model, dtype))
 
 
 def dtype_of(config: Config, files: ModelFiles, checkpoint: Mapping[str, object]) -> torch.dtype:
@@ -194,7 +195,7 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object], tp_g
     whole = model if all_of_it else _whole(config, checkpoint, dtype, pack, eagle)
     digest = digest_of(checkpoint.config)
     need = weight_bytes(checkpoint, dtype, stage)
-    groups_of(whole, selection_for(config, whole), config.kv)       # what it refuses is refused by now
+    layout = kv_layout(config, whole, dtype)            # what it refuses is refused by now
     _check_weights_fit(config, files, checkpoint, dtype, [stage])
     tensors: Iterable[tuple[str, Tensor | Packed]] = (
         families.dummy_tensors(checkpoint.config, config.model.seed or 0, model.wants, device=device,
@@ -235,7 +236,7 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object], tp_g
         log(f"model: {model.dequantised} weights are dequantised: a TP rank's part begins at no multiple of 16 columns")
     log(f"model: {name}, {show_size(loaded)} of weights as {kept} in {time.perf_counter() - started:.1f} s")
     return LoadedModel(model, backends, name, load_format, dtype, loaded, _peak_rss() - rss_before, whole, digest,
-                  packed)
+                       layout, packed)
 
 
 def _whole(config: Config, checkpoint: Checkpoint, dtype: torch.dtype, pack: LinearFactory,
@@ -275,8 +276,9 @@ def digest_of(config: Mapping[str, object]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def identity_of(loaded: LoadedModel, config: Config, caches: Caches) -> dict[str, str]:
+def identity_of(loaded: LoadedModel) -> dict[str, str]:
     """What all ranks of an engine must have in common."""
+    caches = loaded.layout.caches
     layouts = (f"{g.name} {'x'.join(map(str, layout.shape))}"
                for g, layout in zip(caches.groups, caches.layouts, strict=True))
     return {"configuration": loaded.digest, "dtype": show_dtype(loaded.dtype),

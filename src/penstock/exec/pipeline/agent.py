@@ -22,14 +22,13 @@ from penstock.config.base.version import version
 from penstock.config.settings.plain import from_plain, to_plain
 from penstock.config.settings.tree import Config
 from penstock.core.plan import Group, Tier
-from penstock.exec.load.backends import selection_for
-from penstock.exec.load.layout import Caches, caches_of
-from penstock.exec.load.sizing import groups_of
+from penstock.exec.load.layout import Caches
 from penstock.exec.load.weights import outline
 from penstock.exec.pipeline import nodes
 from penstock.exec.pipeline.local_launcher import LocalRanks, gpus_here
-from penstock.exec.pipeline.nodes import EXECUTOR, NodeLink, Stranger
+from penstock.exec.pipeline.nodes import EXECUTOR, NodeLink
 from penstock.exec.step.links import nodes_of, of_config
+from penstock.transfer.handshake import Stranger
 from penstock.transfer.pages import PoolPages, Span
 from penstock.transfer.streams import dial
 
@@ -64,10 +63,8 @@ class Agent:
         mine = nodes_of(config)[self._config.nodes.rank]
         parts = of_config(config, start.num_layers)
         loaded = outline(config, lambda _: None)
-        groups = groups_of(loaded.whole, selection_for(config, loaded.whole), config.kv)
-        whole = caches_of(groups, config.kv.page_size, loaded.dtype)
-        node = [parts[i] for i in mine]
-        self._own = [whole.stage(part, groups, node) for part in node]
+        layout, node = loaded.layout, [parts[i] for i in mine]
+        self._own = [layout.caches.stage(part, layout.groups, node) for part in node]
         ranks = self._ranks = LocalRanks(config, mine, self._engine)
         try:
             link.say(nodes.NodeStarted([process.pid for process in ranks.processes]))
@@ -154,15 +151,15 @@ class Agent:
                 self._pages = PoolPages(ranks.seen(core, self._own, handles))
             case nodes.NodeStack(rank):
                 ranks.processes[rank - ranks.mine.start].send_signal(signal.SIGUSR2)
+            case nodes.Write(number, tier, group, layers, heads, spans, body):
+                self._pages.write(Tier(tier), Group(group), range(layers[0], sum(layers)),
+                                  [Span(*span) for span in spans], memoryview(body), range(heads[0], sum(heads)))
+                link.say(nodes.NodeBytes(number))
             case nodes.Read(number, tier, group, layers, heads, spans):
                 found = bytearray(self._size(group, layers[1] * heads[1] * sum(units for _, _, units in spans)))
                 self._pages.read(Tier(tier), Group(group), range(layers[0], sum(layers)),
                                  [Span(*span) for span in spans], memoryview(found), range(heads[0], sum(heads)))
                 link.say(nodes.NodeBytes(number, bytes(found)))
-            case nodes.Write(number, tier, group, layers, heads, spans, body):
-                self._pages.write(Tier(tier), Group(group), range(layers[0], sum(layers)),
-                                  [Span(*span) for span in spans], memoryview(body), range(heads[0], sum(heads)))
-                link.say(nodes.NodeBytes(number))
             case nodes.Bye():
                 self._asked = True
             case _:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.config.base import machine
-from penstock.exec.pipeline.beats import TP_RANKS, Waits
+from penstock.exec.pipeline.hangs import TP_RANKS, Waits
 from penstock.exec.pipeline.nccl import Communicator, unique_id
 from penstock.exec.pipeline.p2p_allreduce import P2PAllReduce
 from penstock.model.parts import TpRank, even

@@ -7,41 +7,34 @@ from __future__ import annotations
 
 import hmac
 import io
-import os
 import socket
-import struct
 import threading
 from collections.abc import Callable
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta
 
-from penstock.config.base.decoding import ProtocolError
 from penstock.config.settings.pairkey import node_key
 from penstock.config.settings.plain import Plain
 from penstock.config.settings.tree import Config
+from penstock.config.streams.frames import FrameReader, FrameWriter, Kinds, Message, ProtocolError
+from penstock.config.streams.heartbeat import Beat, Heartbeat
 from penstock.core.settings import CoreConfig
 from penstock.exec.load.weights import digest_of
 from penstock.model.weights.checkpoint import weights_digest
 from penstock.model.weights.locate import files_of
-from penstock.transfer.codec import Kinds, SealedFrameReader, Sealer, connection_keys
+from penstock.transfer.codec import MESSAGE_BYTES_MAX
+from penstock.transfer.handshake import Opening
 from penstock.transfer.streams import Connection, LinkSettings, read_certificate, secure
 
 VERSION = 4
 CHUNK = 1 << 19                 # bytes of a channel, or of pages that are whole, in one message
-BEATS = 4                       # in the time after which silence is an end
 EXECUTOR, BEFORE, AFTER, TOKENS = range(4)         # ends that a rank has
-_OPENING = struct.Struct("<12sH32s")
-_MAGIC = b"penstocknode"
+OPENING = Opening(b"penstocknode", VERSION, "node protocol", "no node")
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    pass
-
-
-class Join(_Message, frozen=True):
+class Join(Message, frozen=True):
     """The first of an agent: which node it is, of which version, with which settings and weights, at which
     address TP ranks of other machines reach its own, and how many GPUs it sees."""
 
@@ -54,45 +47,45 @@ class Join(_Message, frozen=True):
     gpus: Number
 
 
-class Start(_Message, frozen=True):
+class Start(Message, frozen=True):
     """The answer: start the ranks of this node with these settings."""
 
     config: Plain
     num_layers: Number
 
 
-class Refuse(_Message, frozen=True):
+class Refuse(Message, frozen=True):
     """The other answer."""
 
     why: str
 
 
-class NodeStarted(_Message, frozen=True):
+class NodeStarted(Message, frozen=True):
     """Processes of the node's ranks, in their order."""
 
     pids: list[Number]
 
 
-class Data(_Message, frozen=True):
+class Data(Message, frozen=True):
     """Bytes to, or from, an end that a rank has: `rank * 4` + EXECUTOR, BEFORE, AFTER or TOKENS."""
 
     channel: Number
     body: bytes
 
 
-class ToAll(_Message, frozen=True):
+class ToAll(Message, frozen=True):
     """A frame of the executor to each rank of the node: a plan crosses once."""
 
     body: bytes
 
 
-class NodePools(_Message, frozen=True):
+class NodePools(Message, frozen=True):
     """Pools of these sizes come: make room. Ranks are told behind it."""
 
     core: CoreConfig
 
 
-class Seen(_Message, frozen=True):
+class Seen(Message, frozen=True):
     """Of an engine of a pair or with storage: what Read and Write are of. `handles`: of each rank's pools on
     its GPU, "" on a CPU."""
 
@@ -100,21 +93,21 @@ class Seen(_Message, frozen=True):
     handles: list[bytes]
 
 
-class Exited(_Message, frozen=True):
+class Exited(Message, frozen=True):
     """A rank's process has ended; its exit code."""
 
     rank: Number
     code: int
 
 
-class NodeStack(_Message, frozen=True):
+class NodeStack(Message, frozen=True):
     """Print what this rank does: it has said nothing for long."""
 
     rank: Number
 
 
-class Read(_Message, frozen=True):
-    """Send these layers of parts of pages: answered by Bytes, part after part.
+class Read(Message, frozen=True):
+    """Send these layers of parts of pages: answered by NodeBytes, part after part.
 
     layers   the first, as the node counts them, and their number
     heads    the same of heads
@@ -129,36 +122,26 @@ class Read(_Message, frozen=True):
     spans: list[tuple[Number, Number, Number]]
 
 
-class Write(_Message, frozen=True):
-    """Write them, dense as Bytes has them; answered by empty Bytes."""
+class Write(Read, frozen=True):
+    """Write them, dense as NodeBytes has them; answered by empty NodeBytes."""
 
-    number: Number
-    tier: str
-    group: Number
-    layers: tuple[Number, Number]
-    heads: tuple[Number, Number]
-    spans: list[tuple[Number, Number, Number]]
     body: bytes
 
 
-class NodeBytes(_Message, frozen=True):
+class NodeBytes(Message, frozen=True):
     """Answers Read and Write, each by its number."""
 
     number: Number
     body: bytes = b""
 
 
-class NodeBeat(_Message, frozen=True):
-    """The sender lives."""
-
-
-class Bye(_Message, frozen=True):
+class Bye(Message, frozen=True):
     """Node 0 ends as it was asked to."""
 
 
-SAYS = Kinds(f"node protocol version {VERSION}", (
+SAYS: Kinds[Message] = Kinds(f"node protocol version {VERSION}", (
     Join, Start, Refuse, NodeStarted, Data, ToAll, NodePools, Exited, NodeStack, Read, Write,
-    NodeBytes, NodeBeat, Bye, Seen))
+    NodeBytes, Beat, Bye, Seen), MESSAGE_BYTES_MAX)
 
 
 def settings_of(config: Config) -> LinkSettings:
@@ -180,10 +163,6 @@ def weights_of(config: Config) -> str:
         "random" if files.load_format == "dummy" else weights_digest(files, sampled=True)[:16])
 
 
-class Stranger(Exception):
-    """Whoever is at the other end is no node of this engine, in words for the log."""
-
-
 class NodeLink:
     """One end. Any thread says; one reads; a third says that this end lives."""
 
@@ -193,38 +172,25 @@ class NodeLink:
         self._stream: Connection = secure(sock, settings)
         self.host, self.peer = sock.getsockname()[0], sock.getpeername()[0]
         read = io.BufferedReader(self._stream, CHUNK).readinto
+        key = hmac.digest(settings.key, b"penstock nodes", "sha256")
         try:
-            ours = os.urandom(32)
-            self._stream.sendall(_OPENING.pack(_MAGIC, VERSION, ours))
-            data = bytearray(_OPENING.size)
-            if read(memoryview(data)) < len(data):
-                raise Stranger("it closed the connection: it may speak TLS, or be something else")
-            magic, version, theirs = _OPENING.unpack(data)
-            if magic != _MAGIC:
-                raise Stranger("it is no node: it may speak TLS and this one does not, or be something else")
-            if version != VERSION:
-                raise Stranger(f"node protocol version: {VERSION} here and {version} there")
+            send, receive = OPENING.keys(self._stream, read, key, settings.listens)
         except BaseException:
             self.close()
             raise
-        nonces = (theirs, ours) if settings.listens else (ours, theirs)
-        key = hmac.digest(settings.key, b"penstock nodes", "sha256")
-        dialling, listening = connection_keys(key, VERSION, nonces, self._stream.binding)
-        send, receive = (listening, dialling) if settings.listens else (dialling, listening)
-        self._sealer, self._reader = Sealer(send, 0, SAYS), SealedFrameReader(read, receive, 0, SAYS)
+        self._writer, self._reader = FrameWriter(SAYS, send), FrameReader(read, SAYS, receive)
         self._lock = threading.Lock()
-        self._silence_s = settings.silence_s
-        self._ended = threading.Event()
+        self._beats = Heartbeat(settings.silence_s)
         self._why = ""
 
-    def say(self, message: _Message) -> None:
+    def say(self, message: Message) -> None:
         """Raises ConnectionError when the other end is gone."""
         try:
             with self._lock:
-                for frame in self._sealer.message(message):
+                for frame in self._writer.message(message):
                     self._stream.sendall(frame)
         except OSError as e:
-            self.cut(_why(e, self._silence_s))
+            self.cut(_why(e, self._beats.silence_s))
             raise ConnectionError(self._why) from e
 
     def data(self, channel: int, body: bytes | memoryview) -> None:
@@ -240,7 +206,7 @@ class NodeLink:
         except ProtocolError as e:
             self.cut(str(e))
         except OSError as e:
-            self.cut(_why(e, self._silence_s))
+            self.cut(_why(e, self._beats.silence_s))
         else:
             if message is not None:
                 return message
@@ -251,12 +217,12 @@ class NodeLink:
         """Hand over what comes, until there is nothing more; why. After `live`."""
         try:
             while True:
-                if not isinstance(message := self.next(), NodeBeat):
+                if not isinstance(message := self.next(), Beat):
                     handle(message)
         except ConnectionError:
             return self._why
         finally:
-            self._ended.set()
+            self._beats.end()
 
     def patient(self, seconds: float) -> None:
         """Before `live`: wait for so long."""
@@ -264,15 +230,8 @@ class NodeLink:
 
     def live(self) -> None:
         """From now on both ends say that they live, and one that does not is gone."""
-        self._stream.limit(self._silence_s)
-        threading.Thread(target=self._beat, daemon=True, name="penstock-beat").start()
-
-    def _beat(self) -> None:
-        while not self._ended.wait(self._silence_s / BEATS):
-            try:
-                self.say(NodeBeat())
-            except ConnectionError:
-                return
+        self._stream.limit(self._beats.silence_s)
+        self._beats.begin(lambda: self.say(Beat()))
 
     def cut(self, why: str) -> None:
         """Whoever reads or says is told that the other end is gone. Idempotent."""

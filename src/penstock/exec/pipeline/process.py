@@ -9,6 +9,7 @@ the executor is gone: it has no life of its own. Exit codes: 0 orphaned, 2 confi
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import signal
 import socket
@@ -27,24 +28,29 @@ import torch
 from penstock.config.base import machine
 from penstock.config.base.errors import ConfigError
 from penstock.config.settings.plain import from_plain
+from penstock.config.streams.heartbeat import Heartbeat
 from penstock.core.plan import Moved
 from penstock.core.settings import CoreConfig
-from penstock.exec.drafts.drafter import drafter_of
-from penstock.exec.graphs.capture import buckets_of
-from penstock.exec.load.backends import parts_of, selection_for
-from penstock.exec.load.layout import caches_of, stage_shapes
-from penstock.exec.load.sizing import groups_of
 from penstock.exec.load.weights import identity_of, load
 from penstock.exec.pipeline import wire
-from penstock.exec.pipeline.beats import BEAT_S, EXECUTOR, STAGE, Waits
 from penstock.exec.pipeline.collectives import GlooGroup, NcclGroup, Rendezvous
-from penstock.exec.pipeline.sockets import Inbox, PutBoundary, PutSampled, Taker, TokenInbox, boundaries, sampled
+from penstock.exec.pipeline.hangs import BEAT_S, EXECUTOR, STAGE, Waits
+from penstock.exec.pipeline.sockets import (
+    SAMPLED,
+    Inbox,
+    LinkChannel,
+    PutBoundary,
+    PutSampled,
+    Taker,
+    TokenInbox,
+    boundaries,
+    sampled,
+)
 from penstock.exec.sampling.grammar import BadGrammar, Grammars, Vocabulary
 from penstock.exec.start.memory_use import MemoryUse
-from penstock.exec.start.workspace import MemoryProfile
+from penstock.exec.start.rank import Rank
 from penstock.exec.step.links import Links, nodes_of, of_config
 from penstock.exec.worker import Report, Stepped, Worker
-from penstock.kernels.triton import compiles
 from penstock.memory.across import allocated
 from penstock.memory.dram import mapped
 from penstock.memory.pinned import NotPinned
@@ -63,7 +69,7 @@ class Process:
     """The rank, and its inbox: messages of the executor, None when a copy has ended, and Landed."""
 
     def __init__(self, fds: list[int]) -> None:
-        self._executor = wire.Channel(socket.socket(fileno=fds[0]))
+        self._executor = wire.Channel(socket.socket(fileno=fds[0]), wire.TO_RANK)
         self._fds = fds
         self._inbox: SimpleQueue[wire.ToRank | _StepEnded | None] = SimpleQueue()
         self._flights: SimpleQueue[torch.cuda.Event] = SimpleQueue()        # to be waited for
@@ -78,7 +84,8 @@ class Process:
         self._uncounted = False                 # something was reported since its counters were told
         self._count_at = 0.0                    # when they may be told again
         threading.Thread(target=self._listen, daemon=True, name="penstock-executor").start()
-        threading.Thread(target=self._beat, daemon=True, name="penstock-beat").start()
+        Heartbeat(math.inf, BEAT_S).begin(
+            lambda: self.send(wire.RankBeat(*self._waits.now, self._on_device())))
 
     @property
     def runs(self) -> bool:
@@ -86,21 +93,15 @@ class Process:
         return self._rank is not None
 
     def _listen(self) -> None:
-        while (body := self._executor.receive()) is not None:
-            message = wire.decode_to_rank(body)
+        while (message := self._executor.receive()) is not None:
             if isinstance(message, wire.RendezvousKey):
                 self._rendezvous.heard(message.key, message.value)
             else:
                 self._inbox.put(message)
         os._exit(0)                             # the executor is gone, and what it wanted with it
 
-    def _beat(self) -> None:
-        while True:
-            self.send(wire.RankBeat(*self._waits.now, self._on_device()))
-            time.sleep(BEAT_S)
-
     def _on_device(self) -> int:
-        """See `beats.Heard.step`. In the thread of beats: the one that runs steps may be in a launch."""
+        """See `hangs.RankStatus.step`. In the thread of beats: the one that runs steps may be in a launch."""
         rank, ended = self._rank, self._ended
         try:
             event = None if rank is None else rank.flying
@@ -113,7 +114,7 @@ class Process:
 
     def send(self, message: wire.FromRank) -> None:
         try:
-            self._executor.send(wire.encode(message))
+            self._executor.send(wire.FROM_RANK.frames(message))
         except ConnectionError:
             os._exit(0)
 
@@ -136,12 +137,8 @@ class Process:
         self._loaded = load(config, stage, self._log, tp_group)
         self._use.took("weights")
         torch.set_num_threads(begin.threads)
-        dtype = self._loaded.dtype
-        self._selection = selection_for(config, self._loaded.whole)
-        whole = groups_of(self._loaded.whole, self._selection, config.kv)
-        self._caches = caches_of(whole, config.kv.page_size, dtype)
-        self._own = self._caches.stage(stage, whole, [parts[i] for i in node])
-        self._groups = stage_shapes(whole, stage)
+        layout = self._loaded.layout
+        self._own = layout.caches.stage(stage, layout.groups, [parts[i] for i in node])
         self._device = config.device.device
         self._before = None if before < 0 else self._from(_channel(before), near=begin.alone and
                                                           begin.index - config.device.tp in node)
@@ -152,18 +149,19 @@ class Process:
                 and len(node) == len(parts) else None)
         shows = tell is not None and near and len(node) == len(parts) and tell.reach()
         reached = sees is not None and sees.reached()           # before anything else comes this way
-        self._links = Links(
+        self._links = links = Links(
             before=self._before, after=None if after < 0 else PutBoundary(
                 _channel(after), near=near and begin.index + tp_size in node),
             tell=tell, hear=Taker(sampled(way), self._waits) if way and stage.embeds else None,
             shows=tell.show if tell is not None and shows else None, sees=sees if reached else None)
         if self._device == "cuda":
-            self._gauge = MemoryProfile()
             threading.Thread(target=self._land, daemon=True, name="penstock-landing").start()
-        self.send(wire.Loaded(identity_of(self._loaded, config, self._caches), self._loaded.bytes,
-                              self._loaded.peak, machine.probe().memory_available))
+        self._pools = Rank(config, self._loaded, layout, self._own, self._use,
+                           lambda: self._inbox.put(None), links=links)
+        self.send(wire.Loaded(identity_of(self._loaded), self._loaded.bytes, self._loaded.peak,
+                              machine.probe().memory_available))
 
-    def _from(self, channel: wire.Channel, near: bool) -> Taker[Boundary]:
+    def _from(self, channel: LinkChannel, near: bool) -> Taker[Boundary]:
         """What the stage in front sends. near: that is on another GPU of this machine."""
         model, dtype, inbox = self._loaded.model, self._loaded.dtype, None
         if near and self._device == "cuda":
@@ -193,50 +191,28 @@ class Process:
         print(f"rank {self._index}: {line}", file=sys.stderr, flush=True)
         self.send(wire.Loading())
 
-    def _pools(self, core: CoreConfig, *, capture: bool, serves: bool) -> None:
+    def _make_pools(self, core: CoreConfig, *, capture: bool, serves: bool) -> None:
         self._drop()
-        self._use.took("kernels")
         host = mapped(self._fds[1], self._own.host_bytes(core)) if core.dram_pages else None
         nbytes, handle = self._own.nbytes(core.hbm_pages), b""
         device = mapped(self._fds[2], nbytes) if self._fds[2] >= 0 else None
         if self._device == "cuda" and self._config.pair.disaggregation_mode:
             device, handle = allocated(nbytes)
-        seed = self._config.model.seed or 0
-        pools = self._own.pools(core, self._device, host_memory=host, device_memory=device)
-        if serves:
-            self._use.took("kv", nbytes if handle else 0)
-        self._rank = Worker(
-            parts_of(self._loaded.model, self._loaded.backends, self._selection, core.largest_hot,
-                     self._groups),
-            *pools, rows=core.rows, max_len=core.max_len, seed=seed, links=self._links,
-            wake=lambda: self._inbox.put(None), grammars=self._grammars,
-            drafter=drafter_of(self._config), draft_tokens=core.draft_tokens)
-        if serves:
-            self._use.took("tables")
-        if capture:
-            # As many on each TP rank, however long they take.
-            self._rank.capture(buckets_of(core.rows), 0.0, width=1 + core.draft_tokens)
-        if serves:
-            self._use.took("graphs")
-            if line := self._use.ended():
-                self._log(line)
+        # Of each TP rank as many steps are captured, however long they take.
+        self._rank = self._pools.pools(core, capture=capture, serves=serves, host=host, device=device,
+                                       outside=nbytes if handle else 0, seconds=0.0)
+        if serves and (line := self._use.ended()):
+            self._log(line)
         self._count()
         self.send(wire.Ready(handle, self._use.parts, self._rank.uncaptured))
 
     def _drop(self) -> None:
-        """Before another rank takes its place: the device's memory has no room for both."""
-        if self._rank is not None:
-            self._rank.settle()
         self._rank = None
+        self._pools.drop()
 
     def _measure(self, capture: bool) -> None:
-        if not capture:
-            self._drop()
-        schedule = self._config.schedule
-        told = self._gauge.read(self._loaded.model.vocab_size, schedule.max_num_seqs, self._rank,
-                                1 + schedule.num_drafts, samples=self._links.after is None)
-        self._drop()
-        torch.cuda.empty_cache()
+        self._rank = None
+        [told] = self._pools.measured(capture=capture)
         self.send(wire.RankMemory(told.total, torch.cuda.mem_get_info()[0], told.workspace))     # of all by now
 
     def run(self) -> NoReturn:
@@ -279,13 +255,11 @@ class Process:
                     raise BadGrammar(words.missing)
                 return Vocabulary(words.tokenizer, tuple(words.eos_ids))
 
-            self._grammars = Grammars(vocabulary)
+            self._grammars = self._pools.grammars = Grammars(vocabulary)
             self._grammars.begin()
             return
         if isinstance(message, wire.Pools):
-            self._pools(message.core, capture=message.capture, serves=message.serves)
-            if message.serves:
-                compiles.serve()
+            self._make_pools(message.core, capture=message.capture, serves=message.serves)
             return
         if isinstance(message, wire.Measure):
             self._measure(message.capture)
@@ -349,8 +323,8 @@ class Process:
         self._uncounted, self._count_at = False, time.monotonic() + COUNTERS_S
 
 
-def _channel(fd: int) -> wire.Channel:
-    return wire.Channel(socket.socket(fileno=fd))
+def _channel(fd: int) -> LinkChannel:
+    return LinkChannel(socket.socket(fileno=fd), SAMPLED)
 
 
 def main(argv: list[str]) -> NoReturn:

@@ -28,8 +28,9 @@ from penstock.core.plan import Group, Tier
 from penstock.exec.load.layout import Caches
 from penstock.exec.pipeline import nodes, wire
 from penstock.exec.pipeline.local_launcher import LocalRanks, wires
-from penstock.exec.pipeline.nodes import EXECUTOR, NodeLink, Stranger
+from penstock.exec.pipeline.nodes import EXECUTOR, NodeLink
 from penstock.memory.pool import PageLayout
+from penstock.transfer.handshake import Stranger
 from penstock.transfer.pages import PageBytes, PoolPages, Span
 from penstock.transfer.streams import CONNECT_S, LinkSettings, listen, shut
 
@@ -64,15 +65,15 @@ class FarProcess:
             self._node.link.say(nodes.NodeStack(self._rank))
 
 
-class FarChannel(wire.Channel):
+class FarChannel(wire.Channel[wire.FromRank]):
     """The executor's end of the way to a rank elsewhere: frames go over the node's stream, its own come here."""
 
     def __init__(self, node: RemoteNode, rank: int, here: socket.socket) -> None:
-        super().__init__(here)
+        super().__init__(here, wire.FROM_RANK)
         self._node, self._rank = node, rank
 
-    def send(self, frame: bytes | memoryview) -> None:
-        self._node.link.data(self._rank * 4 + EXECUTOR, frame)
+    def send(self, data: bytes | memoryview) -> None:
+        self._node.link.data(self._rank * 4 + EXECUTOR, data)
 
 
 class RemoteNode:

@@ -15,15 +15,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
-import msgspec
 import torch
 from torch import Tensor
 
+from penstock.config.streams.frames import Kinds, Message
 from penstock.core.plan import StepId
-from penstock.exec.pipeline.beats import STAGE, Waits
-from penstock.exec.pipeline.wire import Channel, encode
+from penstock.exec.pipeline.hangs import STAGE, Waits
+from penstock.exec.pipeline.wire import Channel
 from penstock.exec.step.links import Sampled
 from penstock.memory import across
 from penstock.model.base import Boundary
@@ -33,8 +33,16 @@ from penstock.model.base import Boundary
 _HEAD = struct.Struct("<QIIIIIIII")
 _INBOX = struct.Struct(f"<Q{across.HANDLE_BYTES}s")
 _SLOTS, _ALIGNED = 2, 256
-_SAMPLED = msgspec.msgpack.Decoder(tuple[StepId, Sampled])
 T = TypeVar("T")
+
+
+class SampledTokens(Message, frozen=True):
+    step: StepId
+    what: Sampled
+
+
+SAMPLED: Kinds[SampledTokens] = Kinds("stages", (SampledTokens,), 1 << 32)
+LinkChannel: TypeAlias = Channel[SampledTokens]
 
 
 def _behind(at: int, nbytes: int) -> int:
@@ -47,7 +55,7 @@ class Inbox:
     step is told when its copy has begun: the device waits for its end. How many slots are free again it writes into
     memory of the stage in front, whose device waits for that."""
 
-    def __init__(self, channel: Channel, nbytes: int) -> None:
+    def __init__(self, channel: LinkChannel, nbytes: int) -> None:
         """nbytes: of the largest step."""
         self._channel, self.nbytes = channel, _behind(0, nbytes)
         self.memory, handle = across.allocated(_SLOTS * self.nbytes + _ALIGNED)
@@ -86,7 +94,7 @@ class Inbox:
 class PutBoundary:
     """To the stage behind: over the socket, or into its `Inbox`, if it has one and the step fits."""
 
-    def __init__(self, channel: Channel, near: bool = False) -> None:
+    def __init__(self, channel: LinkChannel, near: bool = False) -> None:
         """near: the other end has an inbox, which is asked for with the first step: by then it has loaded."""
         self._channel, self._near = channel, near
         self._inbox: across.TensorMemory | None = None
@@ -140,7 +148,7 @@ class TokenInbox:
     """`Sees`: memory of the first stage's GPU that the last stage's writes last tokens into, and behind them how
     many steps have sampled."""
 
-    def __init__(self, channel: Channel, rows: int) -> None:
+    def __init__(self, channel: LinkChannel, rows: int) -> None:
         self._channel, self._nbytes, self._expected = channel, _behind(0, 8 * rows), 0
         self._memory, handle = across.allocated(self._nbytes + _ALIGNED)
         self._memory.zero_()
@@ -161,7 +169,7 @@ class TokenInbox:
 
 
 class PutSampled:
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: LinkChannel) -> None:
         self._channel, self._nbytes, self._shown = channel, 0, 0
         self._inbox: across.TensorMemory | None = None
 
@@ -183,7 +191,7 @@ class PutSampled:
         across.flag(self._inbox.address + self._nbytes, self._shown, stream)
 
     def put(self, step: StepId, what: Sampled) -> None:
-        self._channel.send(encode((step, what)))
+        self._channel.send(SAMPLED.frames(SampledTokens(step, what)))
 
 
 class Taker(Generic[T]):
@@ -220,7 +228,7 @@ class Taker(Generic[T]):
         return what
 
 
-def boundaries(channel: Channel, dtype: torch.dtype, device: str,
+def boundaries(channel: LinkChannel, dtype: torch.dtype, device: str,
                inbox: Inbox | None = None) -> Callable[[], tuple[StepId, Boundary] | None]:
     """Reads what PutBoundary sends, onto the device."""
     def part(rows: int, columns: int, kind: torch.dtype) -> Tensor | None:
@@ -264,9 +272,9 @@ def boundaries(channel: Channel, dtype: torch.dtype, device: str,
     return receive
 
 
-def sampled(channel: Channel) -> Callable[[], tuple[StepId, Sampled] | None]:
+def sampled(channel: LinkChannel) -> Callable[[], tuple[StepId, Sampled] | None]:
     """Reads what PutSampled sends."""
     def receive() -> tuple[StepId, Sampled] | None:
-        body = channel.receive()
-        return None if body is None else _SAMPLED.decode(body)
+        told = channel.receive()
+        return None if told is None else (told.step, told.what)
     return receive

@@ -1,30 +1,29 @@
 """What the executor and its ranks in other processes say to each other: closed, typed messages in msgpack.
 
-Frames are an 8-byte little-endian length and a body, over Unix socket pairs that only these processes
-hold. Plans are the core's own types. No pickle in any form.
+In frames of `config.streams.frames`, not signed, over Unix socket pairs that only these processes hold. Plans are
+the core's own types.
 """
 from __future__ import annotations
 
 import contextlib
 import socket
 import threading
+from typing import Generic, get_args
 
 import msgspec
 
 from penstock.config.request.grammar import Grammar
 from penstock.config.request.params import SamplingParams
 from penstock.config.settings.plain import Plain
+from penstock.config.streams.frames import FrameReader, Kinds, M, Message
+from penstock.config.streams.heartbeat import Beat
 from penstock.core.plan import Moved, RequestId, Row, StepId, StepPlan
 from penstock.core.settings import CoreConfig
 from penstock.exec.worker import Stepped
 
 
-class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    pass
-
-
 # ---------------------------------------------------------------- executor -> rank
-class Begin(_Message, frozen=True):
+class Begin(Message, frozen=True):
     """First message: load what rank `index` of a model of so many layers has. `host`: the address of this
     machine on which other TP ranks of its stage reach it. `alone`: each rank has a GPU of its own."""
 
@@ -36,14 +35,14 @@ class Begin(_Message, frozen=True):
     alone: bool
 
 
-class RendezvousKey(_Message, frozen=True):
+class RendezvousKey(Message, frozen=True):
     """Of `collectives.Rendezvous`: from a TP rank to the executor, and on to the others of its stage."""
 
     key: str
     value: bytes
 
 
-class Pools(_Message, frozen=True):
+class Pools(Message, frozen=True):
     """Make pools, tables and sampler of these sizes, in place of any there are; answered by Ready. The
     host pool is the descriptor that the process was started with, large enough by now. `capture`: steps for
     CUDA graphs, where this rank can. `serves`: they are those of requests."""
@@ -53,13 +52,13 @@ class Pools(_Message, frozen=True):
     serves: bool = False
 
 
-class Measure(_Message, frozen=True):
+class Measure(Message, frozen=True):
     """Drop pools, tables and sampler, and answer with Memory: with `capture` of the largest graphs too."""
 
     capture: bool = False
 
 
-class Words(_Message, frozen=True):
+class Words(Message, frozen=True):
     """To the TP ranks of the last stage, before Pools: the vocabulary of grammars, as
     `exec.sampling.grammar.Vocabulary`, or why there is none."""
 
@@ -68,13 +67,13 @@ class Words(_Message, frozen=True):
     missing: str
 
 
-class Compile(_Message, frozen=True):
+class Compile(Message, frozen=True):
     """To the TP ranks of the last stage; answered by Compiled."""
 
     grammar: Grammar
 
 
-class Open(_Message, frozen=True):
+class Open(Message, frozen=True):
     rid: RequestId
     prompt: list[int]
     params: SamplingParams
@@ -82,18 +81,18 @@ class Open(_Message, frozen=True):
     stop_ids: list[int]
 
 
-class Close(_Message, frozen=True):
+class Close(Message, frozen=True):
     rid: RequestId
 
 
-class Given(_Message, frozen=True):
+class Given(Message, frozen=True):
     """Output tokens of `rid` that another engine has sampled."""
 
     rid: RequestId
     tokens: list[int]
 
 
-class Checked(_Message, frozen=True):
+class Checked(Message, frozen=True):
     """To a stage in front of the last: `exec.worker.Worker.checked`, row by row."""
 
     step: StepId
@@ -101,7 +100,7 @@ class Checked(_Message, frozen=True):
     right: list[int]
 
 
-class Plan(_Message, frozen=True):
+class Plan(Message, frozen=True):
     """The same bytes to every rank, in step order."""
 
     plan: StepPlan
@@ -111,11 +110,11 @@ ToRank = Begin | RendezvousKey | Pools | Words | Measure | Compile | Open | Clos
 
 
 # ---------------------------------------------------------------- rank -> executor
-class Loading(_Message, frozen=True):
+class Loading(Message, frozen=True):
     """It has just written a line to the log: it is alive. At any time until it serves."""
 
 
-class Loaded(_Message, frozen=True):
+class Loaded(Message, frozen=True):
     """The stage has its weights. `identity`: what must be the same on every rank, by name; `free_bytes`: of
     its machine's memory, now."""
 
@@ -125,22 +124,22 @@ class Loaded(_Message, frozen=True):
     free_bytes: int
 
 
-class StageRefused(_Message, frozen=True):
+class StageRefused(Message, frozen=True):
     """The stage cannot be built: one clear line for the user; the process exits."""
 
     message: str
 
 
-class Ready(_Message, frozen=True):
+class Ready(Message, frozen=True):
     """Answers Pools. `memory`: of an engine of a pair, the handle of its pools on a GPU (`memory.across`).
     `use`: bytes of a GPU by what they are for (`exec.start.memory_use`). `uncaptured`: as `Worker.uncaptured`."""
 
     memory: bytes = b""
-    use: dict[str, int] = {}
+    use: dict[str, int] = msgspec.field(default_factory=dict)
     uncaptured: str = ""
 
 
-class RankMemory(_Message, frozen=True):
+class RankMemory(Message, frozen=True):
     """Answers Measure, in bytes: of the GPU, what is free of that, and what steps since Loaded have taken
     beside weights, at most."""
 
@@ -149,13 +148,13 @@ class RankMemory(_Message, frozen=True):
     workspace: int
 
 
-class Compiled(_Message, frozen=True):
+class Compiled(Message, frozen=True):
     """No step that samples under it waits, as long as it is among the last ones used."""
 
     grammar: Grammar
 
 
-class Reports(_Message, frozen=True):
+class Reports(Message, frozen=True):
     """What has happened since the last one: a step, if any, and then copies. `began` and `ended` (seconds of
     this machine's monotonic clock) say when the step computed, without its wait for the stage before it."""
 
@@ -165,14 +164,14 @@ class Reports(_Message, frozen=True):
     ended: float = 0.0
 
 
-class Counters(_Message, frozen=True):
+class Counters(Message, frozen=True):
     """`executor.WorkerHandle.stats` as they are now: before Ready, behind Reports, and when nothing more comes."""
 
     values: dict[str, float]
 
 
-class RankBeat(_Message, frozen=True):
-    """The sender lives: `beats.Waits.now`, and `beats.Heard.step`."""
+class RankBeat(Beat, frozen=True):
+    """The sender lives: `hangs.Waits.now`, and `hangs.RankStatus.step`."""
 
     wait: int
     whom: str
@@ -182,61 +181,52 @@ class RankBeat(_Message, frozen=True):
 FromRank = (RankBeat | RendezvousKey | Loading | Loaded | StageRefused | Ready | RankMemory | Compiled | Reports
             | Counters)
 
-_ENCODER = msgspec.msgpack.Encoder()
-_TO = msgspec.msgpack.Decoder(ToRank)
-_FROM = msgspec.msgpack.Decoder(FromRank)
+_MESSAGE_BYTES_MAX = 1 << 32
+TO_RANK: Kinds[ToRank] = Kinds("ranks", get_args(ToRank), _MESSAGE_BYTES_MAX)
+FROM_RANK: Kinds[FromRank] = Kinds("ranks", get_args(FromRank), _MESSAGE_BYTES_MAX)
 
 
-def encode(message: object) -> bytes:
-    """A frame: any number of channels may send the same."""
-    body = _ENCODER.encode(message)
-    return len(body).to_bytes(8, "little") + body
-
-
-def decode_to_rank(body: bytes) -> ToRank:
-    message: ToRank = _TO.decode(body)
-    return message
-
-
-def decode_from_rank(body: bytes) -> FromRank:
-    message: FromRank = _FROM.decode(body)
-    return message
-
-
-class Channel:
+class Channel(Generic[M]):
     """One end of a socket pair: any thread sends, one receives, all waiting in the kernel."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, hears: Kinds[M]) -> None:
+        """hears: what the other end says."""
         self._socket, self._in = sock, sock.makefile("rb")
         self._sending = threading.Lock()
+        self._reader = FrameReader(self._fill, hears)
 
     def cut(self) -> None:
         """Whoever sends or receives here finds the other end gone."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def send(self, frame: bytes | memoryview) -> None:
-        """Raises ConnectionError when the other end is gone."""
+    def send(self, data: bytes | memoryview) -> None:
+        """Frames, or what `read` reads there. Raises ConnectionError when the other end is gone."""
         with self._sending:
-            self._socket.sendall(frame)
+            self._socket.sendall(data)
 
     def read(self, nbytes: int) -> bytearray | None:
         """So many bytes; None when the other end is gone."""
         data = bytearray(nbytes)
-        view, at = memoryview(data), 0
-        while at < nbytes:
-            try:
-                n = self._in.readinto(view[at:])
-            except ConnectionError:
-                return None
-            if not n:
-                return None
-            at += n
+        try:
+            self._fill(memoryview(data))
+        except ConnectionError:
+            return None
         return data
 
-    def receive(self) -> bytes | None:
-        """The body of the next frame; None when the other end is gone."""
-        if (head := self.read(8)) is None:
+    def receive(self) -> M | None:
+        """The next message; None when the other end is gone."""
+        try:
+            message: M = self._reader.next()
+        except ConnectionError:
             return None
-        body = self.read(int.from_bytes(head, "little"))
-        return None if body is None else bytes(body)
+        return message
+
+    def _fill(self, view: memoryview) -> int:
+        """Raises ConnectionError when the other end is gone before that."""
+        at = 0
+        while at < len(view):
+            if not (n := self._in.readinto(view[at:])):
+                raise ConnectionError("the other end is gone")
+            at += n
+        return at

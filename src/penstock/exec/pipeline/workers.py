@@ -24,9 +24,10 @@ from penstock.config.settings.plain import to_plain
 from penstock.config.settings.tree import Config
 from penstock.core.plan import Group, RequestId, Row, StepId, StepPlan
 from penstock.core.settings import CoreConfig
+from penstock.exec.executor import Executor
 from penstock.exec.load.layout import Caches
 from penstock.exec.pipeline import wire
-from penstock.exec.pipeline.beats import BEAT_S, RankStatus, Watch
+from penstock.exec.pipeline.hangs import BEAT_S, RankStatus, Watch
 from penstock.exec.pipeline.local_launcher import LocalRanks
 from penstock.exec.pipeline.nodes import NodePools as Room
 from penstock.exec.pipeline.nodes import Seen, ToAll
@@ -48,7 +49,7 @@ OVERLAPS = 8                # steps of the stage before that a step may overlap 
 class WorkerProcess:
     """`executor.WorkerHandle` over a socket. `began` and `ended` of its newest steps are kept for utilisation."""
 
-    def __init__(self, workers: WorkerGroup, index: int, channel: wire.Channel,
+    def __init__(self, workers: WorkerGroup, index: int, channel: wire.Channel[wire.FromRank],
                  process: subprocess.Popen[bytes] | FarProcess) -> None:
         self.index, self.process, self._workers = index, process, workers
         self._channel = channel
@@ -69,8 +70,7 @@ class WorkerProcess:
         threading.Thread(target=self._listen, daemon=True, name=f"penstock-rank-{index}").start()
 
     def _listen(self) -> None:
-        while (body := self._channel.receive()) is not None:
-            message = wire.decode_from_rank(body)
+        while (message := self._channel.receive()) is not None:
             self.heard.messages += 1
             match message:
                 case wire.RankBeat(number, whom, step):
@@ -86,7 +86,7 @@ class WorkerProcess:
                 case wire.RendezvousKey():
                     for other in self._workers.beside(self):
                         with contextlib.suppress(RankDied):         # whoever waits for that one hears it
-                            other.send(wire.encode(message))
+                            other.send(wire.TO_RANK.frames(message))
                 case _:
                     if isinstance(message, wire.Loading):
                         self._workers.loading_at = time.monotonic()
@@ -101,13 +101,13 @@ class WorkerProcess:
     def open(self, rid: RequestId, prompt: tuple[int, ...], params: SamplingParams, *, choice: int,
              stop_ids: tuple[int, ...]) -> None:
         check_ids(prompt, params, self._workers.vocab_size)
-        self.send(wire.encode(wire.Open(rid, list(prompt), params, choice, list(stop_ids))))
+        self.send(wire.TO_RANK.frames(wire.Open(rid, list(prompt), params, choice, list(stop_ids))))
 
     def compiled(self, grammar: Grammar) -> bool:
         done = self._compiled.get(grammar)
         if done is None:
             self._compiled[grammar] = done = False
-            self.send(wire.encode(wire.Compile(grammar)))
+            self.send(wire.TO_RANK.frames(wire.Compile(grammar)))
             ended = [g for g, one in self._compiled.items() if one]
             # Forgotten here before it is there.
             for old in ended[:max(0, len(self._compiled) - COMPILED_MAX // 2)]:
@@ -116,13 +116,13 @@ class WorkerProcess:
         return done
 
     def close(self, rid: RequestId) -> None:
-        self.send(wire.encode(wire.Close(rid)))
+        self.send(wire.TO_RANK.frames(wire.Close(rid)))
 
     def given(self, rid: RequestId, tokens: Sequence[int]) -> None:
-        self.send(wire.encode(wire.Given(rid, list(tokens))))
+        self.send(wire.TO_RANK.frames(wire.Given(rid, list(tokens))))
 
     def checked(self, step: StepId, right: Mapping[Row, int]) -> None:
-        self.send(wire.encode(wire.Checked(step, list(right), list(right.values()))))
+        self.send(wire.TO_RANK.frames(wire.Checked(step, list(right), list(right.values()))))
 
     def start(self, plan: StepPlan) -> None:
         self.queued.append(time.monotonic())
@@ -200,7 +200,7 @@ class WorkerGroup:
         self._watched = False
         self._closed = threading.Event()
         self._encoded: tuple[StepPlan | None, bytes] = None, b""
-        self._tp_size, self.own = config.device.tp, own
+        self._tp_size, self.own, self.num_layers = config.device.tp, own, num_layers
         self.ranges = nodes_of(config)
         self.ranks: list[WorkerProcess] = []
         self._nodes = Nodes(config, self.ranges, log) if len(self.ranges) > 1 else None
@@ -212,7 +212,7 @@ class WorkerGroup:
         self.alone = len(set(self.places)) == config.device.num_ranks
         self.captures = self.alone and config.device.cuda_graphs
         for sock, process in zip(self._local.executor_ends, self._local.processes, strict=True):
-            self.ranks.append(WorkerProcess(self, len(self.ranks), wire.Channel(sock), process))
+            self.ranks.append(WorkerProcess(self, len(self.ranks), wire.Channel(sock, wire.FROM_RANK), process))
         if self._nodes is not None:
             try:
                 self._nodes.start(num_layers, self._local)
@@ -230,12 +230,16 @@ class WorkerGroup:
             if self._nodes is not None and len(self.ranges) > config.device.pp:
                 host = self._nodes.all[0].link.host if at is None else at.join.host
             mine = next(ranks for ranks in self.ranges if rank.index in ranks)
-            rank.send(wire.encode(wire.Begin(to_plain(settings), rank.index, num_layers,
+            rank.send(wire.TO_RANK.frames(wire.Begin(to_plain(settings), rank.index, num_layers,
                                              max(1, cores // len(mine)), host, self.alone)))
 
     def _node(self, rank: WorkerProcess) -> RemoteNode | None:
         """The machine that it is on, if that is not this one."""
         return None if rank.index in self.ranges[0] or self._nodes is None else self._nodes.of(rank.index)
+
+    def executor(self, page_size: int = 0) -> Executor:
+        """page_size: as there."""
+        return Executor(self.ranks, self.wait, tp_size=self._tp_size, page_size=page_size)
 
     def loaded(self, want: dict[str, str]) -> list[wire.Loaded]:
         """Wait until every rank has its weights. Raises ConfigError: one is not of this engine; RankDied:
@@ -257,7 +261,7 @@ class WorkerGroup:
         except BadGrammar as why:
             words = wire.Words("", [], str(why))
         for rank in self.ranks[-tp_size:]:
-            rank.send(wire.encode(words))
+            rank.send(wire.TO_RANK.frames(words))
 
     def pools(self, core: CoreConfig, *, capture: bool = False, serves: bool = False) -> None:
         """Every rank has pools of these sizes when this returns; with `capture` it has captured its steps.
@@ -267,7 +271,7 @@ class WorkerGroup:
             with contextlib.suppress(ConnectionError):          # its ranks are dead, as the next line finds
                 node.link.say(Room(core))
         for rank in self.ranks:
-            rank.send(wire.encode(wire.Pools(core, capture, serves)))
+            rank.send(wire.TO_RANK.frames(wire.Pools(core, capture, serves)))
         for rank in self.ranks:
             message = rank.answer(self.timeout_s)
             assert isinstance(message, wire.Ready)
@@ -286,10 +290,10 @@ class WorkerGroup:
         found = []
         if self.captures:
             for rank in self.ranks:
-                rank.send(wire.encode(wire.Measure(True)))
+                rank.send(wire.TO_RANK.frames(wire.Measure(True)))
         for rank in self.ranks:
             if not self.captures:
-                rank.send(wire.encode(wire.Measure()))
+                rank.send(wire.TO_RANK.frames(wire.Measure()))
             message = rank.answer(self.timeout_s)
             assert isinstance(message, wire.RankMemory)
             found.append(message)
@@ -333,7 +337,7 @@ class WorkerGroup:
     def encoded(self, plan: StepPlan) -> bytes:
         """Encoded once, for whichever rank asks first."""
         if self._encoded[0] is not plan:
-            self._encoded = plan, wire.encode(wire.Plan(plan))
+            self._encoded = plan, wire.TO_RANK.frames(wire.Plan(plan))
         return self._encoded[1]
 
     def wait(self) -> None:

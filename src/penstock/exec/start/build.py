@@ -18,37 +18,35 @@ from penstock.config.base.sizes import counted
 from penstock.config.request.selection import Selection
 from penstock.config.settings.tree import Config, ScheduleConfig
 from penstock.core.settings import CoreConfig
-from penstock.exec.drafts.drafter import Drafter, drafter_of
 from penstock.exec.executor import Executor
 from penstock.exec.graphs import mixed
-from penstock.exec.graphs.capture import buckets_of
 from penstock.exec.graphs.steps import uncaptured
-from penstock.exec.load.backends import parts_of, selection_for, selector_for
-from penstock.exec.load.layout import Caches, caches_of
-from penstock.exec.load.sizing import DeviceMemory, NodeMemory, Sizes, groups_of, show_size, size_pools
+from penstock.exec.load.backends import selector_for
+from penstock.exec.load.layout import Caches
+from penstock.exec.load.sizing import DeviceMemory, NodeMemory, Sizes, kv_layout, show_size, size_pools
 from penstock.exec.load.weights import LoadedModel, identity_of, kept_as, load, outline, show_dtype
+from penstock.exec.pipeline.wire import Loaded, RankMemory
 from penstock.exec.pipeline.workers import WorkerGroup
 from penstock.exec.sampling.grammar import Grammars, Vocabulary, switched_off, whose
-from penstock.exec.start.kinds import largest_chunk, masks_rows, one_page, take_each_kind
+from penstock.exec.start.kinds import largest_chunk, one_page, take_each_kind
 from penstock.exec.start.memory_use import MemoryUse
-from penstock.exec.start.prove import prove, prove_executor, scratch
+from penstock.exec.start.prove import prove, scratch
+from penstock.exec.start.rank import Rank
 from penstock.exec.start.rehearsal import Rehearsal
 from penstock.exec.start.store import open_storage, storage_info
-from penstock.exec.start.workspace import beyond, device_memory, largest_step
+from penstock.exec.start.workspace import beyond, largest_step
 from penstock.exec.step.links import nodes_of, of_config
 from penstock.exec.waker import Waker
-from penstock.exec.worker import Worker, WorkerParts
 from penstock.kernels.c.build import triton_runs
 from penstock.kernels.op import Unusable
 from penstock.kernels.platform import KernelError, probe
-from penstock.kernels.triton import compiles
 from penstock.memory.lateness import Lateness
 from penstock.memory.pinned import NotPinned
 from penstock.memory.storage import HostPages
 from penstock.model.base import Model, value_dim_of
 from penstock.model.weights.checkpoint import weights_digest
 from penstock.model.weights.locate import files_of, locate
-from penstock.transfer.pages import PageBytes, PoolPages
+from penstock.transfer.pages import PageBytes
 
 # Tokens of a step on a GPU. Over 8,192 a layer of 36 MiB is 0.5 ms of arithmetic on an H200, about as long as
 # it takes to launch.
@@ -96,8 +94,7 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
     """
     started = time.perf_counter()
     wakes = Waker()
-    parts = (_one(config, log, lateness, wakes, vocabulary) if config.device.num_ranks == 1 else
-             _several(config, log, wakes, vocabulary))
+    parts = _start(config, log, lateness, wakes, vocabulary)
     core_config, caches, selection = parts.sizes.core, parts.caches, parts.selection
     model, layout, kv = parts.loaded.whole, parts.caches.layouts[0], config.kv
     identity: dict[str, str] = {}
@@ -208,83 +205,146 @@ def _drafter(schedule: ScheduleConfig) -> str:
     return "mtp" if schedule.speculative_method == "mtp" else ""
 
 
-def _one(config: Config, log: Callable[[str], object], lateness: Lateness | None, wakes: Waker,
-         vocabulary: Callable[[], Vocabulary | None]) -> _Parts:
-    """One rank, in this process, on the CPU or a GPU."""
-    threads, device = config.device.threads or machine.probe().cores, config.device.device
+def _start(config: Config, log: Callable[[str], object], lateness: Lateness | None, wakes: Waker,
+           vocabulary: Callable[[], Vocabulary | None]) -> _Parts:
+    """One rank in this process; or pipeline stages and their TP ranks, each in a process of its own, for which this
+    one plans."""
+    device, alone, tp_size = config.device.device, config.device.num_ranks == 1, config.device.tp
+    cores, nodes = config.device.threads or machine.probe().cores, nodes_of(config)
+    threads = max(1, cores // len(nodes[0]))
     if config.device.gpu_layers and device == "cpu":
         log(f"warning: --gpu-layers {config.device.gpu_layers}: the model runs on the CPU")
-    grammars = Grammars(vocabulary, wakes.wake)
     if device == "cuda":
         _check_gpu()
+    grammars = Grammars(vocabulary, wakes.wake) if alone else None
+    use = MemoryUse(cuda=alone and device == "cuda")
+    loaded = _load_here(config, log, threads, grammars, use) if grammars is not None else outline(config, log)
+    config, layout = _with_step(config, loaded), loaded.layout
+    caches, selection, max_position = layout.caches, layout.selection, loaded.whole.max_position
+    stages = of_config(config, int(loaded.whole.stage.end))
+    own = [caches.stage(stages[i], layout.groups, [stages[j] for j in node]) for node in nodes for i in node]
+    widest = max(own, key=lambda c: c.slabs.slab_bytes)
+    gpu, info, told = None, Info(), []
+    workers: Rank | WorkerGroup
+    if grammars is None:
+        workers = WorkerGroup(config, int(loaded.whole.stage.end), own, wakes.wake, log)
+        workers.vocab_size = loaded.whole.vocab_size
+    else:
+        workers = Rank(config, loaded, layout, caches, use, wakes.wake, grammars=grammars, lateness=lateness)
+    try:
+        if isinstance(workers, WorkerGroup):
+            told = workers.loaded(identity_of(loaded))
+        if device == "cuda":
+            # Whether a hot buffer fits is not known yet: of a whole model no step selects while it is measured.
+            plain = kv_layout(config, loaded.whole, loaded.dtype, selects=False) if alone else layout
+            gpu = _measure(config, Rank(config, loaded, plain, plain.caches, use, wakes.wake) if alone else workers,
+                           plain.caches, max_position, log)
+            info |= {"gpu": torch.cuda.get_device_name(), "gpu_bytes": gpu.total, "workspace_bytes": gpu.workspace}
+        rooms = [NodeMemory(machine.probe().memory_available if not n else min(told[i].free_bytes for i in node),
+                            len(node), own[node.start].host) for n, node in enumerate(nodes)]
+        sizes = size_pools(config, widest, max_position, rooms, budget=selection.budget if selection else 0, gpu=gpu)
+        core = sizes.core
+        if isinstance(workers, WorkerGroup):
+            workers.vocabulary(vocabulary, tp_size)
+        info |= _try_out(config, workers, loaded, core)
+        workers.pools(core, capture=workers.captures, serves=True)
+        if isinstance(workers, WorkerGroup):
+            workers.serves()
+    except (torch.OutOfMemoryError, NotPinned) as why:
+        raise _no_memory(why, caches, core) from None
+    except BaseException:
+        if isinstance(workers, WorkerGroup):
+            workers.close()
+        raise
+    if device == "cuda":
+        info["uncaptured_steps"] = uncaptured([rank.uncaptured for rank in workers.ranks], alone=workers.alone,
+                                              graphs=config.device.cuda_graphs)
+    if isinstance(workers, WorkerGroup):
+        info |= _tell_ranks(config, workers, told, widest, core, threads, log)
+        loaded = replace(loaded, bytes=sum(one.weight_bytes for one in told),
+                         peak=max(one.peak_bytes for one in told))
+    elif gpu is not None:
+        info |= _tell_rank(workers, use, gpu, core, log)
+    dram = [own[node.start].host_bytes(core) for node in nodes]
+    if len(nodes) > 1:
+        info |= {"nnodes": len(nodes), **{f"node_{n}_dram_bytes": size for n, size in enumerate(dram)}}
+    return _Parts(executor=workers.executor(core.page_size), loaded=loaded, caches=caches, sizes=sizes,
+                  selection=selection, threads=threads, info=info, pages=workers.seen(core, caches),
+                  stages=[[one.layouts[g].num_layers for one in own[::tp_size]] for g in range(len(layout.groups))],
+                  host=workers.host_pages(core, caches), dram_bytes=sum(dram),
+                  workers=workers if isinstance(workers, WorkerGroup) else None, grammars=grammars)
+
+
+def _no_memory(why: Exception, caches: Caches, core: CoreConfig) -> ConfigError:
+    """Of a rank in this process."""
+    if isinstance(why, NotPinned):
+        return ConfigError(f"{why}: give less with --kv-offloading-size, or 0 for no host tier")
+    return ConfigError(
+        f"{show_size(caches.nbytes(core.hbm_pages))} for KV and decode steps of --max-num-seqs "
+        f"{core.rows} do not fit into what is left of the GPU's memory by now: lower "
+        "--gpu-memory-utilization, or --kv-cache-memory-bytes if it was given; another process may have taken some")
+
+
+def _try_out(config: Config, workers: Rank | WorkerGroup, loaded: LoadedModel, core: CoreConfig) -> Info:
+    """Produce a token, and on a GPU take a step of each kind, so that none compiles while requests wait."""
+    caches, max_position = loaded.layout.caches, loaded.whole.max_position
+    trial = replace(scratch(caches, core.largest_hot), pp_size=config.device.pp)
+    workers.pools(trial)
+    prove(workers.executor(), trial, max_position, selector_for(loaded.layout.selection, loaded.whole))
+    if config.device.device != "cuda":
+        return {}
+    started = time.perf_counter()
+    trial = replace(one_page(caches, core.rows, core.max_len, core.largest_hot), pp_size=core.pp_size)
+    workers.pools(trial)
+    take_each_kind(workers.executor(), trial, largest_chunk(caches, core.step_tokens), core.budget)
+    return {"warm_seconds": round(time.perf_counter() - started, 3)}
+
+
+def _load_here(config: Config, log: Callable[[str], object], threads: int, grammars: Grammars,
+               use: MemoryUse) -> LoadedModel:
+    """The weights of the whole model, in this process."""
+    device = config.device.device
+    if device == "cuda":
         grammars.begin()            # other threads stand still meanwhile: not while requests wait
     # One thread: loading is many small operations, which two threads on busy cores slow down 4x. A GPU's
     # host has cores to spare, and what is loaded there is large.
     torch.set_num_threads(1 if device == "cpu" else min(threads, 8))
-    use = MemoryUse(cuda=device == "cuda")
     rehearsal = Rehearsal(config, functools.partial(_longest, config), STEP_TOKENS, log)
     loaded = load(config, None, log, beside=rehearsal.begin)
     rehearsal.join()
     use.took("weights")
-    config = _with_step(config, loaded)
     torch.set_num_threads(threads)
-    model, selection = loaded.model, selection_for(config, loaded.whole)
-    groups = groups_of(model, selection, config.kv)
-    caches = caches_of(groups, config.kv.page_size, loaded.dtype)
-    captures = device == "cuda" and config.device.cuda_graphs
-    gpu, info = _measure(config, loaded, selection, captures, log) if device == "cuda" else (None, {})
-    sizes = size_pools(config, caches, model.max_position, machine.probe().memory_available,
-                       budget=selection.budget if selection else 0, gpu=gpu)
-    core = sizes.core
-    parts = parts_of(model, loaded.backends, selection, core.largest_hot, groups)
-    seed = config.model.seed or 0         # `resolve` has drawn one for a server
-    try:
-        prove(parts, caches, device)
-        if device == "cuda":
-            info["warm_seconds"] = _take_kinds(parts, caches, core, drafter_of(config))
-        use.took("kernels")
-        hbm, dram = caches.pools(core, device)
-        use.took("kv")
-        rank = Worker(parts, hbm, dram, rows=core.rows, max_len=core.max_len, seed=seed, lateness=lateness,
-                    wake=wakes.wake, grammars=grammars, drafter=drafter_of(config))
-        use.took("tables")
-        if captures:
-            started = time.perf_counter()
-            rank.capture(buckets_of(core.rows), width=1 + core.draft_tokens)
-            info["capture_seconds"] = round(time.perf_counter() - started, 3)
-            log(f"steps of up to {counted(core.rows, 'row')} captured in {info['capture_seconds']} s"
-                + (f"; launched kernel by kernel: {rank.uncaptured}" if rank.uncaptured else ""))
-        if device == "cuda":
-            info["uncaptured_steps"] = uncaptured([rank.uncaptured], graphs=captures, alone=True)
-        use.took("graphs")
-    except torch.OutOfMemoryError:
-        raise ConfigError(
-            f"{show_size(caches.nbytes(core.hbm_pages))} for KV and decode steps of --max-num-seqs "
-            f"{core.rows} do not fit into what is left of the GPU's memory by now: lower "
-            "--gpu-memory-utilization, or --kv-cache-memory-bytes if it was given; another process may have taken "
-            "some") from None
-    except NotPinned as why:
-        raise ConfigError(f"{why}: give less with --kv-offloading-size, or 0 for no host tier") from None
-    compiles.serve()
-    if gpu is not None:
-        log(use.ended(gpu.workspace))
-        info |= use.info()
-    return _Parts(executor=Executor([rank], page_size=core.page_size), loaded=loaded, caches=caches, sizes=sizes,
-                  selection=selection, threads=threads, info=info, pages=PoolPages([[*hbm, *dram]]),
-                  stages=[[layout.num_layers] for layout in caches.layouts], host=dram,
-                  dram_bytes=caches.host_bytes(core), grammars=grammars)
+    return loaded
 
 
-def _take_kinds(parts: WorkerParts, caches: Caches, core: CoreConfig, drafter: Drafter | None) -> float:
-    """Take a step of each kind, so that none compiles while requests wait. Return its seconds."""
-    started = time.perf_counter()
-    scratch_core = one_page(caches, core.rows, core.max_len, core.largest_hot)
-    rank = Worker(parts, *caches.pools(scratch_core, "cuda"), rows=core.rows, max_len=core.max_len,
-                drafter=drafter)
-    take_each_kind(Executor([rank]), scratch_core, largest_chunk(caches, core.step_tokens), core.budget)
-    masks_rows(parts.model.vocab_size, parts.mask)
-    torch.cuda.empty_cache()
-    return round(time.perf_counter() - started, 3)
+def _tell_rank(rank: Rank, use: MemoryUse, gpu: DeviceMemory, core: CoreConfig,
+               log: Callable[[str], object]) -> Info:
+    """What the one rank has captured, and what its GPU's memory is used for."""
+    info: Info = {}
+    if rank.captures:
+        info["capture_seconds"] = rank.capture_seconds
+        words = rank.ranks[0].uncaptured and f"; launched kernel by kernel: {rank.ranks[0].uncaptured}"
+        log(f"steps of up to {counted(core.rows, 'row')} captured in {rank.capture_seconds} s{words}")
+    log(use.ended(gpu.workspace))
+    return info | use.info()
+
+
+def _tell_ranks(config: Config, workers: WorkerGroup, told: Sequence[Loaded], widest: Caches, core: CoreConfig,
+                threads: int, log: Callable[[str], object]) -> Info:
+    """What each of several ranks has, for the log and /server_info."""
+    device, layers = config.device, [stage.end - stage.first for stage in of_config(config, workers.num_layers)]
+    info: Info = {"pp": device.pp, "pp_layers": ",".join(map(str, layers[::device.tp])), "tp": device.tp,
+                  **({"ep": device.expert_ranges} if device.expert_ranges > 1 else {})}
+    for i, (n, mine, one, rank) in enumerate(zip(layers, workers.own, told, workers.ranks, strict=True)):
+        used, given = mine.nbytes(core.hbm_pages), widest.nbytes(core.hbm_pages)
+        info |= {f"rank_{i}_layers": n, f"rank_{i}_weight_bytes": one.weight_bytes,
+                 f"rank_{i}_load_peak_bytes": one.peak_bytes, f"rank_{i}_hbm_bytes": used,
+                 f"rank_{i}_hbm_unused_bytes": given - used, f"rank_{i}_pid": rank.process.pid,
+                 **{f"rank_{i}_gpu_{part}_bytes": size for part, size in rank.use.items()}}
+        log(f"rank {i}: {counted(n, 'layer')}, {show_size(one.weight_bytes)} of weights, {show_size(used)} "
+            f"of KV ({show_size(given - used)} unused, as the widest rank has no more pages), "
+            f"{counted(threads, 'thread')}")
+    return info
 
 
 def _check_gpu() -> None:
@@ -316,126 +376,37 @@ def _longest(config: Config, caches: Caches, max_position: int) -> int:
                caches.context_pages(torch.cuda.mem_get_info()[0]) * config.kv.page_size)
 
 
-def _measure(config: Config, loaded: LoadedModel, selection: Selection | None, captures: bool,
-             log: Callable[[str], object]) -> tuple[DeviceMemory, Info]:
-    """Memory of the GPU, and what to tell of it. Raises ConfigError: its largest step does not fit."""
-    model, schedule = loaded.model, config.schedule
-    chooses = selection if selection is not None and selection.native else None
-    groups = groups_of(model, chooses, config.kv)
-    caches = caches_of(groups, config.kv.page_size, loaded.dtype)
+def _measure(config: Config, workers: Rank | WorkerGroup, caches: Caches, max_position: int,
+             log: Callable[[str], object]) -> DeviceMemory:
+    """Memory of the GPU with the least room for each rank on it: what one takes at most another may take at the same
+    time. Raises ConfigError: the largest step of a rank in this process does not fit."""
+    schedule, longest = config.schedule, _longest(config, caches, max_position)
+    core = replace(one_page(caches, schedule.max_num_seqs, longest), pp_size=config.device.pp)
     free = torch.cuda.mem_get_info()[0]
     try:
-        gpu = device_memory(parts_of(model, loaded.backends, chooses, 0, groups), caches,
-                            rows=schedule.max_num_seqs, max_len=_longest(config, caches, model.max_position),
-                            step_tokens=schedule.num_step_tokens, capture=captures,
-                            width=1 + schedule.num_drafts, drafter=drafter_of(config))
+        workers.pools(core)
+        largest_step(workers.executor(), core, schedule.num_step_tokens)
+        told: Sequence[DeviceMemory | RankMemory] = workers.measured()
     except torch.OutOfMemoryError:
         raise ConfigError(
             f"the largest step of --max-num-batched-tokens {schedule.max_num_batched_tokens} and --max-num-seqs "
             f"{schedule.max_num_seqs} does not fit into the {show_size(free)} of the GPU's memory that are "
             "free with the weights loaded: lower them") from None
-    return gpu, _tell_gpu(gpu, log)
-
-
-def _measure_several(config: Config, workers: WorkerGroup, loaded: LoadedModel, caches: Caches,
-                     log: Callable[[str], object]) -> tuple[DeviceMemory, Info]:
-    """As `_measure`, of the GPU with the least room for each rank on it: what one takes at most another may
-    take at the same time."""
-    longest = _longest(config, caches, loaded.whole.max_position)
-    core = replace(one_page(caches, config.schedule.max_num_seqs, longest), pp_size=config.device.pp)
-    workers.pools(core)
-    largest_step(Executor(workers.ranks, workers.wait, tp_size=config.device.tp), core,
-                 config.schedule.num_step_tokens)
-    told, found = workers.measured(), []
-    gpus = sorted(set(workers.places))
-    for gpu in gpus:
+    found = []
+    for gpu in sorted(set(workers.places)):
         own = [one for one, place in zip(told, workers.places, strict=True) if place == gpu]
         found.append(DeviceMemory(
             total=own[0].total, free=own[-1].free, ranks=len(own),
             workspace=sum(one.workspace for one in own) + len(own) * beyond(caches, longest)))
     least = min(found, key=lambda one: (one.free - one.workspace) // one.ranks)
-    how = ("each has a GPU of its own" if workers.alone else f"they share {len(gpus)} GPUs, in turn"
-           if len(gpus) > 1 else "they share one GPU, in turn")
-    log(f"{counted(len(workers.ranks), 'rank')}: {how}" + (
-        "" if workers.captures else "; their steps are launched kernel by kernel"))
-    return least, _tell_gpu(least, log)
-
-
-def _tell_gpu(gpu: DeviceMemory, log: Callable[[str], object]) -> Info:
-    name = torch.cuda.get_device_name()
-    log(f"{name}: {show_size(gpu.total)}, {show_size(gpu.free)} free with the weights loaded, "
-        f"{show_size(gpu.workspace)} kept for the largest step")
-    return {"gpu": name, "gpu_bytes": gpu.total, "workspace_bytes": gpu.workspace}
-
-
-def _several(config: Config, log: Callable[[str], object], wakes: Waker,
-             vocabulary: Callable[[], Vocabulary | None]) -> _Parts:
-    """Pipeline stages and their TP ranks, each in a process of its own; this one plans for them."""
-    tp_size, device = config.device.tp, config.device.device
-    if device == "cuda":
-        _check_gpu()
-    loaded = outline(config, log)
-    config = _with_step(config, loaded)
-    selection = selection_for(config, loaded.whole)
-    num_layers = int(loaded.whole.stage.end)
-    stages = of_config(config, num_layers)
-    layers = [stage.end - stage.first for stage in stages]
-    groups = groups_of(loaded.whole, selection, config.kv)
-    caches = caches_of(groups, config.kv.page_size, loaded.dtype)
-    nodes = nodes_of(config)
-    threads = max(1, (config.device.threads or machine.probe().cores) // len(nodes[0]))
-    own = [caches.stage(stages[i], groups, [stages[j] for j in node]) for node in nodes for i in node]
-    workers = WorkerGroup(config, num_layers, own, wakes.wake, log)
-    workers.vocab_size = loaded.whole.vocab_size
-    try:
-        told = workers.loaded(identity_of(loaded, config, caches))
-        widest = max(own, key=lambda c: c.slabs.slab_bytes)
-        gpu, info = (_measure_several(config, workers, loaded, caches, log) if device == "cuda" else
-                     (None, {}))
-        rooms = [NodeMemory(machine.probe().memory_available if not n else min(told[i].free_bytes for i in node),
-                      len(node), own[node.start].host) for n, node in enumerate(nodes)]
-        sizes = size_pools(config, widest, loaded.whole.max_position, rooms,
-                           budget=selection.budget if selection else 0, gpu=gpu)
-        core = sizes.core
-        workers.vocabulary(vocabulary, tp_size)
-        trial = replace(scratch(caches, core.largest_hot), pp_size=config.device.pp)
-        workers.pools(trial)
-        made = functools.partial(Executor, workers.ranks, workers.wait, tp_size=tp_size)
-        prove_executor(made(), trial, loaded.whole.max_position, selector_for(selection, loaded.whole))
-        if device == "cuda":
-            trial = replace(one_page(caches, core.rows, core.max_len, core.largest_hot), pp_size=core.pp_size)
-            workers.pools(trial)
-            take_each_kind(made(), trial, largest_chunk(caches, core.step_tokens), core.budget)
-        workers.pools(core, capture=workers.captures, serves=True)
-        workers.serves()
-    except BaseException:
-        workers.close()
-        raise
-    if device == "cuda":
-        info["uncaptured_steps"] = uncaptured([rank.uncaptured for rank in workers.ranks], alone=workers.alone,
-                                              graphs=config.device.cuda_graphs)
-    for i, rank in enumerate(workers.ranks):
-        info |= {f"rank_{i}_gpu_{part}_bytes": n for part, n in rank.use.items()}
-    info |= {"pp": config.device.pp, "pp_layers": ",".join(map(str, layers[::tp_size])), "tp": tp_size,
-             **({"ep": config.device.expert_ranges} if config.device.expert_ranges > 1 else {})}
-    for i, (n, mine, one) in enumerate(zip(layers, own, told, strict=True)):
-        used, given = mine.nbytes(core.hbm_pages), widest.nbytes(core.hbm_pages)
-        info |= {f"rank_{i}_layers": n, f"rank_{i}_weight_bytes": one.weight_bytes,
-                 f"rank_{i}_load_peak_bytes": one.peak_bytes, f"rank_{i}_hbm_bytes": used,
-                 f"rank_{i}_hbm_unused_bytes": given - used, f"rank_{i}_pid": workers.ranks[i].process.pid}
-        log(f"rank {i}: {counted(n, 'layer')}, {show_size(one.weight_bytes)} of weights, {show_size(used)} "
-            f"of KV ({show_size(given - used)} unused, as the widest rank has no more pages), "
-            f"{counted(threads, 'thread')}")
-    loaded = replace(loaded, bytes=sum(one.weight_bytes for one in told),
-                     peak=max(one.peak_bytes for one in told))
-    pages, dram = workers.seen(core, caches), [own[node.start].host_bytes(core) for node in nodes]
-    if len(nodes) > 1:
-        info |= {"nnodes": len(nodes), **{f"node_{n}_dram_bytes": size for n, size in enumerate(dram)}}
-    executor = Executor(workers.ranks, workers.wait, tp_size=tp_size, page_size=core.page_size)
-    return _Parts(executor=executor, loaded=loaded, caches=caches, sizes=sizes,
-                  selection=selection, threads=threads, info=info, pages=pages,
-                  stages=[[one.layouts[g].num_layers for one in own[::tp_size]] for g in range(len(groups))],
-                  host=workers.host_pages(core, caches), dram_bytes=sum(dram), workers=workers)
+    if len(told) > 1:
+        how = ("each has a GPU of its own" if workers.alone else f"they share {len(found)} GPUs, in turn"
+               if len(found) > 1 else "they share one GPU, in turn")
+        log(f"{counted(len(told), 'rank')}: {how}" + (
+            "" if workers.captures else "; their steps are launched kernel by kernel"))
+    log(f"{torch.cuda.get_device_name()}: {show_size(least.total)}, {show_size(least.free)} free with the weights "
+        f"loaded, {show_size(least.workspace)} kept for the largest step")
+    return least
 
 
 def _sparse_info(selection: Selection | None, caches: Caches, sizes: Sizes) -> Info:

@@ -22,19 +22,7 @@ from penstock.core.settings import CoreConfig
 from penstock.exec.executor import Executor
 from penstock.exec.load.layout import Caches
 from penstock.exec.sparse.selectors import least_of
-from penstock.exec.worker import Worker, WorkerParts
 from penstock.model.base import Selector
-
-
-def prove(parts: WorkerParts, caches: Caches, device: str = "cpu") -> None:
-    """Produce a token: what is announced as ready has run, and first-call costs are paid.
-
-    With hot buffers the prompt goes to a host page, and a second token reads it from there.
-    Raises ConfigError if the logits are not finite.
-    """
-    core = scratch(caches, parts.hot_pages)
-    rank = Worker(parts, *caches.pools(core, device), rows=core.rows, max_len=core.max_len)
-    prove_executor(Executor([rank]), core, parts.model.max_position, parts.selector)
 
 
 def scratch(caches: Caches, hot: int) -> CoreConfig:
@@ -44,8 +32,12 @@ def scratch(caches: Caches, hot: int) -> CoreConfig:
                       hot_pages=hot, max_len=2 * size, groups=caches.groups, group_base=1 << 20)
 
 
-def prove_executor(executor: Executor, core: CoreConfig, max_position: int, selector: Selector | None) -> None:
-    """`prove` of a executor whose ranks have pools as `core`, which `scratch` made, says."""
+def prove(executor: Executor, core: CoreConfig, max_position: int, selector: Selector | None) -> None:
+    """Produce a token: what is announced as ready has run, and first-call costs are paid.
+
+    The ranks have pools as `core` says, which `scratch` made. With hot buffers the prompt goes to a host page, and a
+    second token reads it from there. Raises ConfigError if the logits are not finite.
+    """
     size, hosted = core.page_size, core.hot_pages > 0
     budget = least_of(selector) if hosted and selector is not None else 0
     rid, prompt = RequestId(0), (0,) * min(size, max_position)

@@ -20,9 +20,8 @@ from penstock.config.settings.tree import Config
 from penstock.exec.drafts.drafter import drafter_of
 from penstock.exec.executor import Executor
 from penstock.exec.graphs.capture import buckets_of, recorded
-from penstock.exec.load.backends import parts_of, selection_for
-from penstock.exec.load.layout import caches_of
-from penstock.exec.load.sizing import groups_of, largest_hot, show_size
+from penstock.exec.load.backends import parts_of
+from penstock.exec.load.sizing import kv_layout, largest_hot, show_size
 from penstock.exec.load.weights import Sketch
 from penstock.exec.start.kinds import largest_chunk, masks_rows, one_page, take_each_kind
 from penstock.exec.start.workspace import largest_step
@@ -88,14 +87,13 @@ class Rehearsal:
         rows = schedule.max_num_seqs
         with compiling(min(THREADS, machine.probe().cores)):
             model, kv = sketch.build(stage, "cuda"), self._config.kv
-            selection = selection_for(self._config, model)
-            groups = groups_of(model, selection, kv)
-            caches = caches_of(groups, kv.page_size, sketch.dtype)
+            layout = kv_layout(self._config, model, sketch.dtype)
+            selection, caches = layout.selection, layout.caches
             longest = self._longest(caches, model.max_position)
             budget, hot = 0 if selection is None else selection.budget, 0
             if budget and kv.host_decode != "off" and kv.host_tier is not False:
                 hot = largest_hot(kv, budget, schedule.num_drafts, longest) // kv.page_size
-            parts, core = parts_of(model, sketch.backends, selection, hot, groups), one_page(
+            parts, core = parts_of(model, sketch.backends, selection, hot, layout.groups), one_page(
                 caches, rows, longest, hot)
             ranks = [Worker(parts, *caches.pools(core, "cuda"), rows=rows, max_len=longest,
                           drafter=drafter_of(self._config)) for _ in range(2)]

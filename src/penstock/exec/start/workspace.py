@@ -4,20 +4,17 @@ Runs it on one page of KV that stands for all: content does not matter, addresse
 """
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from penstock.config.request.params import SamplingParams
 from penstock.core.plan import Bind, HbmPage, RequestId, Retired, Row, StepId, StepPlan
 from penstock.core.settings import CoreConfig
-from penstock.exec.drafts.drafter import Drafter
 from penstock.exec.executor import Executor
 from penstock.exec.load.layout import Caches
 from penstock.exec.load.sizing import DeviceMemory
 from penstock.exec.sampling.sampler import Sampler
-from penstock.exec.start.kinds import context_max, one_page
-from penstock.exec.worker import Worker, WorkerParts
+from penstock.exec.start.kinds import context_max
+from penstock.exec.worker import Worker
 
 # Of the allocator's, for what a mixed step or another order of sizes takes more than the one measured.
 SLACK = 0.1
@@ -73,23 +70,6 @@ def beyond(caches: Caches, max_len: int) -> int:
     return max(0, max_len - context_max(caches)) * max(
         n.unit_bytes // n.num_layers * (1 if n.dtype != torch.uint8 else 3 if n.planes == 1 else 5)
         for n in caches.layouts)
-
-
-def device_memory(parts: WorkerParts, caches: Caches, *, rows: int, step_tokens: int, max_len: int,
-                  capture: bool, width: int = 1, drafter: Drafter | None = None) -> DeviceMemory:
-    """Measured with the weights on the device and no pools there. Raises torch's OutOfMemoryError.
-
-    The last chunk of `step_tokens` tokens of a prompt of `max_len`; then `rows` rows sampled with every
-    parameter; with `capture` the largest graphs, with a `drafter` of up to `width` positions a row. Their sum
-    and a tenth; what grows with a context beyond `context_max` is added by its size.
-    """
-    gauge, core = MemoryProfile(), one_page(caches, rows, max_len)
-    rank = Worker(parts, *caches.pools(core, "cuda"), rows=rows, max_len=core.max_len, drafter=drafter)
-    largest_step(Executor([rank]), core, step_tokens)
-    found = gauge.read(parts.model.vocab_size, rows, rank if capture else None, width)
-    del rank
-    torch.cuda.empty_cache()
-    return replace(found, workspace=found.workspace + beyond(caches, max_len))
 
 
 @torch.inference_mode()

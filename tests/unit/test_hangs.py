@@ -1,7 +1,7 @@
 """Which ranks are taken to hang, from what their beats have said."""
 from __future__ import annotations
 
-from penstock.exec.pipeline.beats import EXECUTOR, STAGE, TP_RANKS, RankStatus, Waits, Watch
+from penstock.exec.pipeline.hangs import EXECUTOR, STAGE, TP_RANKS, RankStatus, Waits, Watch
 
 
 def looks(num: int, *turns: list[tuple[int, str] | tuple[int, str, int] | None]) -> list[list[int]]:

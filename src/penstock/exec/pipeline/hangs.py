@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from penstock.config.streams.heartbeat import Heartbeat
+
 BEAT_S = 1.0                # between two beats of a rank, and between two looks at them
 EXECUTOR, TP_RANKS, STAGE = "executor", "TP ranks", "stage"   # whom a rank waits for; "" while it computes
 DEVICE_MORE = 4             # a step on a device may take so many times what the longest so far has
@@ -48,13 +50,12 @@ class Watch:
     def __init__(self, num_ranks: int, silence_s: float, device_s: float) -> None:
         """silence_s: how long nothing may be heard of a rank, or get on. device_s: how long a device may work
         on a step before `serves`."""
+        self._beats = [Heartbeat(silence_s, BEAT_S) for _ in range(num_ranks)]
         self._looks, self._device_looks = (max(1, round(s / BEAT_S)) for s in (silence_s, device_s))
         self._steps = [0] * num_ranks
         self._same = [0] * num_ranks
         self._longest = 0
         self._serves = False
-        self._messages = [-1] * num_ranks
-        self._silent = [0] * num_ranks
         self._waits: list[tuple[int, str]] = []
         self._stuck = 0
 
@@ -64,14 +65,12 @@ class Watch:
 
     def look(self, heard: Sequence[RankStatus]) -> tuple[list[int], str]:
         """Every BEAT_S: the ranks that hang, none as a rule, and why."""
-        for i, one in enumerate(heard):
-            self._silent[i] = self._silent[i] + 1 if one.messages == self._messages[i] else 0
-            self._messages[i] = one.messages
+        silent = [i for i, one in enumerate(heard) if self._beats[i].is_silent(one.messages)]
         waits = [one.wait for one in heard]
         stuck = waits == self._waits and all(whom for _, whom in waits)
         self._stuck = self._stuck + 1 if stuck else 0
         self._waits = waits
-        if silent := [i for i, looks in enumerate(self._silent) if looks >= self._looks]:
+        if silent:
             return silent, f"nothing was heard of its process for {self._looks * BEAT_S:g} s"
         self._count_steps(heard)
         most = max(self._looks, DEVICE_MORE * self._longest) if self._serves else self._device_looks

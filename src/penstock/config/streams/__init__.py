@@ -1,0 +1,1 @@
+"""What all streams between processes have in common: frames of messages, and heartbeats."""
