@@ -55,6 +55,9 @@ SAYS = {
     "minimax_m2": '<minimax:tool_call>\n<invoke name="get_weather">\n'
                   '<parameter name="city">Paris</parameter>\n<parameter name="days">2</parameter>\n'
                   "</invoke>\n</minimax:tool_call>",
+    "minimax_m3": ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="get_weather">]<]minimax[>[<city>Paris'
+                  "]<]minimax[>[</city>]<]minimax[>[<days>2]<]minimax[>[</days>]<]minimax[>[</invoke>\n"
+                  "]<]minimax[>[</tool_call>",
     "seed_oss": "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n"
                 "<parameter=days>2</parameter>\n</function>\n</seed:tool_call>",
     "gpt_oss": "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"

@@ -47,6 +47,7 @@ llama3_json none | llama3_json none
 llama3 kimi | llama3_json kimi_vl
 gemma4 gemma4 | gemma4 gemma4
 none minimax_m3 | none minimax_m3
+minimax_m3 minimax-m3 | minimax_m3 minimax_m3
 openai openai_gptoss | gpt_oss gpt_oss
 gpt-oss gpt-oss | gpt_oss gpt_oss
 auto auto | auto auto

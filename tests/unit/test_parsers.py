@@ -28,7 +28,7 @@ REASONS = ("deepseek_v32", "glm", "gpt_oss", "hermes")
 END = {"hermes": "<|im_end|>\n", "qwen3_coder": "<|im_end|>\n", "llama3_json": "<|eot_id|>",
        "mistral": "</s>", "deepseek_v32": "<｜end▁of▁sentence｜>", "glm": "", "gpt_oss": "", "kimi_k2": "<|im_end|>",
        "deepseek_v3": "<｜end▁of▁sentence｜>", "deepseek_v31": "<｜end▁of▁sentence｜>",
-       "minimax_m2": "[e~[\n", "seed_oss": "</s>", "gemma4": "<turn|>\n"}
+       "minimax_m2": "[e~[\n", "minimax_m3": "[e~[\n", "seed_oss": "</s>", "gemma4": "<turn|>\n"}
 # What comes before an answer of a template that drops the reasoning which its prompts open.
 BEFORE = {"deepseek_v3": "<｜Assistant｜>", "minimax_m2": "]~b]ai\n"}
 TYPED = {"text": {"type": "string"}, "count": {"type": "integer"}, "ratio": {"type": "number"},
@@ -46,7 +46,11 @@ VALUES = {
     "items": st.lists(st.integers() | WORDS | st.booleans(), max_size=3),
     "more": st.dictionaries(WORDS, st.integers() | WORDS | st.lists(WORDS, max_size=2), max_size=3)}
 ARGUMENTS = st.fixed_dictionaries({}, optional=VALUES)
-CALLS = st.lists(st.tuples(st.sampled_from(["get_weather", "f"]), ARGUMENTS), max_size=3)
+# Of tags: an empty list is an empty object and an empty text, where no schema says which.
+TAGGED = {**VALUES, "items": st.lists(st.integers() | st.booleans(), max_size=3), "more": st.dictionaries(
+    st.sampled_from(["a", "item", "b-c"]), st.integers() | st.lists(st.integers(), min_size=1, max_size=2), max_size=3)}
+CALLS, TAGGED_CALLS = (st.lists(st.tuples(st.sampled_from(["get_weather", "f"]), of), max_size=3) for of in (
+    ARGUMENTS, st.fixed_dictionaries({}, optional=TAGGED)))
 
 
 def answer(name: str, content: str, reasoning: str, calls: list) -> tuple[str, str]:
@@ -111,7 +115,8 @@ def called(items: list) -> list[tuple[str, dict]]:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_the_template_writes_is_read_as_what_it_was_made_of(name):
-    @given(content=STRIPPED, reasoning=STRIPPED if name in REASONS else st.just(""), calls=CALLS,
+    @given(content=STRIPPED, reasoning=STRIPPED if name in REASONS else st.just(""),
+           calls=TAGGED_CALLS if name == "minimax_m3" else CALLS,
            sizes=st.lists(st.integers(1, 7), min_size=1, max_size=5))
     @settings(max_examples=200, deadline=None)
     def conversations(content, reasoning, calls, sizes):
@@ -158,7 +163,9 @@ def test_a_template_without_calls_has_no_format():
     "<|tool_call_end|>", "<|tool_calls_section_end|>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>",
     "function", "<｜tool▁sep｜>", "```json", "```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
     "<minimax:tool_call>", '<invoke name="f">', '<parameter name="text">', "</invoke>",
-    "</minimax:tool_call>", "<seed:tool_call>", "</seed:tool_call>", "[CALL_ID]", "<|channel|>", "analysis",
+    "</minimax:tool_call>", "]<]minimax[>[", "<item>", "</item>", "]<]minimax[>[<tool_call>", "<text>", "</text>",
+    ']<]minimax[>[<invoke name="f">', "]<]minimax[>[</invoke>", "<seed:tool_call>", "</seed:tool_call>", "[CALL_ID]",
+    "<|channel|>", "analysis",
     "commentary", "final", " to=functions.f", "<|constrain|>json", "<|message|>", "<|end|>", "<|call|>",
     "<|start|>assistant"],
     ), max_size=14).map("".join),
@@ -190,6 +197,8 @@ WHOLE = {
                     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "minimax_m2": '<minimax:tool_call>\n<invoke name="f">\n<parameter name="text">a</parameter>\n'
                   "</invoke>\n</minimax:tool_call>",
+    "minimax_m3": ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="f">]<]minimax[>[<text>a]<]minimax[>[</text>'
+                  "]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>",
     "seed_oss": "<seed:tool_call>\n<function=f>\n<parameter=text>a</parameter>\n</function>\n"
                 "</seed:tool_call>",
     "gpt_oss": '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"text": "a"}',
@@ -241,6 +250,22 @@ def test_a_call_of_no_tool_is_the_text_that_it_came_as(name):
     ("deepseek_v31", WHOLE["deepseek_v3"].replace("```json\n", "").replace("\n```", ""),
      [("f", {"text": "a"})]),
     ("minimax_m2", WHOLE["minimax_m2"].replace("\n", ""), [("f", {"text": "a"})]),
+    *(("minimax_m3", WHOLE["minimax_m3"].replace("]<]minimax[>[<text>a]<]minimax[>[</text>",
+                                                 tags.replace("~", "]<]minimax[>[")), [("f", had)]) for tags, had in (
+        ("\n~<count>1~</count>\n~<text>a < b</text>~</text>\n", {"count": 1, "text": "a < b</text>"}),
+        ("~<more>~<a>~<b>2~</b>~</a>~<item>x~</item>~</more>", {"more": {"a": {"b": 2}, "item": "x"}}),
+        ("~<more>~<item>1~</item>~</more>", {"more": {"item": 1}}), ("~<more>~</more>", {"more": {}}),
+        ("~<items>~<item>a~</item>~<item>~<k>1~</k>~</item>~</items>", {"items": ["a", {"k": 1}]}),
+        ("~<items>~</items>", {"items": []}), ("~<items>[1, 2]~</items>", {"items": [1, 2]}), ("", {}),
+        ("~<what>~<item>1~</item>~</what>", {"what": [1]}), ("~<text>~</text>", {"text": ""}),
+        # What is broken ends the call, with what was whole.
+        ("~<count>1~</count>~<text>a~</count>", {"count": 1}),
+        ("~<count>1~</count>x~<text>a~</text>", {"count": 1}),
+        ("~</text>", {}), ("~<>a~</>", {}), ("~<text", {}),
+        ("~<count>1~</count>~<more>x~<a>1~</a>~</more>", {"count": 1}),
+        (70 * "~<a>" + 70 * "~</a>", {}))),
+    ("minimax_m3", WHOLE["minimax_m3"].replace("\n", ""), [("f", {"text": "a"})]),
+    ("minimax_m3", "]<]minimax[>[<tool_call>\n<invoke", []), ("minimax_m3", "]<]minimax[>[ <tool_call>", []),
     ("seed_oss", WHOLE["seed_oss"].replace(">a<", ">\na\n<"), [("f", {"text": "\na\n"})]),
     ("gemma4", '<|tool_call>call:f{count:1,really:true,nothing:null,items:[<|"|>a,b<|"|>,{k:[]}],more:{}}<tool_call|>',
      [("f", {"count": 1, "really": True, "nothing": None, "items": ["a,b", {"k": []}], "more": {}})]),
@@ -274,6 +299,14 @@ def test_a_broken_call_is_the_same_however_it_comes(broken):
     text = f"<|tool_call>call:f{{count:1,{broken}<tool_call|> tail"
     found = [joined(read("gemma4", text, [size])) for size in (1, 2, 5, 1000)]
     assert called(found[0]) == [("f", {"count": 1})] and found[0][-1] == TextItem(" tail")
+    assert all(one == found[0] for one in found)
+
+
+@pytest.mark.parametrize("broken", ["<a>]<]minimax[>[</b>", "<>", "</a>", "x", "<a", 70 * "<a>]<]minimax[>["])
+def test_a_broken_call_of_tags_is_the_same_however_it_comes(broken):
+    text = WHOLE["minimax_m3"].replace("</invoke>", f"{broken}]<]minimax[>[</invoke>") + " tail"
+    found = [joined(read("minimax_m3", text, [size])) for size in (1, 2, 5, 1000)]
+    assert called(found[0]) == [("f", {"text": "a"})] and found[0][-1] == TextItem(" tail")
     assert all(one == found[0] for one in found)
 
 

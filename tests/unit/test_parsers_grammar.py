@@ -102,6 +102,7 @@ def test_one_call_or_many(name, marks):
            "deepseek_v3": right.replace("<｜tool▁calls▁end｜>", "\n") + right.partition("calls▁begin｜>")[2],
            "deepseek_v31": right.replace("<｜tool▁calls▁end｜>", "") + right.partition("calls▁begin｜>")[2],
            "minimax_m2": right.replace("</minimax:tool_call>", "") + right.partition("\n")[2],
+           "minimax_m3": right.replace("]<]minimax[>[</tool_call>", "") + right.partition("\n")[2],
            }.get(name, f"{right}\n{right}")
     assert admitted(name, marks, grammar(name, marks), two)
     assert not admitted(name, marks, grammar(name, marks, many=False), two)

@@ -45,7 +45,7 @@ _NOT_READ = {
         "apertus", "cohere_command3", "cohere_command4", "deepseek_v4", "deepseek_v41", "deepseekv4",
         "deepseekv41", "ernie45", "functiongemma", "gigachat3", "granite",
         "granite_20b_fc", "hunyuan", "hunyuan_a13b", "hy_v3", "interns1", "internlm", "jamba", "kimi_k3",
-        "lfm2", "llama4", "llama4_pythonic", "longcat", "minimax", "minimax_m3", "olmo3",
+        "lfm2", "llama4", "llama4_pythonic", "longcat", "minimax", "olmo3",
         "phi4_mini_json", "poolside_v1", "pythonic", "step3", "trinity", "xlam")),
     "reasoning_parser": frozenset((
         "apertus", "cohere_command3", "cohere_command4", "deepseek_v41", "ernie45", "granite",

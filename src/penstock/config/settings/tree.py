@@ -52,7 +52,8 @@ Quantization = Literal["auto", "fp8", "fbgemm_fp8", "compressed-tensors", "awq",
                        "mxfp4", "gguf"]
 HostDecode = Literal["auto", "always", "off"]
 ToolCallParser = Literal["auto", "none", "deepseek_v3", "deepseek_v31", "deepseek_v32", "gemma4", "glm", "gpt_oss",
-                         "hermes", "kimi_k2", "llama3_json", "minimax_m2", "mistral", "qwen3_coder", "seed_oss"]
+                         "hermes", "kimi_k2", "llama3_json", "minimax_m2", "minimax_m3", "mistral", "qwen3_coder",
+                         "seed_oss"]
 ReasoningParser = Literal["auto", "none", "think", "gemma4", "gpt_oss", "kimi_vl", "minimax_m2_append_think",
                           "minimax_m3", "mistral", "seed_oss"]
 GrammarBackend = Literal["auto", "llguidance", "none"]
@@ -107,7 +108,7 @@ class ModelConfig:
                                 "too; auto detects it from the chat template"] = "auto"
     reasoning_parser: Annotated[ReasoningParser, "format of reasoning. auto: by the chat template; think: <think>. "
                                 "Names of vLLM and SGLang work too",
-                                Unlisted("gemma4", "kimi_vl", "minimax_m3")] = "auto"
+                                Unlisted("gemma4", "kimi_vl")] = "auto"
     grammar_backend: Annotated[GrammarBackend, "library for structured output (JSON schema, regex, grammar); none: "
                                "such a request is a 400; auto: llguidance if installed",
                                Alias("--guided-decoding-backend")] = "auto"

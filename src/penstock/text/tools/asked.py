@@ -11,8 +11,8 @@ from typing import Any
 from penstock.config.base.errors import RequestError, show
 from penstock.config.request.grammar import Grammar
 from penstock.text.tools.formats import harmony
-from penstock.text.tools.formats.parameters import Schemas
 from penstock.text.tools.lark import TokenId
+from penstock.text.tools.parameters import Schemas
 from penstock.text.tools.reasoning import THINK, Marks, behind_reasoning
 from penstock.text.tools.source import (
     AnswerReader,

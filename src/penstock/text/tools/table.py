@@ -17,11 +17,12 @@ from penstock.text.tools.formats import (
     invokes,
     kimi_k2,
     llama3_json,
+    minimax_m3,
     mistral,
     qwen3_coder,
 )
-from penstock.text.tools.formats.parameters import Schemas
 from penstock.text.tools.lark import Lark, TokenId
+from penstock.text.tools.parameters import Schemas
 from penstock.text.tools.reasoning import THINK, Marks
 from penstock.text.tools.source import Read, Reading, Source
 
@@ -66,6 +67,7 @@ FORMATS = {f.name: f for f in (
            (deepseek_v3.OPEN, deepseek_v3.FENCE), _V3),
     CallFormat("deepseek_v31", deepseek_v3.read, deepseek_v3.body_v31, deepseek_v3.OPEN, (deepseek_v3.OPEN,),
            _V3),
+    CallFormat("minimax_m3", minimax_m3.read, minimax_m3.body, minimax_m3.MARK, (minimax_m3.MARK,), (minimax_m3.MARK,)),
     CallFormat("minimax_m2", MINIMAX.read, MINIMAX.body, MINIMAX.open, (MINIMAX.open,), (MINIMAX.open, MINIMAX.close)),
     CallFormat("seed_oss", SEED.read, SEED.body, SEED.open, (SEED.open,), (SEED.open, SEED.close)),
     CallFormat("gemma4", gemma4.read, gemma4.body, gemma4.OPEN, (gemma4.OPEN, gemma4.QUOTE),

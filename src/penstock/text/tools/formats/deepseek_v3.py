@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Generator
 
 from penstock.text.tools.formats.json_calls import read_arguments
-from penstock.text.tools.formats.parameters import Schemas
 from penstock.text.tools.lark import Lark
+from penstock.text.tools.parameters import Schemas
 from penstock.text.tools.source import Reading, Source
 
 OPEN, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"

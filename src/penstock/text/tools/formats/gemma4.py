@@ -6,8 +6,8 @@ from collections.abc import Generator, Mapping
 from typing import Any
 
 from penstock.config.base.errors import RequestError, show
-from penstock.text.tools.formats.parameters import Schemas, quoted, resolved, texts_of, typed
 from penstock.text.tools.lark import Lark
+from penstock.text.tools.parameters import Schemas, properties_of, quoted, resolved, texts_of, typed
 from penstock.text.tools.source import Arguments, Reading, Source
 
 OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
@@ -108,11 +108,7 @@ def body(lark: Lark, tools: Schemas, many: bool) -> str:
 
 def _object(lark: Lark, own: Mapping[str, Any], root: Mapping[str, Any], where: str, depth: int) -> str:
     """Properties in the schema's order, with commas between them. Raises RequestError."""
-    of, required = own.get("properties", {}), own.get("required", [])
-    if (own.get("type", "object") != "object" or not isinstance(of, dict) or not isinstance(required, list)
-            or not {*map(str, required)} <= {*of}):
-        raise RequestError(f"the parameters of the tool {show(where)} are not an object with properties, "
-                           "which a grammar of this model's calls needs", "tools")
+    of, required = properties_of(own, where)
     first = rest = ""               # what may come from here on: of nothing so far, and behind another
     for key, value in reversed(of.items()):
         pair = f"{lark.text(f'{key}:')} {_any(lark, value, root, f'{where}.{key}', depth + 1)}"

@@ -9,8 +9,8 @@ import re
 from collections.abc import Generator
 
 from penstock.text.tools.formats.json_calls import read_arguments
-from penstock.text.tools.formats.parameters import Schemas
 from penstock.text.tools.lark import Lark
+from penstock.text.tools.parameters import Schemas
 from penstock.text.tools.source import Read, Reading, Reasoning, Source, TextItem, overlap
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"

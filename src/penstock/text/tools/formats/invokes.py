@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from penstock.text.tools.formats.parameters import (
+from penstock.text.tools.lark import Lark
+from penstock.text.tools.parameters import (
     Schemas,
     parameter,
     parameter_rules,
@@ -14,7 +15,6 @@ from penstock.text.tools.formats.parameters import (
     read_parameters,
     typed,
 )
-from penstock.text.tools.lark import Lark
 from penstock.text.tools.source import Reading, Source
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import re
 
 from penstock.text.tools.formats.json_calls import read_arguments
-from penstock.text.tools.formats.parameters import Schemas
 from penstock.text.tools.lark import Lark
+from penstock.text.tools.parameters import Schemas
 from penstock.text.tools.source import Reading, Source
 
 OPEN, CLOSE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"

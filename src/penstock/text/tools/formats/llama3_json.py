@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 from penstock.text.tools.formats.json_calls import object_rule, read_call
-from penstock.text.tools.formats.parameters import Schemas
 from penstock.text.tools.lark import Lark
+from penstock.text.tools.parameters import Schemas
 from penstock.text.tools.source import Reading, Source
 
 TAG = "<|python_tag|>"

@@ -7,8 +7,8 @@ import string
 from collections.abc import Generator
 
 from penstock.text.tools.formats.json_calls import object_rule, read_call
-from penstock.text.tools.formats.parameters import Schemas
 from penstock.text.tools.lark import Lark
+from penstock.text.tools.parameters import Schemas
 from penstock.text.tools.source import Reading, Source
 
 OPEN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"

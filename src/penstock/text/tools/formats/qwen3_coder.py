@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from penstock.text.tools.formats.parameters import Schemas, parameter, parameter_rules, read_parameters
 from penstock.text.tools.lark import Lark
+from penstock.text.tools.parameters import Schemas, parameter, parameter_rules, read_parameters
 from penstock.text.tools.source import Reading, Source
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"

@@ -85,16 +85,22 @@ def _no_number(name: str) -> None:
     raise ValueError(name)
 
 
+def properties_of(schema: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[Any]]:
+    """Return an object's properties, and names of those that must be. Raises RequestError."""
+    of, required = schema.get("properties", {}), schema.get("required", [])
+    if (schema.get("type", "object") != "object" or not isinstance(of, dict) or not isinstance(required, list)
+            or not {*map(str, required)} <= {*of}):
+        raise RequestError(f"the parameters of the tool {show(where)} are not an object with properties, "
+                           "which a grammar of this model's calls needs", "tools")
+    return of, required
+
+
 def parameter_rules(lark: Lark, name: str, schema: Mapping[str, Any],
                     one: Callable[[str, bool], tuple[str, str]], between: str = "") -> str:
     """All parameters of one call in the schema's order, in a grammar. `one` tells of a key, and whether its
     value is text, the expression in front of a value and the mark behind it; `between` comes after each.
     Raises RequestError."""
-    of, required = schema.get("properties", {}), schema.get("required", [])
-    if (schema.get("type", "object") != "object" or not isinstance(of, dict) or not isinstance(required, list)
-            or not {*map(str, required)} <= {*of}):
-        raise RequestError(f"the parameters of the tool {show(name)} are not an object with properties, "
-                           "which a grammar of this model's calls needs", "tools")
+    of, required = properties_of(schema, name)
     found = []
     for key, own in of.items():
         texts = texts_of(own, schema, f"{name}.{key}")
