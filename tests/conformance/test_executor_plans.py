@@ -359,7 +359,7 @@ class Damaged:
         self.vocab_size, self.groups = self.inner.vocab_size, self.inner.groups
         self.reads, self.layers = self.inner.reads, self.inner.layers
         self.logits, self.head = self.inner.logits, self.inner.head
-        self.stage, self.drafting = self.inner.stage, None
+        self.stage, self.drafting, self.selector = self.inner.stage, None, self.inner.selector
 
     def forward(self, ids, positions, attend):
         return self.norm(self.layers(self.embed(ids), positions, attend))
