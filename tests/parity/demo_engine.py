@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from demo_reference import DATA, Reference, long_text
 from pair_engines import End
@@ -19,6 +19,7 @@ from penstock.config.settings.resolve import resolve
 from penstock.core.core import Core
 from penstock.core.plan import Advance, Event, Paused, Retired
 from penstock.core.settings import CoreConfig
+from penstock.exec.load.sizing import kv_layout
 from penstock.exec.start import build
 from penstock.memory.lateness import Lateness
 from penstock.model.weights.locate import ModelFiles, locate
@@ -114,7 +115,8 @@ class Demo:
         def load(*args: object, **given: object) -> build.Loaded:
             if packed_as not in self._loaded:
                 self._loaded = {packed_as: real(*args, **given)}
-            return self._loaded[packed_as]
+            loaded = self._loaded[packed_as]
+            return replace(loaded, layout=kv_layout(config, loaded.whole, loaded.dtype))
 
         build.load = load
         try:

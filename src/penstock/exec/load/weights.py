@@ -195,7 +195,7 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object], tp_g
     whole = model if all_of_it else _whole(config, checkpoint, dtype, pack, eagle)
     digest = digest_of(checkpoint.config)
     need = weight_bytes(checkpoint, dtype, stage)
-    layout = kv_layout(config, whole, dtype)            # what it refuses is refused by now
+    kv_layout(config, whole, dtype)                     # what it refuses is refused by now
     _check_weights_fit(config, files, checkpoint, dtype, [stage])
     tensors: Iterable[tuple[str, Tensor | Packed]] = (
         families.dummy_tensors(checkpoint.config, config.model.seed or 0, model.wants, device=device,
@@ -236,7 +236,7 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object], tp_g
         log(f"model: {model.dequantised} weights are dequantised: a TP rank's part begins at no multiple of 16 columns")
     log(f"model: {name}, {show_size(loaded)} of weights as {kept} in {time.perf_counter() - started:.1f} s")
     return LoadedModel(model, backends, name, load_format, dtype, loaded, _peak_rss() - rss_before, whole, digest,
-                       layout, packed)
+                       kv_layout(config, whole, dtype), packed)     # with what drafts by now
 
 
 def _whole(config: Config, checkpoint: Checkpoint, dtype: torch.dtype, pack: LinearFactory,
