@@ -134,8 +134,10 @@ def _again(mp, change) -> None:
     def engine(was=hosted_engine):
         made, seen = was(), set()
         for rank in made.ex._ranks:
-            layers = rank._attending._layers
+            layers, chooser = rank._attending._layers, rank._attending._chooser
             layers._write_kv = functools.partial(write, layers._write_kv, seen)
+            if hasattr(chooser, "write_kv"):
+                chooser.write_kv = functools.partial(write, chooser.write_kv, seen)
         return made
 
     def write(right, seen, values, at, device, *pools):

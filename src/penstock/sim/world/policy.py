@@ -158,6 +158,9 @@ class Windows(Watcher):
         self._has_ended = False                        # a request, in this event: its path may have parted from another
         self.num_left_out = 0
 
+    def edge(self, live: Live, trigger: Trigger, place: Place) -> None:
+        self._seen.update(live.path)                   # who ends has none behind it
+
     def taken(self, live: Live, source: State, trigger: Trigger) -> None:
         self._at[live.rid] = len(live.path)
         self._seen.update(live.path)
