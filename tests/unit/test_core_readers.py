@@ -284,7 +284,7 @@ def test_the_head_is_tried_when_pages_behind_a_fence_have_come() -> None:
 
 # ---------------------------------------------------------------- forks
 def test_a_fork_starts_when_its_leader_has_answered_in_a_chunk_of_one_token() -> None:
-    """The chunk before the last retires when the leader is RESIDENT: so its first token is a calm result."""
+    """The chunk before the last retires when the leader decodes on the device: so its first token is a calm result."""
     core = Core(CoreConfig(page_size=64, rows=4, hbm_pages=40, step_tokens=4, overlap=True))
     fork, out = RequestId(1), list[StepPlan]()
     events: list[Event] = [Arrived(RequestId(0), tuple(range(9)), 60),

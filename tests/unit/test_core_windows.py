@@ -4,7 +4,10 @@ from __future__ import annotations
 import pytest
 from driver import Driver
 
-from penstock.core.plan import Paused, RequestId, Started
+from penstock.core.kv import listing
+from penstock.core.kv.page_table import PageTable
+from penstock.core.pair.messages import End, Grant
+from penstock.core.plan import Listed, Lookup, Moved, Paused, PeerJoined, Received, RequestId, Say, Started
 from penstock.core.settings import CacheGroup, CoreConfig
 
 PAGE, WINDOW, KEEP = 4, 8, 16
@@ -67,3 +70,58 @@ def test_a_paused_request_keeps_its_window_and_goes_on_from_the_host() -> None:
 def test_only_windows_are_kept_at_multiples_of_whole_pages(group: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="each"):
         CoreConfig(page_size=4, rows=1, hbm_pages=8, groups=(CacheGroup(name="one", page_bytes=0, **group),))
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_storage_is_asked_on_where_several_questions_find_no_window(
+        known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has all of the prompt, but windows at its end only. known: the device has all but windows."""
+    monkeypatch.setattr(listing, "PAGES_MAX", 3)
+    d, pages = driver(64, dram_pages=160, disk_pages=160, store_root=b"root"), list[int]()
+    for rid in range(1 - known, 2):
+        d.arrive(rid, PROMPT, max_new=1)
+        while isinstance(lookup := d.out[-1], Lookup):
+            first = sum(pages)
+            pages += [len(lookup.keys)] * rid
+            d.tell(Listed(lookup.rid, lookup.visit, bytes(1 + 2 * (i >= 8) for i in range(first, first + 3)) * rid))
+        d.run()
+        for space in () if rid else (*d.core.kv.disk, *d.core.kv.host, d.core.kv.device[1]):
+            d.core.kv.tree.evict(space, 160)
+    [found] = [out for out in d.out if isinstance(out, Started) and out.rid == 1]
+    assert pages == [3, 3, 3, 1]
+    assert found.hbm_tokens + found.disk_tokens == 40
+
+
+@pytest.mark.parametrize(("prompt", "start"), [(37, 40), (39, 40), (40, 40)])
+def test_a_decode_instance_goes_on_from_the_first_page_end_behind_a_prompt(prompt: int, start: int) -> None:
+    """The window that its peer sends begins within a page, so that the page end in front is of no use."""
+    d = driver(64, role="decode", hbm_base=1000)
+    d.tell(PeerJoined())
+    d.arrive(1, PROMPT[:prompt], max_new=9, transfer=1)
+    d.tell(Received(End(RequestId(1), 1, prompt, (7,))), *[Moved(move.id, True) for move in d.moves])
+    while d.plans:
+        d.retire()
+    tokens = [7, *range(100, 108)]
+    d.arrive(2, [*PROMPT[:prompt], *tokens, *range(20)], max_new=1, transfer=2)
+    grants = [out.what for out in d.out if isinstance(out, Say) and isinstance(out.what, Grant)]
+    assert [grant.start for grant in grants] == [0, start]
+
+
+def test_a_path_that_others_leave_at_each_page_is_sealed_in_a_look_at_each_page(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    d, looks, real = driver(KEEP), 0, PageTable.begin
+
+    def begin(table: PageTable, tokens: int) -> int:
+        nonlocal looks
+        looks += 1
+        return real(table, tokens)
+
+    pages, prompt = 30, list(range(1000, 1121))
+    asked(d, 1, prompt)
+    for i in range(1, pages):
+        asked(d, 1 + i, [*prompt[:i * PAGE], *range(5)])
+    d.core.kv.tree.evict(d.core.kv.device[1], 160)
+    monkeypatch.setattr(PageTable, "begin", begin)
+    assert asked(d, 100, prompt) == 0
+    assert windows(d) == [*range(pages)]
+    assert looks < 5 * pages

@@ -50,6 +50,7 @@ CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
     ({"kv_storage": "file:///a", "prefix_cache": False}, {"kv_storage": "file:///a", "prefix_cache": True}),
     ({"retained_share": 1.5}, {"retained_share": 1.0}),
     ({"retained_share": 0.5, "prefix_cache": False}, {"retained_share": 0.5, "prefix_cache": True}),
+    ({"window_interval": 48, "prefix_cache": False}, {"window_interval": 48, "prefix_cache": True}),
     ({"kv_storage_bytes": "1G"}, {"kv_storage": "file:///a", "kv_storage_bytes": "1G"}),
     ({"kv_storage_key": "f"}, {"kv_storage": "file:///a", "kv_storage_key": "f"}),
     ({"kv_storage_policy": "wait_complete"},

@@ -110,7 +110,8 @@ def the_first_page_of_a_window_goes(real: Real, table: PageTable, i: int, ends: 
         [table.begin(at) < i and end <= at for at in (-(-end // table.group.keep) * table.group.keep, *ends)]))
 
 
-@instead_of(PageTable, "stays", mode="model=3,pair=0,page_size=1", budget=600)
-def windows_go_where_paths_part(real: Real, table: PageTable, i: int, ends: Sequence[int]) -> bool:
+@instead_of(sealing, "_extend", mode="model=3,pair=0,page_size=1", budget=600)
+def windows_go_where_paths_part(real: Real, kv: KVCache, r: Request, known: int) -> list[int]:
     """Each prompt that begins as others do is computed again from the multiple before."""
-    return real(table, i, ends[:1])
+    real(kv, r, known)
+    return []

@@ -369,6 +369,8 @@ REFUSED: tuple[Refusal[Machine], ...] = (
     _outside("kv.retained_share", 0, 1, "0 to 1"),
     Refusal(lambda c, _: c.kv.retained_share > 0 and not c.kv.prefix_cache, ("kv.retained_share", "kv.prefix_cache"),
             "sessions retain what the prefix cache has: leave one of them out"),
+    Refusal(lambda c, _: c.kv.window_interval > 0 and not c.kv.prefix_cache, ("kv.window_interval", "kv.prefix_cache"),
+            "the interval is that of the prefix cache: leave one of them out"),
     *(_both(f"kv.{name}", "kv.kv_storage", lambda url: url is None,
             "applies to storage: also give --kv-storage file:///DIR")
       for name in ("kv_storage_bytes", "kv_storage_key", "kv_storage_policy", "kv_storage_write_policy")),

@@ -24,20 +24,15 @@ _Why = TypeVar("_Why", bound=TrialRefused)
 
 
 class Claim:
-    """One trial of request `r`: ends with `commit` or `refuse`.
+    """One trial of request `r`: ends with `commit` or `refuse`. path: it has just named its path, and forgets that if
+    this fails."""
 
-    path   it has just named its path, and forgets that if this fails
-    keep   it needs what it reads on the device, and reads it again if this fails
-    """
-
-    def __init__(self, kv: Pages, r: Request, *, path: bool = False, keep: bool = False) -> None:
-        self._kv, self._r, self._path, self._keep = kv, r, path, keep
+    def __init__(self, kv: Pages, r: Request, *, path: bool = False) -> None:
+        self._kv, self._r, self._path = kv, r, path
         self.needed: list[Copy] = []
         self.optional: list[Copy] = []
         self._new = {tier: [list[Copy]() for _ in r.tables] for tier in (_DRAM, _HBM)}
         self._later: tuple[Place, Sequence[int]] | None = None
-        if keep:
-            kv.pin_resident(r)
 
     def pin(self, copy: Copy) -> Copy:
         """A page that is there, or on its way."""
@@ -95,8 +90,6 @@ class Claim:
             return why
         self._give_back(self.optional)
         self._give_back(self.needed)
-        if self._keep:
-            self._kv.make_evictable(self._r)
         if self._path:
             self._kv.forget_path(self._r)
         return why

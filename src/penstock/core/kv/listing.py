@@ -206,15 +206,17 @@ class Matching:
 
 
 def keys(kv: Matching, r: Request) -> tuple[bytes, ...]:
-    """Keys of the next pages behind those of `r` that can be had; the last token is always computed."""
-    path, _ = kv.match(r, stored=True)
-    if len(path) <= r.storage.first:
+    """Keys of the next pages behind those of `r` that can be had, or behind those that it has just asked for: of a
+    window or a state these may have none, and a later one has it. The last token is always computed."""
+    (path, match), size, last = kv.match(r, stored=True), kv.cfg.page_size, r.storage.keys
+    begin = r.storage.first + len(last) if last else len(path)
+    if not r.storage.first < begin <= match.pages:
         return ()                              # the last answer was of no use: it could not be remembered
-    size, r.storage.first = kv.cfg.page_size, len(path)
-    end = min((r.num_tokens - 1) // size, r.cached_max // size, len(path) + PAGES_MAX, kv.cfg.disk_pages)
-    at = kv.tree.digest(path[-1]) if path else kv.tree.root_digest(r.arrived.namespace)
+    r.storage.first = begin
+    end = min((r.num_tokens - 1) // size, r.cached_max // size, begin + PAGES_MAX, kv.cfg.disk_pages)
+    at = last[-1] if last else kv.tree.digest(path[-1]) if path else kv.tree.root_digest(r.arrived.namespace)
     found = []
-    for i in range(len(path), end):
+    for i in range(begin, end):
         found.append(at := key_under(at, r.page_key(i, size)))
     return tuple(found)
 

@@ -4,6 +4,7 @@ Everybody reads columns; only this module writes them, and it alone counts pins 
 """
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -42,10 +43,10 @@ class PageTable:
         return -(-tokens // self.unit)
 
     def stays(self, i: int, ends: Sequence[int]) -> bool:
-        """Whether the prefix tree keeps page i: somebody reads it who goes on at one of these positions, or at the
-        next multiple of `keep`."""
+        """Whether the prefix tree keeps page i: somebody reads it who goes on at one of these positions, which
+        ascend, or at the next multiple of `keep`. The first of them behind it decides."""
         keep, end = self.group.keep, (i + 1) * self.unit
-        return not keep or any([self.begin(at) <= i and end <= at for at in (-(-end // keep) * keep, *ends)])
+        return not keep or self.begin(min([-(-end // keep) * keep, *ends[(at := bisect_left(ends, end)):at + 1]])) <= i
 
     def replace(self, device: list[Copy | None], host: list[Copy | None],
                 ) -> tuple[list[Copy | None], list[Copy | None]]:

@@ -17,14 +17,11 @@ def seal(kv: Pages, r: Request) -> None:
     """Move pages whose tokens have all retired from the request into the tree."""
     size, first, path, tree = kv.cfg.page_size, len(r.path), r.path, kv.tree
     known = min(r.retired, r.num_tokens) // size
-    ends = [(r.num_prompt - 1) // size * size]           # where windows with `keep` stay beside its multiples:
-    for i in range(first, known):                        # a prompt's end, and where paths part
-        parent = path[-1] if path else tree.root(r.arrived.namespace)
-        node = tree.child(parent, r.page_key(i, size))
-        tree.ref(node)
-        path.append(node)
-        if parent.num_children > 1:
-            ends.append(i * size)
+    forks = _extend(kv, r, known)
+    # Where windows with `keep` stay beside its multiples: where paths part, and at a prompt's end. What a peer sends of
+    # that begins within a page: a decode instance goes on from the next page end.
+    last = [-(-r.num_prompt // size) * size] if kv.cfg.role == "decode" else []
+    ends = sorted([(r.num_prompt - 1) // size * size, *last, *forks])
     lower, stores = kv.cfg.dram_pages > 0, kv.cfg.disk_pages and kv.cfg.prefix_cache
     on_host, spills, returns = r.place.on_host, r.place is Place.TO_HOST, r.place is Place.TO_DEVICE
     store: list[tuple[int, Node]] = []         # in this way: list[...]() takes twenty times as long
@@ -33,7 +30,7 @@ def seal(kv: Pages, r: Request) -> None:
         device, host, unit = kv.device[g], kv.host[g], t.unit
         begin = first * size // unit
         if t.group.keep:                       # paths part behind pages that were sealed before
-            begin = max(t.first, min([begin, *map(t.begin, ends[1:])]))
+            begin = max(t.first, min([begin, *map(t.begin, forks[:1])]))
         for i in range(begin, known * size // unit):
             node = path[(i + 1) * unit // size - 1]
             up = t.device[i] if i < len(t.device) else None
@@ -69,6 +66,19 @@ def seal(kv: Pages, r: Request) -> None:
         kv.moves.store(store)
     if lower and any(kv.late):
         _catch_up(kv)
+
+
+def _extend(kv: Pages, r: Request, known: int) -> list[int]:
+    """Name so many pages. Returns where paths part in front of a new one, ascending."""
+    size, path, tree, forks = kv.cfg.page_size, r.path, kv.tree, list[int]()
+    for i in range(len(path), known):
+        parent = path[-1] if path else tree.root(r.arrived.namespace)
+        node = tree.child(parent, r.page_key(i, size))
+        tree.ref(node)
+        path.append(node)
+        if parent.num_children > 1:
+            forks.append(i * size)
+    return forks
 
 
 def _share(tree: Tree, node: Node, space: TierGroup, copy: Copy) -> None:

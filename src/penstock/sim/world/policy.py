@@ -185,7 +185,8 @@ class Windows(Watcher):
         old, new = self._at[live.rid], len(live.path)
         parted = [i * size for i in range(old, new)
                   if (parent := live.path[i].parent) is not None and parent.num_children > 1]
-        ends = [(live.num_prompt - 1) // size * size, *parted]
+        behind = [-(-live.num_prompt // size) * size] if view.cfg.role == "decode" else []
+        ends = [(live.num_prompt - 1) // size * size, *behind, *parted]
         for g, group in enumerate(view.cfg.groups):
             for i in range(live.tables[g].first if parted else old, new) if group.keep else ():
                 page, end = live.path[i], i * size + size
@@ -194,6 +195,7 @@ class Windows(Watcher):
                     idle += [(page, g)] * (i >= old)
                     continue
                 wanted.add((page, g))
-                if view.cfg.role != "decode":          # whose peer sends a part of the first page
+                # What a peer sends begins within a page.
+                if view.cfg.role != "decode" or i * size >= live.num_prompt - group.window:
                     assert view.serves(page, g), f"request {live.rid}: the window of page {i} is not cached"
         self._at[live.rid] = new
