@@ -21,8 +21,8 @@ def read(source: Source) -> Reading:
     called = False
     while (yield from source.until(OPEN, behind_call=called)):
         called, tag = False, ENDED
-        while tag.startswith(NEXT) or tag == ENDED and (
-                yield from source.one_of(INVOKE, CLOSE, closing=called)) == INVOKE:
+        while tag.startswith(NEXT) or (tag == ENDED and (
+                yield from source.one_of(INVOKE, CLOSE, closing=called)) == INVOKE):
             name = tag[len(NEXT):-1] if tag != ENDED else (yield from source.take('">'))[0]
             if not source.begin(name):
                 break
