@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,20 @@ ARMS = {
     "fault: resumed without a hot buffer": _hosted(place="tight", fault="hot-buffer-skipped-on-resume"),
     "fault: delivered row not admitted": _hosted(*PAIR, fault="row-of-a-delivered-request-not-bound"),
 }
+
+
+def with_bases(names: Sequence[str], base: str | None) -> list[str]:
+    """Arms, and in front of them those that they are compared with, and so on."""
+    found = dict[str, None]()
+
+    def add(name: str) -> None:
+        if (against := base or ARMS[name].base) != name and against not in found:
+            add(against)
+        found[name] = None
+
+    for name in names:
+        add(name)
+    return [*found]
 
 
 def paired(scores: Sequence[float], base: Sequence[float]) -> tuple[float, float]:
@@ -200,7 +214,7 @@ def compared(rows: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
             scores = [a["score"] for a in given]
             right = f"{sum(scores):.4g} of {len(scores)}"
             if row["arm"] == row["against"] or problem not in base:
-                lines.append((row["arm"], problem, right, "", "", ""))
+                lines.append((row["arm"], problem, right, "", "", "NO BASE" * (row["arm"] != row["against"])))
                 continue
             other = [a["score"] for a in base[problem]]
             mean, error = paired(scores, other)
@@ -217,7 +231,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=[name for name in ARMS if name != "cpu"])
-    parser.add_argument("--base", choices=ARMS, help="compare every arm with this one (default: each with its own)")
+    parser.add_argument("--base", choices=ARMS, help="compare every arm with this one (default: each with its own); "
+                        "what arms are compared with runs too")
     parser.add_argument("--tasks", nargs="*", default=["needles", "recall", "variables", "common"])
     parser.add_argument("--contexts", default="4096,32000", type=lambda text: [int(n) for n in text.split(",")])
     parser.add_argument("--samples", type=int, default=8, help="contexts of each length")
@@ -232,14 +247,17 @@ def main() -> None:
     parser.add_argument("--host-kv", default="20G")
     parser.add_argument("--tight-kv", default="256M", help="host memory of arms that are preempted; they answer GSM8K "
                         "alone if that is given")
-    parser.add_argument("--at-once", type=int, default=4, help="servers")
+    parser.add_argument("--at-once", type=int, default=2,
+                        help="servers; each takes --host-kv of host memory, a pair twice that")
     parser.add_argument("--limit", type=float, default=300, help="seconds for a task of an arm")
     args = parser.parse_args()
     asked = Asked(args)
+    rows, names = list[dict[str, Any]](), with_bases(args.arms, args.base)
     with ThreadPoolExecutor(args.at_once) as pool:
-        rows = list(pool.map(asked.arm, args.arms))
+        for done in as_completed([pool.submit(asked.arm, name) for name in names]):
+            rows = sorted([*rows, done.result()], key=lambda row: names.index(row["arm"]))
+            write("accuracy", args.out, rows, shown=False)
     print(table(("arm", "problems", "right", "difference (two standard errors)", "same answers", ""), compared(rows)))
-    write("accuracy", args.out, rows, shown=False)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Coding agents on one server by host memory and concurrency, and what `penstock plan` had said of each.
 
-    PYTHONPATH=src python bench/device/agentx.py OUT MODEL [--hosts 0,64G,256G] [--agents 1,4,16,64] [--turns 12]
+    PYTHONPATH=src python bench/device/agentx.py OUT MODEL [--hosts 0,32G,64G] [--agents 1,4,16,64] [--turns 12]
         [--scale 4] [--rates FILE] [-- FLAGS of serve ...]
 
 For each size of host memory a server; on it each number of agents with `penstock bench agentx`, from an empty cache.
 The plan has the same trace, flags and pauses, and the speeds of `penstock bench rates` (OUT/rates.json, measured here
 with the last host memory unless --rates has them). MODEL may be a folder with config.json alone: add `--load-format
-dummy` to the flags. OUT/agentx.json is written anew after each row.
+dummy` to the flags. OUT/agentx.json is written anew after each row; a row without measurements has `error`.
 """
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from penstock.plan.world import World
 
 PENSTOCK = (sys.executable, "-m", "penstock.cli.main")
 HEADER = ("host", "agents", "hits", "of possible", "plan's hits", "first token p50, p95 (s)", "plan's",
-          "gap p50, p95 (ms)", "tokens/s", "plan's")
+          "gap p50, p95 (ms)", "tokens/s", "plan's", "failed")
 
 
 def trace_of(sessions: int, turns: int, scale: float) -> Trace:
@@ -57,14 +57,18 @@ def planned(flags: Sequence[str], rates: Rates, trace: Trace) -> dict[str, Any]:
 def played(server: Server, count: int, vocab: int, args: argparse.Namespace) -> dict[str, Any]:
     urllib.request.urlopen(urllib.request.Request(server.url + "/flush_cache", b"", method="POST"), timeout=60).read()
     out = args.out / "played.json"
+    out.unlink(missing_ok=True)
     run = subprocess.run([*PENSTOCK, "bench", "agentx", "--base-url", server.url, "--agents", str(count), "--turns",
                           str(args.turns), "--scale", str(args.scale), "--token-id-max", str(min(1000, vocab)),
                           "--quiet", "--output-json", str(out)], capture_output=True, text=True)
-    if run.returncode:
+    if run.returncode:                  # 1 with measurements: some requests failed
         print((run.stdout + run.stderr)[-800:], flush=True)
+        if not out.exists():
+            return {"error": f"bench agentx ended with {run.returncode}: {(run.stdout + run.stderr)[-800:]}"}
     found = json.loads(out.read_text())
     series = found["series"]
     return {"hits": found["hits"], "hits_largest": found["hits_largest"], "seconds": found["seconds"],
+            "failed": found["failed"],
             "prompt_tokens": found["prompt_tokens"],
             "first_s": [percentile(series["time to first token"], p) for p in (50, 95)],
             "gaps_s": [percentile(series["inter-token latency"], p) for p in (50, 95)],
@@ -73,17 +77,20 @@ def played(server: Server, count: int, vocab: int, args: argparse.Namespace) -> 
 
 def line(row: dict[str, Any]) -> tuple[str, ...]:
     got, said = row["played"], row["plan"]
+    if "error" in got:
+        return (row["host"], str(row["agents"]), *("-" * (len(HEADER) - 3)), "all")
     return (row["host"], str(row["agents"]), f"{got['hits']:.3f}",
             f"{got['hits'] / got['hits_largest']:.3f}" if got["hits_largest"] else "-", f"{said['hits']:.3f}",
             ", ".join(f"{s:.2f}" for s in got["first_s"]), ", ".join(f"{s:.2f}" for s in said["first_s"]),
-            ", ".join(f"{1e3 * s:.1f}" for s in got["gaps_s"]), f"{got['tokens_s']:.1f}", f"{said['tokens_s']:.1f}")
+            ", ".join(f"{1e3 * s:.1f}" for s in got["gaps_s"]), f"{got['tokens_s']:.1f}", f"{said['tokens_s']:.1f}",
+            str(got["failed"]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("model")
-    parser.add_argument("--hosts", default="0,64G,256G", help="sizes of host memory; 0: none")
+    parser.add_argument("--hosts", default="0,32G,64G", help="sizes of host memory; 0: none")
     parser.add_argument("--agents", default="1,4,16,64")
     parser.add_argument("--turns", type=int, default=12)
     parser.add_argument("--scale", type=float, default=4.0)
@@ -94,8 +101,8 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     hosts = args.hosts.split(",")
 
-    def of(host: str) -> list[str]:
-        return flags if host == "0" else [*flags, "--kv-offloading-size", host]
+    def of(host: str) -> list[str]:     # 0 as well: a selection takes host memory where no flag says
+        return [*flags, "--kv-offloading-size", host]
 
     if args.rates is None:
         args.rates = args.out / "rates.json"
@@ -113,8 +120,8 @@ def main() -> None:
                 write_json(str(args.out / "agentx.json"), {
                     "command": sys.argv[1:], "rates": json.loads(args.rates.read_text()), "rows": rows})
     print(table(HEADER, map(line, rows)))
-    off = [abs(r["played"]["hits"] - r["plan"]["hits"]) for r in rows]
-    print(f"hits: the plan is off by {median(off):.3f} (median), {max(off):.3f} at most")
+    if off := [abs(r["played"]["hits"] - r["plan"]["hits"]) for r in rows if "error" not in r["played"]]:
+        print(f"hits: the plan is off by {median(off):.3f} (median), {max(off):.3f} at most")
 
 
 if __name__ == "__main__":

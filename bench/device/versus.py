@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import random
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -84,6 +85,7 @@ class Scene:
 
 KV_A = 16_000_000_000
 TOKENS_A = KV_A // (2 * 36 * 8 * 128 * 2)                   # of full attention in that memory
+LEN_A = 108_000                         # vLLM starts only if one request of its longest fits
 HISPARSE = """'{{"top_k": 2048, "device_buffer_size": 4096, "host_to_device_ratio": 8}}'"""
 DSA = ("--kv-cache-dtype bfloat16 --page-size 64 --context-length 163840 --chunked-prefill-size 8192 "
        "--disable-radix-cache --dsa-prefill-backend flashmla_sparse --dsa-decode-backend flashmla_sparse "
@@ -98,14 +100,14 @@ def _w1(rows: int, ours: str) -> dict[str, str]:
 
 
 SCENES = {
-    "a": Scene("Qwen3-8B's shape, random weights, 16 GB for KV", (
-        Work(1, 65_536, 65_536, 128), Work(8, 65_536, 65_536, 256), Work(6, 65_536, 131_072, 256),
+    "a": Scene("Qwen3-8B's shape, random weights, 16 GB for KV; prompts of at most 100,000 tokens, which all take", (
+        Work(1, 65_536, 65_536, 128), Work(8, 65_536, 65_536, 256), Work(6, 65_536, 100_000, 256),
         Work(8, 65_536, 98_304, 256, 0.2)), {
         "penstock": f"{OURS} --load-format dummy --kv-cache-memory-bytes {KV_A} --kv-offloading-size 100G "
                     "--sparse-top-k 2048 --no-prefix-cache --max-num-seqs 16",
         "penstock-dense": f"{OURS} --load-format dummy --kv-cache-memory-bytes {KV_A} --kv-offloading-size 100G "
                           "--no-prefix-cache --max-num-seqs 16",
-        "vllm": f"{VLLM} --load-format dummy --kv-cache-memory-bytes {KV_A} --max-model-len 140000 "
+        "vllm": f"{VLLM} --load-format dummy --kv-cache-memory-bytes {KV_A} --max-model-len {LEN_A} "
                 "--no-enable-prefix-caching --max-num-seqs 16",
         "sglang": f"{SGLANG} --load-format dummy --max-total-tokens {TOKENS_A} --context-length 140000 "
                   "--disable-radix-cache --max-running-requests 16"}),
@@ -124,7 +126,7 @@ SCENES = {
     "d": Scene("Qwen3-8B's shape, random weights, 16 GB for KV, 64 GB of host memory: coding agents", (), {
         "penstock": f"{OURS} --load-format dummy --kv-cache-memory-bytes {KV_A} --kv-offloading-size 64G",
         "vllm": f"VLLM_SERVER_DEV_MODE=1 {VLLM} --load-format dummy --kv-cache-memory-bytes {KV_A} "
-                "--max-model-len 140000 --kv-offloading-size 64",
+                f"--max-model-len {LEN_A} --kv-offloading-size 64 --kv-offloading-backend native",
         "sglang": f"{SGLANG} --load-format dummy --max-total-tokens {TOKENS_A} --context-length 140000 "
                   "--enable-hierarchical-cache --hicache-size 64"}, agents=(4, 16)),
     "small": Scene("to try this program", (Work(1, 64, 64, 8), Work(4, 64, 128, 8), Work(4, 64, 64, 8, 4.0)), {
@@ -269,18 +271,22 @@ def forget(url: str) -> None:
 
 
 def agents(url: str, count: int, turns: int, out: Path) -> dict[str, float]:
+    """Raises RuntimeError: nothing was measured."""
+    out.unlink(missing_ok=True)
     run = subprocess.run([sys.executable, "-m", "penstock.cli.main", "bench", "agentx", "--base-url", url, "--agents",
                           str(count), "--turns", str(turns), "--scale", "4", "--quiet", "--output-json", str(out)],
                          capture_output=True, text=True)
-    if run.returncode:
+    if run.returncode:                  # 1 with measurements: some requests failed
         print(f"  failed: {(run.stderr or run.stdout)[-400:]}", flush=True)
-        return {}
+        if not out.exists():
+            raise RuntimeError(f"bench agentx ended with {run.returncode}")
     found = json.loads(out.read_text())
     firsts, gaps = found["series"]["time to first token"], found["series"]["inter-token latency"]
     return {"tokens/s": found["output_tokens"] / found["seconds"],
             "realised / theoretical hits": found["hits"] / found["hits_largest"] if found["hits_largest"] else 1.0,
             "first token p50, ms": 1e3 * percentile(firsts, 50), "first token p95, ms": 1e3 * percentile(firsts, 95),
-            "gap p50, ms": 1e3 * percentile(gaps, 50), "gap p95, ms": 1e3 * percentile(gaps, 95)}
+            "gap p50, ms": 1e3 * percentile(gaps, 50), "gap p95, ms": 1e3 * percentile(gaps, 95),
+            "failed": float(found["failed"])}
 
 
 def with_tokenizer(model: Path, shape: str | None) -> int:
@@ -299,6 +305,14 @@ def with_tokenizer(model: Path, shape: str | None) -> int:
     return vocab
 
 
+def _or_failed(measure: Callable[[], dict[str, float]], requests: int) -> dict[str, float]:
+    try:
+        return measure()
+    except Exception as why:
+        print(f"  failed: {why!r:.300}", flush=True)
+        return {"failed": float(requests)}
+
+
 class Run:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.scene = args, SCENES[args.scene]
@@ -313,16 +327,24 @@ class Run:
         return {"PYTHONPATH": self.paths[peer]} if peer in self.paths else {}
 
     def work(self, n: int, peer: str, url: str) -> Iterator[None]:
-        """Every work of the scene on a server, one at each `next`."""
+        """Every work of the scene on a server, one at each `next`. One that raises, as when the server is gone, has
+        failed with all of its requests."""
         for work in self.scene.works:
-            if n == 0:                          # each server's first of a kind compiles
-                asyncio.run(one_work(url, Work(min(2, work.requests), work.low, work.low, 8), self.vocab, -1))
-            self.note(n, peer, str(work), asyncio.run(one_work(url, work, self.vocab, n)))
+            self.note(n, peer, str(work), _or_failed(functools.partial(self.requests, n, url, work), work.requests))
             yield
         for count in self.scene.agents:
-            forget(url)
-            self.note(n, peer, f"{count} agents", agents(url, count, self.args.turns, self.args.out / "agents.json"))
+            self.note(n, peer, f"{count} agents", _or_failed(
+                functools.partial(self.sessions, url, count), count * self.args.turns))
             yield
+
+    def requests(self, n: int, url: str, work: Work) -> dict[str, float]:
+        if n == 0:                              # each server's first of a kind compiles
+            asyncio.run(one_work(url, Work(min(2, work.requests), work.low, work.low, 8), self.vocab, -1))
+        return asyncio.run(one_work(url, work, self.vocab, n))
+
+    def sessions(self, url: str, count: int) -> dict[str, float]:
+        forget(url)
+        return agents(url, count, self.args.turns, self.args.out / "agents.json")
 
     def note(self, n: int, peer: str, work: str, found: dict[str, float]) -> None:
         print(n, peer, work, {k: round(v, 2) for k, v in found.items()}, flush=True)

@@ -350,6 +350,8 @@ def test_minimax_m3_is_read_as_its_makers_write_it() -> None:
     assert spec.rope.max_position == 64 and spec.attention.index.layers == {1, 2} == spec.moe.layers
     dense = registry.read_spec_of({**makers, "sparse_attention_config": {"use_sparse_attention": False}})
     assert dense.rope.max_position == 256 and dense.attention.index is None
+    short = registry.read_spec_of({**makers, "max_position_embeddings": 32})
+    assert [registry.numbers_of(one)["blocks"] for one in (spec, dense, short)] == ["4 blocks of 16 tokens", "", ""]
 
 
 @pytest.mark.parametrize(("name", "value"), [

@@ -55,6 +55,29 @@ def test_an_arm_that_never_did_what_it_is_for_says_so(accuracy: ModuleType) -> N
     assert accuracy.idle(arms["hosted, pair"], {}) == "no hot_misses_total, no pair_delivered_total"
 
 
+def test_what_arms_are_compared_with_runs_too(accuracy: ModuleType) -> None:
+    assert accuracy.with_bases(["hosted, pp 2", "dense"], None) == ["dense", "1/8", "hosted", "hosted, pp 2"]
+    assert accuracy.with_bases(["1/8", "hosted"], "cpu") == ["cpu", "1/8", "hosted"]
+    assert accuracy.with_bases(["cpu"], None) == ["cpu"]
+
+
+def test_an_arm_whose_base_gave_nothing_says_so(accuracy: ModuleType) -> None:
+    row = {"arm": "1/8", "against": "dense", "told": {}, "answers": {"recall": [{"score": 1.0, "given": "x"}]}}
+    failed = {"arm": "dense", "against": "dense", "error": "no memory"}
+    for rows in ([row], [failed, row]):
+        assert accuracy.compared(rows)[-1] == ("1/8", "recall", "1 of 1", "", "", "NO BASE")
+
+
+def test_results_are_written_after_each_arm(accuracy: ModuleType, monkeypatch: pytest.MonkeyPatch,
+                                            tmp_path: Path) -> None:
+    written: list[list[str]] = []
+    monkeypatch.setattr(accuracy.Asked, "arm", lambda self, name: {"arm": name, "against": "dense", "error": "none"})
+    monkeypatch.setattr(accuracy, "write", lambda name, out, rows, shown: written.append([r["arm"] for r in rows]))
+    monkeypatch.setattr(sys, "argv", ["accuracy.py", str(tmp_path), "m", "--arms", "1/8", "--at-once", "1"])
+    accuracy.main()
+    assert [len(rows) for rows in written] == [1, 2] and written[-1] == ["dense", "1/8"]
+
+
 def test_lines_compare_with_the_arm_that_is_named(accuracy: ModuleType) -> None:
     def row(arm: str, *scores: float) -> dict[str, object]:
         answers = [{"score": score, "given": str(score)} for score in scores]

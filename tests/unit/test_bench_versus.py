@@ -5,7 +5,7 @@ import importlib.util
 import math
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -62,3 +62,27 @@ def test_a_command_of_a_scene_has_only_known_places(versus: ModuleType) -> None:
             filled = command.format(model="M", port=1, gpu=2)
             assert "M" in filled and "{" not in filled.replace("{\"top_k", "") and " --port 1" in filled
     assert '{"top_k": 2048' in versus.SCENES["b"].commands["sglang"].format(model="M", port=1, gpu=2)
+
+
+def test_vllm_can_start_with_the_memory_of_its_scene_and_take_every_request(versus: ModuleType) -> None:
+    """It wants one request of --max-model-len to fit into the KV that it is given."""
+    assert versus.LEN_A <= versus.TOKENS_A
+    for name in "ad":
+        assert f"--max-model-len {versus.LEN_A} " in versus.SCENES[name].commands["vllm"]
+    assert all(work.high + work.new <= versus.LEN_A for work in versus.SCENES["a"].works)
+    assert "--kv-offloading-backend native" in versus.SCENES["d"].commands["vllm"]
+
+
+def test_a_work_on_a_server_that_is_gone_has_failed_and_the_next_goes_on(
+        versus: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def run(*args: object, **more: object) -> SimpleNamespace:
+        return SimpleNamespace(returncode=2, stdout="", stderr="it does not answer")
+
+    monkeypatch.setattr(versus.subprocess, "run", run)
+    (tmp_path / "agents.json").write_text('{"of": "another peer"}')
+    one = object.__new__(versus.Run)
+    one.args, one.vocab, noted = SimpleNamespace(out=tmp_path, turns=8), 100, []
+    one.scene = versus.Scene("", (versus.Work(3, 8, 8, 2), versus.Work(2, 8, 8, 2)), {}, agents=(4,))
+    one.note = lambda n, peer, work, found: noted.append(found)
+    assert len([*one.work(1, "a", "http://127.0.0.1:1")]) == 3
+    assert noted == [{"failed": 3.0}, {"failed": 2.0}, {"failed": 32.0}]

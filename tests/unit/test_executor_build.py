@@ -293,6 +293,20 @@ def test_how_far_the_weights_are_is_told(folder, monkeypatch):
     assert any(line.endswith("of weights to load") for line in lines)
 
 
+def test_a_context_of_selected_blocks_is_told(tmp_path):
+    """Its config.json says 512 tokens."""
+    (tmp_path / "config.json").write_text(json.dumps({
+        **LLAMA, "architectures": None, "model_type": "minimax_m3", "dense_intermediate_size": 48,
+        "shared_intermediate_size": 40, "num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 4,
+        "moe_layer_freq": [0, 1],
+        "sparse_attention_config": {"sparse_attention_freq": [0, 1], "sparse_num_index_heads": 2,
+                                    "sparse_index_dim": 8, "sparse_block_size": 16, "sparse_topk_blocks": 4}}))
+    lines: list[str] = []
+    assert weights.load(dummy(tmp_path), None, lines.append).whole.max_position == 64
+    assert ("model: its context here is 64 tokens: its layers select 4 blocks of 16 tokens, which the engine does not "
+            "do yet") in lines
+
+
 def test_tensors_that_the_model_has_no_place_for_are_skipped_with_one_line(folder):
     """Layers after the last, modules outside of the model, old buffers and static scales."""
     made = dict(weights.families.dummy_tensors(LLAMA, 1))
@@ -323,6 +337,15 @@ def test_the_largest_weight_needs_room_twice_while_it_is_loaded(folder, monkeypa
     monkeypatch.setattr(weights.machine, "probe", lambda: replace(here, memory_available=need - 1))
     with pytest.raises(ConfigError, match=r"its weights take .* more while they are loaded, and .* are free"):
         weights.load(half, None, str)
+
+
+def test_memory_that_runs_out_before_pools_have_a_size_is_a_config_error(folder, monkeypatch):
+    def full(*args, **more):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(build, "size_pools", full)
+    with pytest.raises(ConfigError, match="to measure steps does not fit into what is left of the GPU's memory"):
+        build_engine(dummy(folder), str)
 
 
 def test_a_model_whose_logits_are_not_finite_never_becomes_ready(folder, monkeypatch):

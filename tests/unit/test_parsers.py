@@ -310,6 +310,35 @@ def test_a_broken_call_of_tags_is_the_same_however_it_comes(broken):
     assert all(one == found[0] for one in found)
 
 
+@pytest.mark.parametrize("text, calls", [(text.replace("~", "]<]minimax[>["), calls) for text, calls in (
+    # Ends that the model forgets: of a call, of a parameter, of an element; before the end of all, and before a call.
+    ('~<invoke name="f">~<count>1~</count>~</tool_call>', [("f", {"count": 1})]),
+    ('~<invoke name="f">~<count>1~</count>~<text>a~</tool_call>', [("f", {"count": 1})]),
+    ('~<invoke name="f">~<count>1~</count>~<text>a~</invoke>~</tool_call>', [("f", {"count": 1})]),
+    ('~<invoke name="f">~<count>1~</count>~<items>~<item>1~</invoke>~<invoke name="a-b.c">~<k>1~</k>~</invoke>'
+     "~</tool_call>", [("f", {"count": 1}), ("a-b.c", {"k": 1})]),
+    ('~<invoke name="f">~<count>1~</count>\n~<invoke name="a-b.c">~<k>1~</k>~</invoke>~</tool_call>',
+     [("f", {"count": 1}), ("a-b.c", {"k": 1})]),
+    ('~<invoke name="f">~<count>1~</count>~<text>a~<invoke name="a-b.c">~</invoke>~</tool_call>',
+     [("f", {"count": 1}), ("a-b.c", {})]),
+    ('~<invoke name="f">~<count>1~</count>x~<invoke name="a-b.c">~</invoke>~</tool_call>',
+     [("f", {"count": 1}), ("a-b.c", {})]),
+    ('~<invoke name="f">~</count>x~</tool_call>', [("f", {})]),
+    # The same tag twice, and elements beside properties.
+    ('~<invoke name="f">~<count>1~</count>~<count>2~</count>~</invoke>~</tool_call>', [("f", {"count": 1})]),
+    ('~<invoke name="f">~<more>~<a>1~</a>~<a>2~</a>~</more>~</invoke>~</tool_call>', [("f", {"more": {"a": 1}})]),
+    ('~<invoke name="f">~<what>~<item>1~</item>~<a>2~</a>~</what>~</invoke>~</tool_call>',
+     [("f", {"what": {"item": 1, "a": 2}})]))])
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_one_forgotten_end_loses_no_later_call_and_no_text(text, calls, size):
+    behind = WHOLE["minimax_m3"] + " tail"
+    opened = "]<]minimax[>[<tool_call>\n"
+    items = read("minimax_m3", f"{opened}{text} and\n{behind}", [size])
+    texts = [i for i in items if isinstance(i, TextItem)]
+    assert called(items) == [*calls, ("f", {"text": "a"})] and texts == [TextItem(" and"), TextItem(" tail")]
+    assert not any(i.text.count(f'"{key}":') > 1 for i in items if isinstance(i, Arguments) for key in ("count", "a"))
+
+
 def test_an_id_that_the_model_wrote_is_the_calls_once():
     two = WHOLE["kimi_k2"].replace("<|tool_calls_section_end|>", "") + WHOLE["kimi_k2"].partition(
         "<|tool_calls_section_begin|>")[2]

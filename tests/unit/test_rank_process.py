@@ -157,3 +157,17 @@ def test_a_beat_tells_the_step_that_the_device_works_on_whatever_happens_meanwhi
     for process._rank in (None, Gone()):
         told.append(process._on_device())
     assert told == [0, 0, 5, 0, 0, 0]
+
+
+def test_a_rank_that_sends_what_is_no_message_has_died_and_the_log_says_so(capfd):
+    here, there = socket.socketpair()
+    told = threading.Event()
+    rank = WorkerProcess(SimpleNamespace(tell=told.set), 3, wire.Channel(here, wire.FROM_RANK), None)
+    try:
+        there.sendall(bytes([200]) + bytes(7))
+        assert told.wait(20) and rank.died
+        assert "penstock-rank-3 is taken for dead: a frame of kind 200" in capfd.readouterr().err
+        assert there.recv(1) == b""             # and it ends too
+    finally:
+        there.close()
+        here.close()

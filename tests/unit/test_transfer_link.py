@@ -208,7 +208,7 @@ def test_what_cannot_match_is_refused_with_both_values_in_words(alter, words, en
 
 @pytest.mark.parametrize(("settings", "words"), [
     ({"key": b"x" * 32}, ["another one there", "another one there"]),
-    ({"tls": True}, ["speaks TLS and this one does not", "no TLS with the other end"])])
+    ({"tls": True}, ["does not: give the prefill instance --cluster-tls-cert", "no TLS with the other end"])])
 def test_another_key_and_another_transport_are_refused(settings, words, ends) -> None:
     prefill = ends("prefill", "127.0.0.1:0")
     decode = ends("decode", prefill.link.address, **settings)

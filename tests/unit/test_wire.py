@@ -3,15 +3,17 @@ from __future__ import annotations
 
 import io
 import random
+import socket
 
 import pytest
 from mutated import mutate
 
+from penstock.config.base.errors import ConfigError
 from penstock.config.request.params import SamplingParams
 from penstock.config.request.selection import Selection
 from penstock.config.streams import frames
 from penstock.config.streams.frames import FrameBuffer, FrameReader, ProtocolError
-from penstock.engine import wire
+from penstock.engine import process, wire
 
 TO_ENGINE = [
     wire.Hello(wire.VERSION, {"model": {"model": "demo", "seed": 0, "x": None, "y": ["a", "b"]}}),
@@ -128,3 +130,19 @@ def test_mutated_frames_raise_only_protocol_errors():
 def test_many_mutated_frames_raise_only_protocol_errors(count):
     accepted, refused = fuzz(count, seed=2)
     assert accepted + refused == count and refused > count / 2
+
+
+def test_numbers_of_the_messages_that_name_a_version_never_change():
+    """An engine of another installation can read Hello, and say so: whatever else the two have more."""
+    assert wire.TO_ENGINE.of[wire.Hello] == 1 and wire.FROM_ENGINE.of[wire.Failed] == 66
+    assert not {*wire.TO_ENGINE.decoders} & {*wire.FROM_ENGINE.decoders}
+
+
+def test_an_engine_that_cannot_read_the_first_message_names_its_version():
+    here, there = socket.socketpair()
+    with here, there:
+        link = object.__new__(process.ApiLink)          # without its thread, which ends the process
+        link._socket, link._reader = here, FrameBuffer(wire.TO_ENGINE)
+        there.sendall(bytes([200]) + bytes(7))
+        with pytest.raises(ConfigError, match=f"version {wire.VERSION} and the API process another .*kind 200"):
+            process.hello(link)

@@ -119,6 +119,7 @@ def report(trace: Trace, played: Played, took: float, args: argparse.Namespace) 
     for error in sorted({a.error for a in played.answers if a.error})[:5]:
         print(f"failed: {error}")
     if args.output_json:
-        write_json(args.output_json, {"trace": trace.name, "seconds": took, "hits": hits, "hits_largest": possible,
-                                      "output_tokens": out, "prompt_tokens": prompts, "series": series})
+        write_json(args.output_json, {"trace": trace.name, "seconds": took, "failed": failed, "hits": hits,
+                                      "hits_largest": possible, "output_tokens": out, "prompt_tokens": prompts,
+                                      "series": series})
     return int(failed > 0)

@@ -169,8 +169,12 @@ class EngineParts:
 def hello(link: ApiLink) -> Config:
     """The configuration that the API process sent. Raises ConfigError on another version."""
     messages: list[wire.ToEngine] = []
-    while not messages:
-        messages = link.receive(None)
+    try:
+        while not messages:
+            messages = link.receive(None)
+    except ProtocolError as e:
+        raise ConfigError(f"the engine speaks protocol version {wire.VERSION} and the API process another ({e}): "
+                          "both must come from one installation") from e
     first = messages[0]
     if not isinstance(first, wire.Hello) or len(messages) > 1:
         raise ProtocolError("the first message is not Hello")

@@ -246,5 +246,5 @@ class Shown(Message, frozen=True):
 FromEngine = EngineReady | Failed | Chunks | Timelines | PeerNews | Stats | Shown
 
 TO_ENGINE: Kinds[ToEngine] = Kinds(f"protocol version {VERSION}", get_args(ToEngine), MESSAGE_BYTES_MAX)
-FROM_ENGINE: Kinds[FromEngine] = Kinds(f"protocol version {VERSION}", get_args(FromEngine), MESSAGE_BYTES_MAX,
-                                       first=1 + len(get_args(ToEngine)))
+# Hello and Failed keep their numbers, 1 and 66, and their fields in every version: each end can name the other's.
+FROM_ENGINE: Kinds[FromEngine] = Kinds(f"protocol version {VERSION}", get_args(FromEngine), MESSAGE_BYTES_MAX, first=65)

@@ -34,6 +34,11 @@ class BlockIndex:
     last: int
     layers: frozenset[GlobalLayer]
 
+    @property
+    def tokens(self) -> int:
+        """That a query reads, at most."""
+        return self.block * self.top_k
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GqaSpec:

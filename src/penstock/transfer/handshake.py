@@ -31,12 +31,13 @@ class Stranger(Exception):
 
 class Opening(NamedTuple):
     """What an end of a signed stream says first, with a nonce. `protocol`, `stranger`: what it is called, and an end
-    that is none of it."""
+    that is none of it. `tls_flags`: by which an end of it gets TLS, in words."""
 
     magic: bytes
     version: int
     protocol: str
     stranger: str
+    tls_flags: str
 
     def keys(self, stream: Connection, read: Callable[[memoryview], int], key: bytes, listens: bool,
              ) -> tuple[bytes, bytes]:
@@ -46,7 +47,7 @@ class Opening(NamedTuple):
         stream.sendall(form.pack(self.magic, self.version, ours))
         n = read(memoryview(data))
         if n and data[0] in _TLS_RECORDS:
-            raise Stranger("the other end speaks TLS and this one does not: give --cluster-tls to both or to none")
+            raise Stranger(f"the other end speaks TLS and this one does not: give {self.tls_flags}")
         if n < len(data):
             raise Stranger("the other end closed the connection before it said what it is: it may speak TLS, or be "
                            + self.stranger)
@@ -69,7 +70,8 @@ def connection_keys(key: bytes, version: int, nonces: tuple[bytes, bytes],
     return hmac.digest(connection, b"dialling", "sha256"), hmac.digest(connection, b"listening", "sha256")
 
 
-OPENING = Opening(b"penstock", VERSION, "pair protocol", "no engine of a pair")
+OPENING = Opening(b"penstock", VERSION, "pair protocol", "no engine of a pair",
+                  "the prefill instance --cluster-tls-cert and the decode instance --cluster-tls, or neither")
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ class ModelFacts:
     name, load_format   of `ModelFiles`              layers    all of them, whatever the stage
     integers            quantised as integers, other than in a GGUF, that may stay packed
     context             tokens of prompt and output that its files allow, stretched by a RoPE scaling
+    blocks              what its layers select, in words, where all is read and `context` is therefore no more; else ""
     topk                tokens that the model itself chooses for each query; 0: it reads all
     kv_heads            its KV is keys and values of KV heads, in one cache group; else MLA KV entries
     heads               query heads
@@ -39,6 +40,7 @@ class ModelFacts:
     quantised: str = ""
     integers: bool = False
     context: int = 1 << 20
+    blocks: str = ""
     topk: int = 0
     kv_heads: bool = True
     heads: int = 64
@@ -61,7 +63,7 @@ class ModelFacts:
 
 STATE_MAX = (1 << 20) - 1024    # of a frame of a pair's stream, `transfer.codec.PAYLOAD_MAX` at least
 # In docs, without a model.
-WORDS = {"name": "NAME", "last": "N-1", "front": "N", "quantised": "FORMAT", **dict.fromkeys(
+WORDS = {"name": "NAME", "blocks": "N blocks", "last": "N-1", "front": "N", "quantised": "FORMAT", **dict.fromkeys(
     ("layers", "context", "topk", "heads", "experts", "vocab", "width", "state_bytes", "state_parts", "tail"), "N")}
 
 
@@ -83,10 +85,13 @@ def _parts_tail(config: Config, model: ModelFacts) -> bool:
     return (int(given[-1]) if given else model.layers // config.device.pp) < model.tail
 
 
+SELECTS = "its layers select {blocks}, which the engine does not do yet"
 _CHOOSES = "this model's indexer selects {topk} single tokens in every layer: leave it out"
 
 OF_MODEL: tuple[Refusal[ModelFacts], ...] = (
-    Refusal(lambda c, m: (c.model.max_model_len or 0) > m.context, ("model.max_model_len",),
+    Refusal(lambda c, m: bool(m.blocks) and (c.model.max_model_len or 0) > m.context, ("model.max_model_len",),
+            "this model's context is {context} tokens here: " + SELECTS),
+    Refusal(lambda c, m: not m.blocks and (c.model.max_model_len or 0) > m.context, ("model.max_model_len",),
             "this model's context is {context} tokens; --rope-scaling stretches it, with a JSON object that "
             "docs/guides/sparse-decode.md shows"),
     Refusal(lambda c, m: c.model.quantization not in ("auto", m.quantised), ("model.quantization",),

@@ -30,7 +30,8 @@ from penstock.transfer.streams import Connection, LinkSettings, read_certificate
 VERSION = 4
 CHUNK = 1 << 19                 # bytes of a channel, or of pages that are whole, in one message
 EXECUTOR, BEFORE, AFTER, TOKENS = range(4)         # ends that a rank has
-OPENING = Opening(b"penstocknode", VERSION, "node protocol", "no node")
+OPENING = Opening(b"penstocknode", VERSION, "node protocol", "no node",
+                  "--cluster-tls-cert to all machines or to none")
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 

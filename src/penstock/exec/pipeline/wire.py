@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import threading
 from typing import Generic, get_args
 
@@ -15,7 +16,7 @@ import msgspec
 from penstock.config.request.grammar import Grammar
 from penstock.config.request.params import SamplingParams
 from penstock.config.settings.plain import Plain
-from penstock.config.streams.frames import FrameReader, Kinds, M, Message
+from penstock.config.streams.frames import FrameReader, Kinds, M, Message, ProtocolError
 from penstock.config.streams.heartbeat import Beat
 from penstock.core.plan import Moved, RequestId, Row, StepId, StepPlan
 from penstock.core.settings import CoreConfig
@@ -215,10 +216,15 @@ class Channel(Generic[M]):
         return data
 
     def receive(self) -> M | None:
-        """The next message; None when the other end is gone."""
+        """The next message; None when the other end is gone, or sent what is none: then this end is cut as well."""
         try:
             message: M = self._reader.next()
         except ConnectionError:
+            return None
+        except ProtocolError as e:
+            print(f"the other end of {threading.current_thread().name} is taken for dead: {e}", file=sys.stderr,
+                  flush=True)
+            self.cut()
             return None
         return message
 

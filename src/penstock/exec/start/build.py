@@ -224,7 +224,7 @@ def _start(config: Config, log: Callable[[str], object], lateness: Lateness | No
     stages = of_config(config, int(loaded.whole.stage.end))
     own = [caches.stage(stages[i], layout.groups, [stages[j] for j in node]) for node in nodes for i in node]
     widest = max(own, key=lambda c: c.slabs.slab_bytes)
-    gpu, info, told = None, Info(), []
+    gpu, core, info, told = None, None, Info(), []
     workers: Rank | WorkerGroup
     if grammars is None:
         workers = WorkerGroup(config, int(loaded.whole.stage.end), own, wakes.wake, log)
@@ -250,11 +250,11 @@ def _start(config: Config, log: Callable[[str], object], lateness: Lateness | No
         workers.pools(core, capture=workers.captures, serves=True)
         if isinstance(workers, WorkerGroup):
             workers.serves()
-    except (torch.OutOfMemoryError, NotPinned) as why:
-        raise _no_memory(why, caches, core) from None
-    except BaseException:
+    except BaseException as why:
         if isinstance(workers, WorkerGroup):
             workers.close()
+        if isinstance(why, torch.OutOfMemoryError | NotPinned):
+            raise _no_memory(why, caches, core) from None
         raise
     if device == "cuda":
         info["uncaptured_steps"] = uncaptured([rank.uncaptured for rank in workers.ranks], alone=workers.alone,
@@ -275,13 +275,14 @@ def _start(config: Config, log: Callable[[str], object], lateness: Lateness | No
                   workers=workers if isinstance(workers, WorkerGroup) else None, grammars=grammars)
 
 
-def _no_memory(why: Exception, caches: Caches, core: CoreConfig) -> ConfigError:
-    """Of a rank in this process."""
+def _no_memory(why: Exception, caches: Caches, core: CoreConfig | None) -> ConfigError:
+    """Of a rank in this process. core: None: before pools had a size."""
     if isinstance(why, NotPinned):
         return ConfigError(f"{why}: give less with --kv-offloading-size, or 0 for no host tier")
+    what = "what the start needs to measure steps does" if core is None else (
+        f"{show_size(caches.nbytes(core.hbm_pages))} for KV and decode steps of --max-num-seqs {core.rows} do")
     return ConfigError(
-        f"{show_size(caches.nbytes(core.hbm_pages))} for KV and decode steps of --max-num-seqs "
-        f"{core.rows} do not fit into what is left of the GPU's memory by now: lower "
+        f"{what} not fit into what is left of the GPU's memory by now: lower "
         "--gpu-memory-utilization, or --kv-cache-memory-bytes if it was given; another process may have taken some")
 
 

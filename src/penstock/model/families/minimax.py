@@ -77,8 +77,8 @@ def minimax_m3(fields: Fields) -> Spec:
     spec = read_spec(fields, attention, moe=moe, theta=5e6, partial=1.0, reads=("partial_rotary_factor",),
                      kinds=(SPARSE,))
     if attention.index is not None:         # all blocks are read: more than the model selects would be another model
-        most = attention.index.block * attention.index.top_k
-        spec = replace(spec, rope=replace(spec.rope, max_position=min(spec.rope.max_position, most)))
+        most = min(spec.rope.max_position, attention.index.tokens)
+        spec = replace(spec, rope=replace(spec.rope, max_position=most))
     return replace(spec, norm_plus=1.0, gate=clamped, width=fields.size("dense_intermediate_size", 12288))
 
 

@@ -13,57 +13,70 @@ from penstock.text.tools.source import Arguments, Reading, Source
 
 MARK = "]<]minimax[>["
 OPEN, CLOSE, INVOKE, TAG = f"{MARK}<tool_call>", f"{MARK}</tool_call>", f'{MARK}<invoke name="', f"{MARK}<"
-ENDED, ITEM = "/invoke", "item"
+ENDED, CLOSED, NEXT, ITEM = "/invoke", "/tool_call", 'invoke name="', "item"
 DEPTH_MAX = 64          # of lists and objects in each other, in an answer and in a schema
 
 
 def read(source: Source) -> Reading:
     called = False
     while (yield from source.until(OPEN, behind_call=called)):
-        called = False
-        while (yield from source.one_of(INVOKE, CLOSE, closing=called)) == INVOKE:
-            name, _ = yield from source.take('">')
+        called, tag = False, ENDED
+        while tag.startswith(NEXT) or (tag == ENDED and (
+                yield from source.one_of(INVOKE, CLOSE, closing=called)) == INVOKE):
+            name = tag[len(NEXT):-1] if tag != ENDED else (yield from source.take('">'))[0]
             if not source.begin(name):
                 break
             called = True
-            yield from _arguments(source, source.tools[name])
+            tag = yield from _arguments(source, source.tools[name])
             source.mark()
         if not called:
             source.no_call()
 
 
 class _Broken(Exception):
-    """No value is there, or not all of one."""
+    """No value is there, or not all of one. `tag`: the one that came in its place and is taken, or ""."""
+
+    def __init__(self, tag: str = "") -> None:
+        self.tag = tag
 
 
-def _arguments(source: Source, schema: Mapping[str, Any]) -> Reading:
-    """All of one call. What is broken ends it, and is dropped up to the call's end."""
-    before = "{"
+def _arguments(source: Source, schema: Mapping[str, Any]) -> Generator[None, None, str]:
+    """All of one call. What is broken ends it, and is dropped up to the end of the call, of all calls, or to the
+    next call. Return the tag that ended it; "": the answer was cut off."""
+    before, had = "{", set[str]()
     try:
         while (key := (yield from _tag(source))) != ENDED:
             if key.startswith("/"):
-                raise _Broken
+                raise _Broken(key)
             value = yield from _value(source, key, _property(schema, key, schema), schema, 0)
-            source.tell(Arguments, f"{before}{quoted(key)}: {value}")
+            if key not in had:          # the first has been sent: it stays
+                source.tell(Arguments, f"{before}{quoted(key)}: {value}")
             before = ", "
-    except _Broken:
-        _, mark = yield from source.take(f"{TAG}{ENDED}>", CLOSE)
-        if not mark:                    # it is cut off
-            source.drop_rest()
-            return
-        source.at -= len(mark) * (mark == CLOSE)
+            had.add(key)
+    except _Broken as broken:
+        key = broken.tag
+        if key not in (ENDED, CLOSED) and not key.startswith(NEXT):
+            _, mark = yield from source.take(f"{TAG}{ENDED}>", CLOSE, INVOKE)
+            if not mark:
+                source.drop_rest()
+                return ""
+            source.at -= len(mark) * (mark == INVOKE)
+            key = CLOSED if mark == CLOSE else ENDED
     source.tell(Arguments, "{}" if before == "{" else "}")
     source.end()
+    return key
 
 
 def _tag(source: Source) -> Generator[None, None, str]:
-    """The next tag, which nothing but white space is before. Raises _Broken."""
+    """The next tag inside a call, which nothing but white space is before. Raises _Broken."""
     if not (yield from source.one_of(TAG)):
         raise _Broken
     tag, mark = yield from source.take(">")
     if not tag or "<" in tag:           # its end is in the next mark
         source.at -= len(tag) + len(mark)
         raise _Broken
+    if tag.startswith(NEXT):
+        raise _Broken(tag)
     return tag
 
 
@@ -73,18 +86,22 @@ def _value(source: Source, key: str, own: Any, root: Mapping[str, Any], depth: i
     if not mark or depth > DEPTH_MAX:
         raise _Broken
     source.at -= len(mark)
-    of, parts, items = kinds(own, root), list[str](), True
+    of, parts, items = kinds(own, root), list[tuple[str, str]](), True
     while (tag := (yield from _tag(source))) != f"/{key}":
         if tag.startswith("/") or text.strip():
-            raise _Broken
+            raise _Broken(tag)
         items = items and tag == ITEM and of != {"object"}
         inner = resolved(own, root).get("items") if items else _property(own, tag, root)
-        value = yield from _value(source, tag, inner, root, depth + 1)
-        parts.append(value if items else f"{quoted(tag)}: {value}")
+        parts.append((tag, (yield from _value(source, tag, inner, root, depth + 1))))
     if not parts:
         empty = {frozenset({"array"}): "[]", frozenset({"object"}): "{}"}.get(of, "")
         return empty if empty and not text.strip() else typed(text, of)
-    return f"[{', '.join(parts)}]" if items else f"{{{', '.join(parts)}}}"
+    if items:
+        return f"[{', '.join(value for _, value in parts)}]"
+    named = dict[str, str]()
+    for tag, value in parts:
+        named.setdefault(tag, value)
+    return f"{{{', '.join(f'{quoted(tag)}: {value}' for tag, value in named.items())}}}"
 
 
 def _property(own: Any, key: str, root: Mapping[str, Any]) -> Any:
