@@ -27,7 +27,7 @@ from penstock.core.request import Request
 # An engine dies while its writes fly, and is back before they have landed.
 SLOW_WRITES = ",deaths=3,write=60,delay=0.1,patience=20"
 # The connection breaks while the prefill engine has pushes to plan, and a full pipeline.
-CUT_OFF = (",rows=1,cuts=8,deaths=0,keep=1,delay=0.1,hold=0,report=0,step=3,requests=14"
+CUT_OFF = (",rows=1,cuts=20,deaths=0,keep=1,delay=0.1,hold=0,report=0,step=3,requests=14"
            ",prompt_max=20,step_tokens=4,span=20,hit_pages=512")
 # Prompts are computed, dropped for others, and loaded when their grant comes.
 LATE_GRANTS = (",delay=60,deaths=0,fail=0,requests=20,span=20,prompt_max=20,new_max=6,hbm_pages=28"
@@ -199,7 +199,7 @@ def computed_without_a_grant_never_gives_way(real: Real, core: Core, but: Reques
     return False
 
 
-@wrong(Pairing, "_recall", more=CUT_OFF)
+@wrong(Pairing, "_recall", first=200, more=CUT_OFF)
 def push_begun_on_another_connection(real: Real, pair: Pairing, transfer: int = 0) -> None:
     """It was decided before the connection broke, and goes out with the next plan, on the next one."""
 
