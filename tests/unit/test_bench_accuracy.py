@@ -1,27 +1,18 @@
 """`bench/device/accuracy.py`: differences by problem, and when an arm is worse than the one it is compared with."""
 from __future__ import annotations
 
-import importlib.util
 import math
 import sys
 from pathlib import Path
 from types import ModuleType
 
+import bench_programs
 import pytest
 
 
 @pytest.fixture(scope="module")
 def accuracy() -> ModuleType:
-    folder = Path(__file__).parents[2] / "bench" / "device"
-    sys.path.insert(0, str(folder))
-    try:
-        spec = importlib.util.spec_from_file_location("bench_accuracy", folder / "accuracy.py")
-        assert spec is not None and spec.loader is not None
-        module = sys.modules["bench_accuracy"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(folder))
-    return module
+    return bench_programs.program("device/accuracy.py")
 
 
 def test_a_pair_of_answers_is_one_measurement(accuracy: ModuleType) -> None:

@@ -1,28 +1,18 @@
 """`bench/device/agentx.py`: a run that fails has no numbers of the one before it."""
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from argparse import Namespace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import bench_programs
 import pytest
 
 
 @pytest.fixture(scope="module")
 def program() -> ModuleType:
-    folder = Path(__file__).parents[2] / "bench" / "device"
-    sys.path.insert(0, str(folder))
-    try:
-        spec = importlib.util.spec_from_file_location("bench_device_agentx", folder / "agentx.py")
-        assert spec is not None and spec.loader is not None
-        module = sys.modules["bench_device_agentx"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(folder))
-    return module
+    return bench_programs.program("device/agentx.py")
 
 
 PLAN = {"hits": 0.5, "first_s": [1.0, 2.0], "tokens_s": 10.0}

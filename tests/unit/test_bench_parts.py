@@ -1,18 +1,14 @@
 """`bench/device/parts.py`: a file in parts is whole again, and only if every part is what it was."""
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 from pathlib import Path
 
+import bench_programs
 import pytest
 
-_spec = importlib.util.spec_from_file_location(
-    "bench_parts", Path(__file__).parents[2] / "bench" / "device" / "parts.py")
-assert _spec is not None and _spec.loader is not None
-parts = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(parts)
+parts = bench_programs.program("device/parts.py")
 
 
 def test_parts_come_in_any_order_and_damaged_ones_come_again(tmp_path: Path) -> None:

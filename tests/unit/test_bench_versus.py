@@ -1,12 +1,11 @@
 """`bench/device/versus.py`: whose turn it is, and what is told of two rounds."""
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import bench_programs
 import pytest
 
 from penstock.bench.load import Answer
@@ -14,12 +13,7 @@ from penstock.bench.load import Answer
 
 @pytest.fixture(scope="module")
 def versus() -> ModuleType:
-    path = Path(__file__).parents[2] / "bench" / "device" / "versus.py"
-    spec = importlib.util.spec_from_file_location("bench_versus", path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["bench_versus"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return bench_programs.program("device/versus.py")
 
 
 def test_each_server_is_first_as_often_and_on_each_gpu_as_often(versus: ModuleType) -> None:
