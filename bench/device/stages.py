@@ -49,9 +49,11 @@ async def measure(url: str, layout: str) -> dict[str, Any]:
         if turn >= 0:
             took.append(times[1] - times[0])
     row: dict[str, Any] = {"prompt_s": spread(took)}
-    await gaps(url, [make(rng, 4000 + 16 * i, 64) for i in range(32)])      # compiles what is not compiled yet
-    row["step_1_ms"] = await gaps(url, [make(rng, PROMPT, 400)])
-    row["step_32_ms"] = await gaps(url, [make(rng, 4000 + 16 * i, 400) for i in range(32)])
+    # A prefill instance begins the last of 32 prompts when 400 tokens of the first would have been decoded.
+    new = 2000 if "pair" in layout else 400
+    await gaps(url, [make(rng, 4000 + 16 * i, new) for i in range(32)])     # compiles what is not compiled yet
+    row["step_1_ms"] = await gaps(url, [make(rng, PROMPT, new)])
+    row["step_32_ms"] = await gaps(url, [make(rng, 4000 + 16 * i, new) for i in range(32)])
     return row
 
 

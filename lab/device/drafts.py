@@ -22,7 +22,7 @@ from torch import Tensor
 
 from penstock.core.plan import RequestId, Row
 from penstock.exec.drafts.device import OnDevice
-from penstock.exec.drafts.drafter import Ask, Drafter
+from penstock.exec.drafts.drafter import Drafter, DraftQuery
 
 
 class Dice(Drafter):
@@ -34,10 +34,10 @@ class Dice(Drafter):
         self.vocab, self.chance, self.random = vocab, 0.0, random.Random(0)
         self.answers: dict[tuple[int, ...], list[int]] = {}
 
-    def propose(self, asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
+    def propose(self, asks: Sequence[DraftQuery]) -> Sequence[Sequence[int]]:
         return [self._of(ask) for ask in asks]
 
-    def _of(self, ask: Ask) -> list[int]:
+    def _of(self, ask: DraftQuery) -> list[int]:
         answer = self.answers.get(tuple(ask.prompt), [])[len(ask.outputs):][:ask.most]
         answer += [0] * (ask.most - len(answer))
         return [token if self.random.random() < self.chance else (token + 1) % self.vocab
@@ -61,7 +61,7 @@ class Thrown(OnDevice):
         if first < len(prompt):
             most = self._draft_RL.shape[1] - len(prompt)
             self._draft_RL[row, len(prompt):] = torch.tensor(self._dice.propose(
-                [Ask(RequestId(0), Row(0), tuple(prompt), (), most)])[0])
+                [DraftQuery(RequestId(0), Row(0), tuple(prompt), (), most)])[0])
 
     def propose(self, index_N: Tensor, at_N: Tensor, last_N: Tensor, most_N: Tensor, most: int) -> Tensor:
         next_ND = at_N.clamp(min=0).long()[:, None] + torch.arange(1, most + 1, device=at_N.device)
