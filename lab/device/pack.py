@@ -18,7 +18,8 @@ PACKAGES = {
           "opentelemetry-exporter-otlp-proto-http", "opentelemetry-exporter-otlp-proto-common", "opentelemetry-proto",
           "protobuf", "googleapis-common-protos", "requests"),
     "b": ("openai", "jiter", "distro", "sniffio", "pydantic", "pydantic-core", "annotated-types",
-          "typing-inspection", "typing-extensions", "httpx2", "httpx", "httpcore", "httpcore2", "truststore", "h11", "idna"),
+          "typing-inspection", "typing-extensions", "httpx2", "httpx", "httpcore", "httpcore2", "truststore", "h11",
+          "idna"),
 }
 PLATFORMS = [f"--platform={name}" for name in (
     *(f"manylinux{v}_x86_64" for v in ("_2_31", "_2_28", "_2_27", "_2_17", "2014", "1")), "any")]
