@@ -53,8 +53,8 @@ def examine(config: Config | None, machine: Machine) -> Iterator[Finding]:
     yield from _backends(config, config.device.device if config else machine.device)
     yield from _model(config)
     yield from _ranks(config)
-    yield Finding("config", "refused", f"{len(REFUSED)} values and combinations, {len(UNBUILT)} "
-                  "spellings of features that are not built (docs/reference/flags.md lists them)")
+    yield Finding("config", "checks", f"{len(REFUSED)} rules for values and combinations of flags; {len(UNBUILT)} "
+                  "flags of other engines are refused by name (docs/reference/flags.md lists them)")
 
 
 def _machine(machine: Machine) -> Iterator[Finding]:

@@ -54,7 +54,7 @@ def choose_backends(config: Config, ops: Sequence[str],
             f"--device {config.device.device}")
         raise ConfigError(f"{given}: {e}") from None
     log(f"back-ends: {', '.join(f'{op} {choice.name}' for op, choice in choices.items())}; "
-        "penstock doctor says why")
+        "penstock doctor explains why")
     return choices
 
 

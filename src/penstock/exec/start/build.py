@@ -130,13 +130,13 @@ def build_engine(config: Config, log: Callable[[str], object] = print, *,
     log(f"kv: {int(held / whole * core_config.max_len):,} tokens on the device ({show_size(held)}), "
         f"{host:,} in host memory ({show_size(parts.dram_bytes)}), in pages of {core_config.page_size}; "
         f"the device holds {held / whole:.1f} requests of {core_config.max_len:,}, {show_size(whole)} each")
-    log(f"planner: up to {show_size(core_config.planner_bytes)} of this process, when all pages are cached")
+    log(f"planner: up to {show_size(core_config.planner_bytes)} of CPU memory, when all pages are cached")
     caches.tell(log)
     if selection is not None:
-        log(f"sparse: a query reads at most {selection.budget} tokens of each KV head, in units of "
-            f"{selection.unit}; hot buffers of {core_config.hot_pages * core_config.page_size} tokens "
-            f"({show_size(core_config.hot_pages * layout.page_bytes)}), while the device has room up to "
-            f"{core_config.largest_hot * core_config.page_size}, tables for that "
+        log(f"sparse decode: a query reads at most {selection.budget} tokens per KV head, in blocks of "
+            f"{selection.unit}; hot buffers have {core_config.hot_pages * core_config.page_size} tokens "
+            f"({show_size(core_config.hot_pages * layout.page_bytes)}), or up to "
+            f"{core_config.largest_hot * core_config.page_size} while pages are free; their tables take "
             f"{show_size(parts.sizes.table_bytes)}")
         host, context = core_config.dram_pages * core_config.page_size, core_config.max_len
         if core_config.hot_pages and host < context:

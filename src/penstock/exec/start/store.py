@@ -79,7 +79,7 @@ def _open(kv: KVConfig, url: StorageUrl, fingerprint: str, sizes: Sequence[int],
             assert url.folder is not None
             store = files = Files(url.folder, fingerprint, sizes, readonly=readonly, words=words)
             bound = (f"at most {show_size(kv.kv_storage_bytes)}" if kv.kv_storage_bytes is not None else
-                     f"at most 80 % of the {show_size(files.free_bytes)} that are free, beside what it holds")
+                     f"at most 80 % of the {show_size(files.free_bytes)} that are free, plus what it holds")
         case "s3":
             from penstock.memory.stores.s3 import Bucket
             store, bound = Bucket(url, fingerprint, sizes, readonly=readonly), "kept by the bucket's rules"
@@ -93,6 +93,6 @@ def _open(kv: KVConfig, url: StorageUrl, fingerprint: str, sizes: Sequence[int],
             except ImportError as e:
                 raise ConfigError(f"--kv-storage {url.shown}: {e}: Mooncake needs libibverbs1, libnl-3-200 "
                                   "and libnl-route-3-200 of Debian") from None
-    log(f"storage: {url.shown}, {'nothing is stored' if readonly else bound}; shared with engines of the "
-        "same weights, settings of KV and page size")
+    log(f"storage: {url.shown}, {'nothing is stored' if readonly else bound}; shared with engines that have "
+        "the same weights, KV settings and page size")
     return store
