@@ -1,7 +1,7 @@
-"""What a step's results do to its rows: tokens that count, pages that are full, requests that end.
+"""The results of a step: append its tokens, put full pages into the prefix tree, end requests.
 
-Most results are one more token of a row that decodes: while a row is `append_until` (see `schedule`) it is
-counted on without a look. Knows nothing of plans to come.
+Most results are one more token of a row that decodes. While a row is below its `append_until` (see `schedule`) its
+token is appended without further checks. Knows nothing of plans to come.
 """
 from __future__ import annotations
 

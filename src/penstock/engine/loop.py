@@ -1,7 +1,7 @@
-"""THE loop: messages become events, the core plans, the executor executes, outputs become chunks.
+"""The engine's loop: messages become events, the core plans, the executor executes, outputs become chunks.
 
 Synchronous, overlapped and pipelined execution are this one loop; the core's depth says how many
-plans are in flight. Owns no socket and no thread: `main` beside it and tests drive it.
+plans are in flight. Owns no socket and no thread: `process.py` and tests drive it.
 """
 from __future__ import annotations
 

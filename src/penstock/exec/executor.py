@@ -104,13 +104,13 @@ class _Move:
 
 
 class Executor:
-    """`core.plan.PlanExecutor` over its ranks, plus what the loop asks about open requests.
+    """`core.plan.PlanExecutor` over the ranks of an engine, and what the loop asks about open requests.
 
-    submit      hands the plan on, so that it may be made before the step in front of it has run
-    poll        see `WorkerHandle.collect`. A step has retired, and a move has ended, when all ranks have
-                said so; a move is ok if it is on every rank; tokens are those of the last rank.
-    Retired     has () for a row whose logits were not finite; an Aborted for its request follows,
-                and `fault` says why. One request fails, the engine goes on.
+    submit      sends the plan to every rank, possibly before the step in front of it has run
+    poll        see `WorkerHandle.collect`. A step has retired, and a move has ended, when every rank has reported it;
+                a move is ok if it is on every rank; tokens are those of the last rank.
+    Retired     has () for a row whose logits were not finite; an Aborted for its request follows, and `fault` says
+                why. One request fails, the engine goes on.
     """
 
     def __init__(self, ranks: Sequence[WorkerHandle], wait: Callable[[], None] | None = None,

@@ -1,11 +1,11 @@
-"""What one rank does with a plan: row tables, a step, next tokens, moves. Runs in the calling thread.
+"""One rank: applies a plan to its block tables, runs the step, samples the next tokens and starts copies.
 
-On a CPU a step has run when it was launched. A CUDA device is given steps ahead, and its answers are
-waited for: the same code, with the time between launch and landing.
+`_execute` is the path of a step: table edits, batch (`step/step_batch.py`), launch (`graphs/capture.py`, ... or
+`step/eager.py`), sampling (`sampling/tokens.py`). On a CPU a step has run when its launch returns. A CUDA device is
+given steps ahead, and `_land` waits for their results: the same code.
 
-Owns the queue of plans and what flies. How a step runs is `step/eager.py` or `graphs/steps.py`, how its
-next tokens come `sampling/tokens.py`. Decides nothing, and knows no other rank: `executor.py` makes an
-executor of one or several.
+Owns the queue of plans and the steps in flight. Decides nothing about scheduling, and knows no other rank:
+`executor.py` joins one or several. Runs in the calling thread.
 
     T tokens of the step   B rows that sample   D model dim
 """
@@ -53,18 +53,18 @@ from penstock.model.base import Boundary, CacheShape, Model, Selector
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """A step has executed on this rank.
+    """What a step that has run on this rank produced.
 
-    tokens      as in `core.plan.Retired`; () for a row whose logits were not finite. These three are
-                of the last stage, the same on all its TP ranks; others sample nothing
-    logprobs    (request, index of the output token, its logprobs) where they were asked for
-    faults      (request, why, whether its logits were not finite) of each row that failed: else its grammar
-                admits no token
-    tables      each DIGEST_STEPS steps of several ranks: digest of each bound row's pages, by row; all must
-                have the same
+    tokens      as in `core.plan.Retired`: sampled ids of each row; () for a row whose logits were not finite. These,
+                logprobs and faults come from the last pipeline stage, the same on all its TP ranks
+    logprobs    (request, index of the output token, its logprobs) where requested
+    faults      (request, reason, whether its logits were not finite) of each row that failed; if they were finite, its
+                grammar admits no token
+    tables      every DIGEST_STEPS steps of several ranks: (row, digest of its pages) of each bound row; all ranks
+                must have the same
     reads       (request, `exec.sparse.rows.READS`) of each row that selects, since its beginning
-    prompts     (request, logprobs of a part of its prompt) where they were asked for
-    drafts      (request, how many, how many of them it has said) of each row that had some
+    prompts     (request, logprobs of a part of its prompt) where requested
+    drafts      (request, draft tokens, accepted draft tokens) of each row that had some
     """
 
     step: StepId
@@ -83,12 +83,12 @@ DIGEST_STEPS = 64
 
 @dataclass(slots=True)
 class _Flight:
-    """A step that was launched.
+    """A step that was launched, and whose results are not known yet.
 
-    done        all of it, and the choice of its tokens, has been launched in front of this; None on a CPU
-    reads       tells `Stepped.reads`, after `done`, of what `answers` has of counts
+    done        CUDA event after the step and its sampling; None on a CPU
+    reads       returns `Stepped.reads`, after `done`, from the counts in `answers`
     prompts     become `Stepped.prompts`, after `done`
-    tables      `Stepped.tables`: a plan that is launched before this lands changes them
+    tables      `Stepped.tables`, taken at launch: a plan that is launched before this lands changes them
     """
 
     plan: StepPlan
@@ -103,12 +103,12 @@ class _Flight:
 class WorkerParts:
     """What a rank computes with.
 
-    groups      of its pools; None are the model's. `exec.load.sizing.groups_of` makes those of a selection
-    selector    how layers of the group that may be offloaded select; None: no request does
-    hot_pages   of a row's hot buffer, at most, 0 if no row is ever hosted
-    backends    of what selects: op -> name of its implementation
-    draw        the implementation that a device draws with
-    mask        the one that keeps to grammars
+    groups      cache groups of its pools; None: the model's. `exec.load.sizing.groups_of` makes those with a selection
+    selector    how layers of the group that may be offloaded select; None: no request selects
+    hot_pages   of a row's hot buffer, at most; 0 if no row is ever offloaded
+    backends    operation -> name of its implementation, for the operations of sparse decode
+    draw        implementation of `kernels.sample.draw` on a CUDA device
+    mask        implementation of `kernels.sample.mask`, for grammars
     """
 
     model: Model
@@ -124,15 +124,14 @@ class WorkerParts:
 class Worker:
     """One rank in this process, on the device of its pools.
 
-    start       queues. A CUDA device gets the plan at once, ahead of the answers of steps in flight, unless
-                its step waits for copies (ADR 0056), or for tokens that the host needs for its drafts.
-                Tokens that the device cannot sample by itself are chosen late: when the step behind theirs
-                is launched, or when theirs lands.
-    collect     with `block` executes the oldest queued plan, or waits for the oldest in flight, or, with
-                neither, for the end of a copy; without, runs no step. Both start the copies that are due
-                and report those that have ended. Copies run in a thread of the mover's own, beside the
-                steps; with a `lateness`, which picks them, they run inline. Who is told of a step may give
-                its pages away: where states wait to hear which drafts were right, it is told later.
+    start       queues a plan. A CUDA device gets its step at once, while earlier steps are in flight, unless the step
+                waits for copies (ADR 0056), or for tokens that the host needs for its drafts. Requests with host-side
+                sampling (grammar, penalties) get their token when the next step is launched, or when this one lands.
+    collect     with `block`, runs the oldest queued plan or waits for the oldest step in flight; with neither, waits
+                for the end of a copy. Without `block`, runs no step. Both start the copies that are due and report
+                those that have ended. Copies run in a thread of the mover, next to the steps; with a `lateness`,
+                which orders them, they run inline. A reported step's pages may be released, so a step is reported
+                late while recurrent states still wait for the result of its drafts.
     """
 
     def __init__(self, parts: WorkerParts, hbm: Sequence[HbmPool], dram: Sequence[DramPool] = (), *, rows: int,

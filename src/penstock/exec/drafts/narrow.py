@@ -1,10 +1,9 @@
-"""What a step computes of a plan: where its decoding rows are by now, and as many positions as have drafts.
+"""What a step with drafts computes of its plan: where each decoding row is by now, and how many draft tokens it has.
 
-A plan's starts and counts are upper bounds while results were out when it was made. Here they are known, or
-follow from steps in flight that had no drafts. The first stage decides, and tells the others beside its hidden
-states.
+A plan's starts and counts are upper bounds, made while results were out. Here they are known, or follow from steps
+in flight that had no drafts. The first pipeline stage decides, and sends the result with its hidden states.
 
-Owns who proposes, and the counts of it. Knows no page and no logits.
+Owns the drafter and its counts. Knows no page and no logits.
 """
 from __future__ import annotations
 

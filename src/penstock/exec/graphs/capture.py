@@ -1,7 +1,7 @@
-"""Decode steps on a CUDA device, captured once for each bucket of rows and replayed.
+"""Decode steps as CUDA graphs: captured at start for each bucket of rows; `DecodeGraphs.step` replays them.
 
-A replay reads nothing of the host but one small tensor: which rows decode, and at which position. Page
-tables and last tokens stay on the device, where binds, grows and earlier steps have put them.
+A replay reads one small tensor of the host: which rows decode, and at which position. Block tables and last tokens
+stay on the device, where table edits and earlier steps have put them. The graph ends with each row's sampled token.
 
     B rows of a step, padded to a bucket   R rows of the tables   P pages   K KV heads   G page size
     H head dim   V vocabulary
@@ -68,8 +68,8 @@ def recorded() -> bool:
 
 
 class Replays:
-    """What captured steps have in common: `input`, int32, which they read of the host, where they leave their
-    logits, and their memory. The next step overwrites it. rehearses: `record` launches a step, and no more.
+    """What all captured steps of a rank share: `input`, int32, which they read of the host; their logits, which
+    the next step overwrites; and their memory. rehearses: `record` launches a step, and captures nothing.
     """
 
     def __init__(self, size: int, rows: int, vocab_size: int, device: torch.device,
@@ -112,8 +112,8 @@ class Replays:
 
 
 class Graphs:
-    """Captured steps of one kind, each for a bucket that its lines are padded to. They read and write the tables and
-    pools in place: nobody may replace their tensors."""
+    """Captured steps of one kind, one graph per bucket that their lines are padded to. They read and write the tables
+    and pools in place, so the tensors of these may not be replaced."""
 
     def __init__(self, model: Model, tables: RowTables, attending: Attending, draws: Draws | None,
                  replays: Replays) -> None:
@@ -148,8 +148,8 @@ class Graphs:
 
 
 class DecodeGraphs(Graphs, Steps):
-    """One query for each of up to `buckets[-1]` rows, through all layers, to the next token, which becomes the row's
-    last."""
+    """Decode steps: one query for each of up to `buckets[-1]` rows, through all layers, to the next token, which
+    becomes the row's last."""
 
     def __init__(self, model: Model, tables: RowTables, attending: Attending, draws: Draws | None, replays: Replays,
                  buckets: Sequence[int]) -> None:

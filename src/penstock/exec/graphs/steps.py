@@ -1,7 +1,8 @@
-"""Which steps of a rank on a CUDA device are replayed, in the order in which they are asked.
+"""At start: which kinds of steps a rank on a CUDA device captures, and why not the others. No step passes here.
 
-Kinds of steps: "decodes", of rows that have one position each; "drafts", of rows whose further positions the device
-makes; "prompts", with decodes among them. Each is captured for buckets of its own, or there is a cause against it.
+Kinds: "decodes", one position per row (`capture.py`); "drafts", further positions that the device proposes
+(`drafts.py`); "prompts", with decodes among them (`mixed.py`). A pipeline stage has `stages.py`. Each kind has its
+own buckets. `Worker._execute` runs drafts of the device as such, else tries decodes, prompts and `step/eager.py`.
 """
 from __future__ import annotations
 
@@ -60,9 +61,12 @@ def cause(steps: str, attending: Attending, ahead: Ahead | None, links: Links = 
 def captured(model: Model, tables: RowTables, attending: Attending, draws: Draws | None, buckets: Sequence[int],
              seconds: float, width: int = 1, wide: int = 0, ahead: Ahead | None = None,
              rehearses: bool = False, links: Links = ALONE) -> tuple[list[Steps], DraftGraphs | None]:
-    """Of a whole model: decode steps of so many rows, and, captured for so long, steps with prompts; and, with
-    drafts that the device makes, those in which a row has up to `width` positions, up to `wide` in all; or only
-    these. Of one of several stages, while all others do the same, decode steps. rehearses: as `Worker.capture`."""
+    """Capture the steps of this rank: (ways to run steps, in the order in which they are tried; steps with drafts).
+
+    A whole model captures decode steps for each of `buckets` rows, and for up to `seconds` steps with prompts. With
+    drafts that the device makes it also captures those in which a row has up to `width` positions, up to `wide` in all,
+    or only these. One of several pipeline stages captures decode steps, while all others do. rehearses: as
+    `Worker.capture`."""
     if why := cause("decodes", attending, ahead, links, model.drafting is not None):
         if why == "layer" and links.before is not None:
             for _ in buckets:

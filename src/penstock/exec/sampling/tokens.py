@@ -1,6 +1,7 @@
-"""The next tokens of a step's rows: chosen on the host, drawn on the device, or heard from the last stage.
+"""The next token of each row: sampled by the host's sampler, by the device, or by the last pipeline stage.
 
-Owns the sampling state of open requests. Knows plans, and writes tokens into the tables; knows no pages.
+`tokens_of` makes the one that a rank has. Owns the sampling state of open requests. Knows batches, and writes tokens
+into the tables; knows no pages.
 
     B rows that sample   V vocabulary
 """
@@ -43,16 +44,16 @@ States: TypeAlias = tuple[tuple[RequestId, Sampling], ...]
 
 @dataclass(slots=True)
 class Answers:
-    """Whose tokens a step samples, and those tokens on their way to the host.
+    """The sampled tokens of a step, on their way to the host.
 
-    answer_2B   int64: tokens, and FINE or why not; where rows have several positions (`exec.drafts`) also
-                what each took, -1: it is its row's first, or padding. Complete once the device has executed
-                what was launched by `sample` and `choose`
-    counted     it has lines of `counts` instead: of each row, once it is learnt, what the step counted
-    late        gives some rows their tokens, once those of all steps before are known: until then they
-                have provisional ones. Of rows with drafts it may wait for this step, and leave it learnt
-    firsts      where rows have several positions: the first of each; `states` are one a position then
-    drafts      of rows that had some: the request, how many, and how many of them it has said
+    answer_2B   int64: tokens, and FINE or why not; where rows have several positions (`exec.drafts`) a third line,
+                the draft token that each took as its input, -1: it is its row's first, or padding. Complete once the
+                device has executed what `sample` and `choose` have launched
+    counted     it has lines of `counts` instead: what the step counted of each row, known with its tokens
+    late        samples the rows that need the tokens of all earlier steps first (grammar, penalties): until then they
+                have provisional tokens. With drafts it may wait for this step, and learn its tokens
+    firsts      where rows have several positions: index of the first of each; `states` has one entry a position then
+    drafts      (request, draft tokens, accepted draft tokens) of rows that had some
     """
 
     states: States = ()
@@ -75,8 +76,8 @@ class Answers:
             late(self)
 
     def learn(self) -> None:
-        """The device has executed it: requests know their tokens from now on, and `tokens`, `logprobs` and
-        `faults` are as in `rank.Stepped`. Once, in order of the steps."""
+        """The device has executed the step: record its tokens in the states of their requests, and fill `tokens`,
+        `logprobs` and `faults` as `worker.Stepped` has them. Once, in order of the steps."""
         assert not self.learnt and self.late is None, "tokens are learnt once, and once they are chosen"
         self.learnt = True
         tokens, fine, *inputs = [[], []] if self.answer_2B is None else self.answer_2B.tolist()
@@ -130,9 +131,9 @@ class Answers:
 
 
 class Tokens:
-    """As it stands here: the last stage samples, and this one need not know of it.
+    """The next tokens of a step's rows. The defaults are of a stage that neither samples nor needs the tokens.
 
-    outside    rows so far that sampled by what a captured step cannot do
+    outside    rows so far whose sampling a captured step cannot do
     """
 
     def __init__(self, vocab_size: int) -> None:

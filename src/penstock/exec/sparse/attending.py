@@ -1,10 +1,9 @@
-"""What the tokens of a step attend to where layers select, and where pages may be on the host.
+"""The back-end of sparse decode: layers of the offloaded group select what they read, in whichever tier its pages are.
 
-Owns the split of a step. Where the model's own selector chooses, every token reads what it selects; else prompts read
-all that is before them, from device pages or in windows of host pages, and each position behind its prompt reads what
-it selects. One that decodes finds that in device pages, in the row's hot buffer, or on the host, from where it comes
-into the buffer. What is computed follows from the request; where its bytes are changes no token. Knows rows and
-positions; refuses to know phases.
+It splits the tokens of a step. With a DSA model's indexer every token reads what it selects. With `--sparse-top-k`
+prompts read all KV before them, from device pages or in windows of host pages, and each position after its prompt
+reads what it selects. A decoding row finds that in device pages or in its hot buffer; the rest is fetched from the
+host into the buffer. The tier of the bytes changes no token. Knows rows and positions, not phases.
 
     T tokens of the step   B queries of a captured one, or that select   N query heads   C planes   K KV heads
     H head dim   Y chosen units   R rows of the tables
@@ -54,13 +53,13 @@ _Part: TypeAlias = tuple[slice | Tensor, _Read]
 
 
 class Sparse(Attending):
-    """`Attending` of a rank on which rows select, and may be hosted.
+    """`Attending` of a rank on which rows select, and may be offloaded.
 
-    selector    of the layers of the offloaded group; those of other groups, if there are any, read all of theirs,
+    selector    of the layers of the offloaded group; layers of other groups, if there are any, read all of theirs
                 from device pages, or keep a state there
-    hot_pages   of a row's hot buffer, at most, 0 if no row is ever hosted
-    backends    op -> name of its implementation, of every op that selecting needs
-    ops         attention of what reads all, or of MLA KV entries
+    hot_pages   of a row's hot buffer, at most; 0 if no row is ever offloaded
+    backends    operation -> name of its implementation, of every operation that selecting needs
+    ops         attention of layers that read all, or of MLA KV entries
     """
 
     selects = True
@@ -255,7 +254,7 @@ class Sparse(Attending):
 
 
 class _SparseStep(KeepsStates):
-    """`model.base.Attend` of one step, launched or captured: its tokens in parts, each of which reads by itself."""
+    """`model.base.Attend` of one step, eager or captured: its tokens in parts, each of which reads by itself."""
 
     def __init__(self, of: Sparse, at: WriteAt, parts: Sequence[_Part], choosing: Choosing, dense: DenseStep) -> None:
         self._of, self._at, self._parts, self._dense, self.state = of, at, parts, dense, dense.state

@@ -1,8 +1,8 @@
-"""Decode that reads a selection of its KV: the ops in order, for one layer, wherever pages are.
+"""Sparse attention of one layer: find the selected units, fetch the missing ones from the host, attend.
 
-Owns the composition and the rounds of a step; memory and tables belong to others. Rows that are all
-on the device, all on the host or both are one code path, and so are units of KV heads and MLA KV entries, whatever
-has chosen them.
+Rows whose pages are all on the device, all on the host, or on both are one code path. So are blocks of KV heads and
+MLA KV entries, whichever selector chose them. Owns the order of these operations and the rounds of a step; memory and
+tables belong to others.
 
     B queries of the step   R rows of the tables   P pages of a row   N query heads   H head dim
     K KV heads   C chosen units   G page size

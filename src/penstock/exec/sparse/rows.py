@@ -1,7 +1,6 @@
-"""Rows that select, whose pages may be on the host: their hot buffers, and what was read from where.
+"""Hot buffers of the rows that select, and counts of what each of their requests read from which tier.
 
-Owns what all selectors have in common; knows rows, requests and counters, and refuses to know how
-anything is chosen.
+Owns what all selectors share. Knows rows, requests and counters, not how units are selected.
 
     L layers of the group   T tokens of the step
 """
@@ -31,7 +30,7 @@ READS = (*COUNTS, "host_bytes")             # what the units that a request sele
 
 @dataclass(slots=True)
 class HotRow:
-    """What a bound row computes: `budget` units a query behind position `first`; 0: it reads all."""
+    """What a bound row reads: `budget` units for each query from position `first` on; 0: it reads all."""
 
     rid: RequestId | None = None
     budget: int = 0
@@ -40,13 +39,13 @@ class HotRow:
 
 
 class HotRows:
-    """Rows by table index, of the layers of one hosted cache group.
+    """Rows by table index, of the layers of one offloaded cache group.
 
-    group       number of it
+    group       its number
     pool        its device pages, of which hot buffers are made
-    unit        tokens that are chosen together
-    hot_pages   of a row's hot buffer, at most; 0 if no row is ever hosted
-    layers      of the group, numbered in `stage`; told by their numbers in the whole model
+    unit        tokens that are selected together
+    hot_pages   of a row's hot buffer, at most; 0 if no row is ever offloaded
+    layers      of the group, numbered in `stage`; reported by their numbers in the whole model
     readers     layers that read the same entries, at most
     """
 

@@ -1,7 +1,8 @@
-"""What a rank answers when a layer asks: write what a token leaves behind, and attend (`model.base.Attend`).
+"""The interface of an attention back-end: a rank makes one `Attending`, which makes an `Attend` for each step.
 
-Here what all back-ends have in common. Those of layers that read all of their KV are `dense.py` and `latent.py`;
-those of layers that select are in `exec.sparse`. Knows pools and the layout of a step; refuses to know requests.
+Each layer calls its `Attend` (`model.base`), which writes the new KV entry and attends. The back-ends are `dense.py`
+(full attention over KV heads), `latent.py` (MLA without an indexer) and `exec/sparse/attending.py` (sparse decode);
+here is what they share. Knows pools and the layout of a step, not requests.
 
     T tokens of the step   B queries of a captured one   N query heads   C planes   K KV heads   H head dim
     I index heads   J index head dim   Y chosen blocks
@@ -50,8 +51,8 @@ def none_read(counts: Counts) -> tuple[()]:
 
 
 class Attending(Protocol):
-    """An attention back-end, made once for a rank: it makes the attention of a step, whoever launches it. As it
-    stands here: of rows that read all of their KV."""
+    """An attention back-end, made once for a rank: it makes the attention of a step, eager or captured. The defaults
+    here are those of rows that read all of their KV."""
 
     selects: bool = False
     states: StatePools = StatePools((), ())

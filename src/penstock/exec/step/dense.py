@@ -1,4 +1,5 @@
-"""Layers that write k and v of their KV heads and read all of them, up to the query's own position.
+"""The back-end of full attention: layers write k and v of their KV heads and read all of them, up to the query's own
+position.
 
     T tokens of the step   B queries of a captured one   D of its rows that decode   N query heads   C planes
     K KV heads   H head dim   P pages   G page size   R rows of the tables   M pages a row
@@ -36,7 +37,7 @@ class Pages(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RaggedPages(Pages):
-    """Pages in a step that is launched."""
+    """Pages in an eager step."""
 
     ragged: Ragged
     prepared: Prepared
@@ -99,7 +100,7 @@ class PagedPrompts(Pages):
 
 
 class Dense(Attending):
-    """In one cache group or several, beside layers that keep a state."""
+    """Full attention in one cache group or several, next to layers that keep a recurrent state."""
 
     def __init__(self, reads: Mapping[LocalLayer, Reads], groups: Sequence[CacheShape], prepare: Prepare,
                  device: Sequence[BlockPool], tables: Sequence[GroupTable], first: int = 0,

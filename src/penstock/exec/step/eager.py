@@ -1,4 +1,4 @@
-"""A step, kernel by kernel: from the tables to hidden states, handed to the next stage or to the head.
+"""Eager steps, kernel by kernel: from the tables to hidden states, handed to the next pipeline stage or to the head.
 
     T tokens of the step   B rows that sample   V vocabulary   D model dim
 """
@@ -37,11 +37,11 @@ class Ran:
 
 
 class Steps(Protocol):
-    """A way to run steps."""
+    """A way to run steps: eager, or captured for one kind of them."""
 
     def step(self, batch: StepBatch, arrivals: Arrivals) -> Ran | None:
-        """It has rows, and all else of its plan is applied. Does not wait for a device: that
-        waits for the arrivals. None: not one of its steps, and nothing was done."""
+        """Run a step that has rows, and whose table edits are applied. Does not wait for a device, which waits for
+        the arrivals. None: it is not one of these steps, and nothing was done."""
 
     def stats(self) -> dict[str, float]:
         """By metric name."""
@@ -55,8 +55,10 @@ def wait(arrivals: Arrivals) -> None:
 
 
 class Eager(Steps):
-    """Takes every step. groups: that `attending` knows; mtp: has cache groups behind these. `cause`: of
-    `graphs.steps.WHY`, for which some come that would be replayed: they are counted."""
+    """Runs any step: all of a CPU, and those that a CUDA device does not capture.
+
+    groups    cache groups that `attending` knows; those of `mtp` follow them
+    cause     of `graphs.steps.WHY`, why steps run here that would be replayed otherwise: these are counted"""
 
     cause = ""
 

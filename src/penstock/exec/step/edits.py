@@ -1,7 +1,7 @@
-"""What a plan changes in tensors of a device: gathered while it is read, then made at once.
+"""Changes that a plan makes to tensors on a device: gathered while the plan is read, then applied together.
 
-A bind of its own needs a handful of small copies, each launched by itself; 64 prompts that come together are
-64 binds. Here all of a plan's are one copy from the host and one scatter for each tensor that changes.
+One bind needs a handful of small copies, and 64 prompts that arrive together are 64 binds. Here all changes of a plan
+are one copy from the host, and one scatter for each tensor.
 """
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Layers that write one MLA KV entry a token and read all of them, up to the query's own position.
+"""The back-end of MLA without an indexer: layers write one MLA KV entry a token and read all of them, up to the query's
+own position.
 
     T tokens of the step   N query heads   C planes   K KV heads   H row dim   P pages   G page size
 """
@@ -24,7 +25,7 @@ from penstock.model.base import Attend, CacheShape, LocalLayer, Reads
 
 
 class Latent(Attending):
-    """In one cache group."""
+    """MLA attention in one cache group."""
 
     SLOTS = 1 << 23     # that are named at once: of more, one part of the queries follows the other
 

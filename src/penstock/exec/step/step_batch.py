@@ -1,8 +1,8 @@
-"""What a step computes, as numbers on the host and as lines of one int32 tensor on the device.
+"""The batch of a step: its rows, positions and input ids, on the host and as lines of one int32 tensor on the device.
 
-What launches a step names the lines that it reads, and a bucket says how far they are padded. That is all in which
-steps that are launched, replayed, with prompts or with drafts differ here. Knows table indices and positions;
-refuses to know pages and how tokens are sampled.
+`StepBatch.of` makes it from a plan. Eager steps and captured ones, with prompts or drafts, read the same batch: each
+names the lines that it reads, and a bucket says how far they are padded. Knows table indices and positions; knows
+neither pages nor how tokens are sampled.
 
     B entries: a chunk of a row each, or one position of a row that decodes   T tokens   D entries of one token
     S entries that sample
@@ -60,17 +60,17 @@ def parts(values: Tensor, names: Sequence[str], bucket: Bucket) -> dict[str, Ten
 class StepBatch:
     """The entries of a plan; rows are table indices. An id of -1 is the row's last sampled token.
 
-    turns    which of its row's positions an entry is: 0 the first, others are drafts
-    waits    its layers wait for copies of their own
-    inputs   where the host drafts, for the stages behind
-    before   what the stage in front has made, if that was asked what it computes
-    heard    of a first stage whose rows decode: tokens, with those that the last has sampled
+    turns    which of its row's positions an entry is: 0 the first, others are draft tokens
+    waits    whether its layers wait for copies
+    inputs   where the host makes drafts: what the next pipeline stages compute
+    before   boundary from the stage in front, if it was needed for `inputs`
+    heard    on a first stage whose rows decode: input ids, with the tokens that the last stage has sampled
 
     Lines, of tokens:
-    id_T, row_T, position_T, decode_T    decode: which of the D it is, or -1
+    id_T, row_T, position_T, decode_T    decode_T: which of the D entries it is, or -1
     at_D, row_D, context_D               token, row and context of entries of one token
-    row_B, context_B, start_B1           of all entries, for their prompts: one of one token has a context of 1
-    at_S, row_S, position_S              last token of those that sample, its row and position
+    row_B, context_B, start_B1           of all entries, as prompts: an entry of one token has a context of 1
+    at_S, row_S, position_S              last token of entries that sample, its row and position
     """
 
     step: StepId

@@ -1,7 +1,7 @@
-"""What the device remembers of rows, and a step in tensors: one ragged layout for prefill, decode and any mix.
+"""The block tables of a rank on its device, and each row's last sampled token; `lower` makes tensors of a batch.
 
-Owns the device-resident row tables (pages, last sampled token), which change by a plan's binds,
-grows and remaps only. Knows rows, positions and pages; refuses to know requests and sampling.
+A plan's binds, grows and remaps alone change the tables. One ragged layout serves prefill, decode and any mix. Knows
+rows, positions and pages, not requests or sampling.
 
     R rows of the tables   M pages a row   B rows of the step   T tokens of the step   G page size
 """
@@ -27,7 +27,7 @@ NONE = -1       # entry of a table without a page in that tier
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """A step that is launched, on the device.
+    """An eager step, on the device.
 
     ids_T, positions_T    int64
     row_T                 int64: table index of each token's row
@@ -44,7 +44,7 @@ class Lowered:
 
 
 class GroupTable:
-    """The pages of one cache group: entry [r, i] of `device_RM` and of `host_RM`, int32, is the index
+    """The block table of one cache group: entry [r, i] of `device_RM` and of `host_RM`, int32, is the index
     of page i of row r in that tier's pool (its id less the pool's base), or NONE. `host_RM` is None
     without a host pool. They change when `edits` are applied."""
 
