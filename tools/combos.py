@@ -35,7 +35,7 @@ from penstock.model.weights import gguf_config
 _MACHINE = Machine(system="Linux", machine="x86_64", python="3", cpu="any", features=("avx2", "fma"), cores=8,
                    memory_total=1 << 40, memory_available=1 << 40, gpus=("any",), torch_cuda="any")
 _FAMILY = {"ordinary": "llama", "selecting": "llama", "fp8kv": "llama", "latent": "deepseek_v32",
-           "experts": "qwen3_moe", "states": "qwen3_next"}
+           "experts": "qwen3_moe", "windows": "gpt_oss", "states": "qwen3_next"}
 _DTYPE = {"float32": "float32", "bfloat16": "bfloat16", "packed": "gguf"}         # else auto
 
 
@@ -56,7 +56,7 @@ def options(cell: Cell) -> dict[str, object]:
         "kv_cache_memory_bytes": "1G", "kv_offloading_size": "auto" if hosted or tier else "0",
         "prefix_cache": True,                   # as by default
         "host_decode": "always" if hosted else "off"}
-    if cell.kind == "selecting" or (cell.kind in ("fp8kv", "experts", "states") and hosted):
+    if cell.kind == "selecting" or (cell.kind in ("fp8kv", "experts", "windows", "states") and hosted):
         asked["sparse_top_k"] = 512
     if cell.kind == "fp8kv":
         asked["kv_cache_dtype"] = "fp8"
@@ -77,7 +77,7 @@ def facts(cell: Cell) -> ModelFacts:
     """What a model of its kind says of itself."""
     latent, files = cell.kind == "latent", "gguf" if cell.weights in ("gguf", "packed") else "safetensors"
     return ModelFacts(name="NAME", load_format=files, layers=32, topk=2048 if latent else 0,
-                      kv_heads=not latent, experts=64 * (cell.kind in ("latent", "experts")),
+                      kv_heads=not latent, experts=64 * (cell.kind in ("latent", "experts", "windows")),
                       state_bytes=(1 << 18) * (cell.kind == "states"))
 
 

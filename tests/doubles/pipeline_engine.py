@@ -108,9 +108,10 @@ def fp8_checkpoint(folder: Path, config: Mapping[str, Any]) -> str:
 
 def gguf_checkpoint(path: Path, config: Mapping[str, Any] = CONFIG) -> str:
     """The same in one file: matrices in blocks of four bits, one of each layer in eight, and those of rows
-    that no block divides as they are. Of llama, or of qwen3moe."""
-    experts = config.get("num_experts", 0)
-    name = "qwen3moe" if experts else "llama"
+    that no block divides as they are. Of llama, of qwen3moe, or of gpt-oss."""
+    sinks = config["model_type"] == "gpt_oss"
+    experts = config.get("num_local_experts" if sinks else "num_experts", 0)
+    name = "gpt-oss" if sinks else "qwen3moe" if experts else "llama"
     made = gguf.GGUFWriter(path, name)
     sizes = {"block_count": config["num_hidden_layers"], "context_length": 1024,
              "embedding_length": config["hidden_size"], "feed_forward_length": config["intermediate_size"],
@@ -118,21 +119,26 @@ def gguf_checkpoint(path: Path, config: Mapping[str, Any] = CONFIG) -> str:
              "attention.head_count_kv": config["num_key_value_heads"], "attention.key_length": config["head_dim"]}
     if experts:
         sizes |= {"expert_count": experts, "expert_used_count": config["num_experts_per_tok"],
-                  "expert_feed_forward_length": config["moe_intermediate_size"],
+                  "expert_feed_forward_length": config["intermediate_size" if sinks else "moe_intermediate_size"],
                   "attention.value_length": config["head_dim"]}
+    if sinks:
+        sizes["attention.sliding_window"] = config["sliding_window"]
     for key, value in sizes.items():
         made.add_uint32(f"{name}.{key}", value)
     made.add_float32(f"{name}.attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
     stacked: dict[str, list[torch.Tensor]] = {}
     for stored, tensor in registry.dummy_tensors(dict(config), 3):
         if ".experts." in stored:               # model.layers.0.mlp.experts.1.up_proj.weight
-            layer, part = stored.split(".")[2], stored.split(".")[-2].removesuffix("_proj")
-            stacked.setdefault(f"blk.{layer}.ffn_{part}_exps.weight", []).append(tensor)
+            layer, (part, kind) = stored.split(".")[2], stored.split(".")[-2:]
+            stacked.setdefault(f"blk.{layer}.ffn_{part.removesuffix('_proj')}_exps.{kind}", []).append(tensor)
             continue
         for theirs, ours in GGUF_NAMES.items():
             stored = stored.replace(theirs, ours)
         if experts:
             stored = stored.replace("ffn_gate.weight", "ffn_gate_inp.weight").replace("lm_head", "output")
+        if sinks:
+            stored = stored.replace("ffn_router", "ffn_gate_inp").replace("attn_sinks", "attn_sinks.weight").replace(
+                "ffn_norm", "post_attention_norm")
         _add(made, stored, tensor)
     for stored, each in stacked.items():
         _add(made, stored, torch.stack(each))
@@ -146,7 +152,7 @@ def gguf_checkpoint(path: Path, config: Mapping[str, Any] = CONFIG) -> str:
 def _add(made: gguf.GGUFWriter, name: str, tensor: torch.Tensor) -> None:
     if tensor.ndim == 1:
         made.add_tensor(name, tensor.numpy())
-    elif tensor.shape[-1] % 32 or "gate_inp" in name:
+    elif tensor.shape[-1] % 32 or "gate_inp" in name or name.endswith("bias"):
         made.add_tensor(name, tensor.numpy() * 8)
     else:
         block = gguf.GGMLQuantizationType["Q8_0" if "attn_v" in name else "Q4_0"]

@@ -15,14 +15,14 @@ from cells import Cell, cells, cover
 from combos import refusals_of
 from packers import packed_checkpoint
 from pair_engines import Engines, engines
-from pipeline_engine import STATES, checkpoint, fp8_checkpoint, gguf_checkpoint
+from pipeline_engine import SINKS, STATES, checkpoint, fp8_checkpoint, gguf_checkpoint
 from test_same_tokens import ATTEMPTS, KINDS, LATENT, MOE, ODD, pools, read
 
 from penstock.core.plan import Paused
 from penstock.engine.wire import Flush, TokenLogprob
 
 CONFIGS = {"ordinary": ODD, "selecting": ODD, "fp8kv": {**ODD, "head_dim": 16}, "latent": LATENT, "experts": MOE,
-           "states": STATES}
+           "windows": SINKS, "states": STATES}
 LAYOUTS = {"one": "one", "pp": "pp2", "tp": "tp2", "nodes": "pp2.n2", "pair": "one>one", "both": "pp2>tp2"}
 FORMS = {"channel": "fp8", "int4": "int4", "nvfp4": "nvfp4"}
 FEATURES = "plain tier cache paused stored"

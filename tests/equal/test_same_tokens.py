@@ -142,14 +142,14 @@ KINDS = {
     "shared": Kind(make=of_config(SHARED), covers=("ordinary", "selecting"), selects=TOPK),
     "latent": Kind(make=of_config(LATENT), covers=("latent", "latent"), selects={}, always=True),
     "experts": Kind(make=of_config(MOE), covers=("experts", "experts"), selects=TOPK),
-    "sinks": Kind(make=of_config(SINKS), covers=("experts", "experts"), selects=TOPK),
-    "sinks-interval": Kind(make=of_config(SINKS), selects=TOPK, options={"window_interval": 48}),
+    "windows": Kind(make=of_config(SINKS), covers=("windows", "windows"), selects=TOPK),
+    "windows-interval": Kind(make=of_config(SINKS), selects=TOPK, options={"window_interval": 48}),
     "states": Kind(make=of_config(STATES), covers=("states", "states"), selects=TOPK, options={"state_interval": 32}),
     "states-3": Kind(make=of_config(STATES_3), selects=TOPK, options={"state_interval": 32}),
     "granite": Kind(make=of_config(GRANITE), options={"state_interval": 32}),
     "nemotron": Kind(make=of_config(NEMOTRON), options={"state_interval": 32}),
     "mistral4": Kind(make=of_config(MISTRAL_4)),
-    "gemma4": Kind(make=of_config(GEMMA_4), covers=("experts", "experts"), selects=TOPK),
+    "gemma4": Kind(make=of_config(GEMMA_4), covers=("windows", "windows"), selects=TOPK),
     "blocks": Kind(make=lambda folder: (fp8_checkpoint(folder, ODD),) * 2, covers=("ordinary", "ordinary"),
                    weights="fp8"),
     "blocks-experts": Kind(make=lambda folder: (fp8_checkpoint(folder, MOE),) * 2, covers=("experts", "experts"),
@@ -207,10 +207,10 @@ TABLE: dict[tuple[str, str], tuple[str, str, str]] = {
     ("experts", "resident"): ("", "one pp2 tp2 pp2.n2 one>one pp2>tp2 pp3 tp3 tp3+ngram tp4.ep2", "tp2.pp2 tp3.pp2"),
     ("experts", "hosted"): ("one", "pp2 tp2 pp2.n2 one>one pp2>tp2 tp3.pp2 tp2.pp2.n4 tp2.ep0 tp3.ep3.pp2 tp4.ep2",
                             "tp2.pp2 tp3"),
-    ("sinks", "resident"): ("pp2", "one>one pp3 tp3 tp4.ep2", ""),
-    ("sinks", "hosted"): ("one>one", "one pp2", ""),
-    ("sinks-interval", "resident"): ("one", "one>one tp2.pp2 one+ngram one+untiered", ""),
-    ("sinks-interval", "hosted"): ("", "one pp2", ""),
+    ("windows", "resident"): ("pp2", "one>one pp3 tp3 tp4.ep2", ""),
+    ("windows", "hosted"): ("one>one", "one pp2", ""),
+    ("windows-interval", "resident"): ("one", "one>one tp2.pp2 one+ngram one+untiered", ""),
+    ("windows-interval", "hosted"): ("", "one pp2", ""),
     ("states", "resident"): ("pp2+ngram tp2", "one pp2 one>one pp3>pp3+ngram pp2>tp2 tp2.n2", "pp2>pp2 tp2.pp2+ngram"),
     ("states", "hosted"): ("one", "pp2 one>one tp2 pp2>tp2", "pp2>pp2 tp2.n2"),
     ("states-3", "resident"): ("tp3>tp2", "tp2.pp2+ngram tp2>one", "tp3.pp2"),
@@ -280,7 +280,7 @@ def across(ends: Sequence[Options]) -> str:
 def stored(kind: str, layout: str) -> bool:
     return layout in STORED and kind in (
         "ordinary", "selecting", "fp8kv", "latent", "experts", "states", "states-3", "granite", "nemotron", "gemma4",
-        "sinks-interval")
+        "windows-interval")
 
 
 def row(kind: str, place: str, layout: str, marks: Sequence[pytest.MarkDecorator]) -> Any:
