@@ -25,7 +25,7 @@ import gc
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -34,7 +34,7 @@ from worst import answer
 
 from penstock.config.base import collector
 from penstock.core.core import Core
-from penstock.core.plan import Arrived, Event, Finished, HotUse, RequestId
+from penstock.core.plan import Arrived, Event, Finished, HotUse, RequestId, StepPlan
 from penstock.core.request import Request
 from penstock.core.settings import CacheGroup, CoreConfig
 from penstock.engine.process import FULL
@@ -106,33 +106,42 @@ def decode_turns(w: Work, *, record: bool, clock: Callable[[], float] = time.per
                  ) -> tuple[list[float], list[float], float]:
     """Seconds of each turn in which all rows decode, and of `fixed_work` behind it; how many rows a turn
     looked at."""
-    inner = Core(settings(w))
-    core: Core | Recorder = Recorder(inner) if record else inner
+    core = Core(settings(w))
+    recorder = Recorder(core) if record else None
+
+    def advance(events: Sequence[Event]) -> StepPlan | None:
+        if recorder is not None:
+            recorder.begin(events)
+        answer = core.advance(events)
+        if recorder is not None:
+            recorder.end(answer)
+        return answer.plan
+
     arrived = requests(w)
     plan = None
     if w.shared:                               # the first computes it, the others find it
-        plan = core.advance([arrived.pop(0)]).plan
+        plan = advance([arrived.pop(0)])
         assert plan is not None
     events: list[Event] = [*(answer(plan, 1) if plan is not None else ()), *arrived]
     events += [Arrived(RequestId(w.rows + 1 + i), (i, *range(50)), 10) for i in range(w.waiting)]
     for token in range(4):                     # until all are under way, and told the device so
-        plan = core.advance(events).plan
+        plan = advance(events)
         assert plan is not None
         events = answer(plan, token)
-    plan = core.advance(events).plan
-    taken, beside, looked = [], [], inner.counters["rows_looked_at"]
+    plan = advance(events)
+    taken, beside, looked = [], [], core.counters["rows_looked_at"]
     for token in range(w.turns - 8):
         assert plan is not None and len(plan.rows) == w.rows
         assert sum(plan.count) == w.rows + DRAFTS * w.drafts
         events = answer(plan, token)
         started = clock()
-        plan = core.advance(events).plan
+        plan = advance(events)
         taken.append(clock() - started)
         started = clock()
         fixed_work()
         beside.append(clock() - started)
-    assert len(inner.running) == w.rows and len(inner.waiting) == w.waiting
-    return taken, beside, (inner.counters["rows_looked_at"] - looked) / len(taken)
+    assert len(core.running) == w.rows and len(core.waiting) == w.waiting
+    return taken, beside, (core.counters["rows_looked_at"] - looked) / len(taken)
 
 
 def missing(pages: float) -> float:

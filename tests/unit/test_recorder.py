@@ -228,6 +228,16 @@ def test_an_answer_that_began_at_the_other_engine_is_told_apart_like_any_other()
     assert second.prompt[:10] == (*first.prompt, *end.first)
 
 
+def test_a_result_after_a_stop_has_no_standin_also_where_the_plan_of_the_stop_has_left_the_ring():
+    for turns, known in ((9, True), (2, False)):
+        recorder = Recorder(Core(replace(CFG, overlap=True)), turns=turns)
+        recorded(recorder, [arrived(1, range(5), 9, stop=frozenset((7,)))])
+        recorded(recorder, [])
+        recorded(recorder, [Retired(1, ((7,),)), Retired(2, ((7,),))])
+        stop, after = (token for e in read(recorder).turns[-1].events for (token,) in e.tokens)
+        assert not recorder.core.live and (stop >= 0) is known and after == -1
+
+
 def test_large_decode_steps_share_columns_and_small_ones_are_whole():
     for whole_rows, keeps in ((2, False), (3, True)):
         recorder = Recorder(Core(CFG), whole_rows=whole_rows)

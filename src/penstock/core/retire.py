@@ -46,11 +46,11 @@ def _of_each(rows: list[ScheduledRow], tokens: tuple[tuple[int, ...], ...]) -> t
 def _look(core: CoreState, row: ScheduledRow, step: StepId, new: tuple[int, ...]) -> None:
     r = row.request
     if r.phase is _DONE:
-        return                                 # over-run: issued before we knew that it had ended
+        return _counted(core, r, step, 0)      # over-run: issued before we knew that it had ended
     r.num_placeholders -= row.width
     if step <= r.invalid_through:
-        return                                 # it read what never came
-    outcome = take(core, r, new)
+        return _counted(core, r, step, 0)      # it read what never came
+    outcome = take(core, r, step, new)
     if row.kv_epoch == r.kv_epoch:
         short = row.width - len(new)           # what the plan allowed for and did not come
         assert short >= 0, "more tokens than the plan allows"
@@ -67,8 +67,22 @@ def _look(core: CoreState, row: ScheduledRow, step: StepId, new: tuple[int, ...]
         core.transition(r, Trigger.DROP)              # it came without its first token: once more
 
 
-def take(core: CoreState, r: Request, tokens: tuple[int, ...]) -> Outcome | None:
-    """Append output tokens, as far as they count. Returns why the request ends with them."""
+def _counted(core: CoreState, r: Request, step: StepId, tokens: int) -> None:
+    for watcher in core.watchers:
+        watcher.counted(r, step, tokens)
+
+
+def take(core: CoreState, r: Request, step: StepId, tokens: tuple[int, ...]) -> Outcome | None:
+    """Append output tokens of a step (0: of a prefill instance), as far as they count. Returns why the request ends
+    with them."""
+    n = r.num_output
+    outcome = _append(core, r, tokens)
+    if not step or r.num_output < n + len(tokens):
+        _counted(core, r, step, r.num_output - n)
+    return outcome
+
+
+def _append(core: CoreState, r: Request, tokens: tuple[int, ...]) -> Outcome | None:
     a, n = r.arrived, r.num_output
     if core.prefills_only:
         r.outputs += tokens                     # the decode engine tells whom it concerns
@@ -100,5 +114,5 @@ def delivered(core: CoreState, r: Request, tokens: tuple[int, ...]) -> None:
     core.update_parked(r)
     core.update_runnable(r)
     sealing.seal(core.kv, r)
-    if (outcome := take(core, r, tokens)) is not None:
+    if (outcome := take(core, r, StepId(0), tokens)) is not None:
         core.end(r, outcome)

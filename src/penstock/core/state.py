@@ -64,6 +64,10 @@ class Watcher:
     def taken(self, r: Request, source: State, trigger: Trigger) -> None:
         """`r` has left `source` for the state that it is in."""
 
+    def counted(self, r: Request, step: StepId, tokens: int) -> None:
+        """So many of the results of `step` for `r` are its tokens, fewer than came. step 0: of those of a prefill
+        instance, whether fewer or not."""
+
 
 class CoreState(Queues):
     """One engine's requests, their pages, and the edges that requests take."""

@@ -15,15 +15,12 @@ from penstock.core.plan import (
     Advance,
     Arrived,
     Event,
-    Listed,
-    Lookup,
     Output,
-    Received,
     RequestId,
     Retired,
-    Say,
     StepId,
     StepPlan,
+    Token,
 )
 from penstock.core.request import Request
 from penstock.core.settings import CoreConfig
@@ -54,13 +51,13 @@ class OneTokenRetired:
 
 @dataclass(slots=True, eq=False)
 class RecordedTurn:
-    """One `advance`. `outputs` is None where it was nothing but all the tokens of `events`, `plan` may
-    be brief."""
+    """One `advance`. `plan` may be brief."""
 
-    kept: Sequence[Event | OneTokenRetired]
+    kept: list[Event | OneTokenRetired]
     plan: StepPlan | None = None
-    outputs: tuple[Output, ...] | None = None
-    num_outputs: int = 0
+    outputs: tuple[Output, ...] = ()       # but for tokens
+    num_tokens: int = 0                    # of these
+    counted: dict[tuple[StepId, RequestId], int] = field(default_factory=dict)   # see `Watcher.counted`
     edges: list[Edge] = field(default_factory=list)
     ended: list[Request] = field(default_factory=list)       # nobody else has them any more
     idle: int = 0              # calls without events that followed, and in which nothing happened
@@ -70,6 +67,13 @@ class RecordedTurn:
     def events(self) -> tuple[Event, ...]:
         return tuple(Retired(e.step, tuple((token,) for token in e.tokens)) if isinstance(e, OneTokenRetired) else e
                      for e in self.kept)
+
+
+def _brief(event: Retired) -> Event | OneTokenRetired:
+    try:
+        return OneTokenRetired(event.step, [token for (token,) in event.tokens])
+    except ValueError:                         # a row has none, or several
+        return event
 
 
 def without_columns(plan: StepPlan, columns: StepPlan) -> StepPlan:
@@ -92,7 +96,6 @@ class Recorder(Watcher):
         self.now: RecordedTurn | None = None           # the turn in progress, or the one that did not return
         self.lost = 0                          # turns that have left the ring
         self._turns_max, self._tokens_max, self._whole_rows = turns, tokens_max, whole_rows
-        self._drafts = core.cfg.draft_tokens > 0
         self._tokens = 0
         self._last: StepPlan | None = None     # the last plan, as it was kept
         core.watchers.append(self)
@@ -103,7 +106,7 @@ class Recorder(Watcher):
 
     def begin(self, events: Sequence[Event]) -> None:
         """The core is about to advance. While it works, and for ever if it raises, `now` is this turn."""
-        self.now = RecordedTurn(tuple(events))
+        self.now = RecordedTurn(list(events))
 
     def end(self, answer: Advance) -> None:
         """The core's answer to the events of the turn that has begun."""
@@ -116,30 +119,22 @@ class Recorder(Watcher):
         self.now = None
 
     def _keep(self, turn: RecordedTurn, answer: Advance) -> None:
-        quiet, results, new = not turn.edges, 0, len(answer.outputs)
-        for event in turn.kept:
-            if type(event) is Retired:
-                # Without drafts a row returns one token at most: cheaper to count, for the same end.
-                results += sum(map(len, event.tokens)) if self._drafts else len(event.tokens)
-            elif type(event) is Arrived:
+        # A Token a row and step, kept until the ring has gone round, costs the core 3 % of its speed:
+        # the next ones then lie in memory that no cache has. So `_slim` and `_brief`.
+        told, outputs = 0, answer.outputs      # tokens of large steps
+        for at, event in enumerate(turn.kept):
+            if type(event) is Arrived:
                 turn.tokens += len(event.prompt)
-                quiet = False
-            elif type(event) in (Received, Listed):
-                quiet = False                  # it may bring a token, or ask for more
-        if new and type(answer.outputs[-1]) in (Say, Lookup):
-            quiet = False
-        turn.num_outputs = new
+            elif type(event) is Retired and len(event.tokens) > self._whole_rows:
+                turn.kept[at] = brief = _brief(event)
+                told += len(event.tokens) if brief is not event else 0
+        if told != len(outputs) or turn.counted or (outputs and type(outputs[-1]) is not Token):
+            turn.outputs = tuple([out for out in outputs if type(out) is not Token])
+        turn.num_tokens = len(outputs) - len(turn.outputs)
+        if turn.ended:
+            turn.tokens += sum([r.num_tokens for r in turn.ended])
         if answer.plan is not None:
             turn.plan = self._last = self._slim(answer.plan)
-        # A Token a row and step, kept until the ring has gone round, costs the core 3 % of its speed:
-        # the next ones then lie in memory that no cache has. Most steps can do without; so `_slim`, `OneTokenRetired`.
-        if not quiet or results != new:
-            turn.outputs = answer.outputs
-        elif new > self._whole_rows and not self._drafts:
-            turn.kept = [OneTokenRetired(e.step, [token for (token,) in e.tokens]) if type(e) is Retired else e
-                         for e in turn.kept]
-        if turn.ended:
-            turn.tokens += sum(r.num_tokens for r in turn.ended)
         self._tokens += turn.tokens
         self.turns.append(turn)
         while len(self.turns) > self._turns_max or (
@@ -154,6 +149,10 @@ class Recorder(Watcher):
                 or plan.rows != last.rows or plan.samples != last.samples or plan.count != last.count):
             return plan
         return without_columns(plan, last)
+
+    def counted(self, r: Request, step: StepId, tokens: int) -> None:
+        if self.now is not None:
+            self.now.counted[step, r.rid] = tokens
 
     def taken(self, r: Request, source: State, trigger: Trigger) -> None:
         if self.now is not None:

@@ -7,6 +7,7 @@ within a prompt are not visible, and the numbers are given anew for each dump. W
 from __future__ import annotations
 
 import bisect
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -27,7 +28,6 @@ from penstock.core.plan import (
     SessionEnded,
     StepId,
     StepPlan,
-    Token,
     key_of,
 )
 from penstock.core.settings import CoreConfig
@@ -114,9 +114,9 @@ def redact(recorder: Recorder) -> Flight:
     return _Redaction(recorder, turns).flight()
 
 
-# Of one turn: a request's results by step, and which of all these tokens counted: from, how many.
-_Results = dict[RequestId, tuple[list[tuple[StepId, tuple[int, ...]]], int, int]]
-FROM_PEER = StepId(0)              # in place of a step: the other engine of a pair sampled it
+_Result = tuple[StepId, RequestId, tuple[int, ...]]      # of a request, of one step, and so far as they are its tokens
+_Stands = dict[tuple[StepId, RequestId | None], list[int]]
+FROM_PEER = StepId(0)              # in place of a step: the prefill instance sampled it
 
 
 class _Redaction:
@@ -128,50 +128,35 @@ class _Redaction:
         self.attentions: dict[int, int] = {0: 0}
         self.sessions: dict[int, int] = {0: 0}
         self.tenants: dict[int, int] = {}           # of sessions
-        self.role = recorder.core.cfg.role
         # What has ended and what is live; a refused request never had a Request.
         self.known = {r.rid: (r.arrived, r.tokens) for t in turns for r in t.ended}
         self.known |= {rid: (r.arrived, r.tokens) for rid, r in recorder.core.live.items()}
         self.known |= {rid: (a, list(a.prompt)) for rid, a in self.born.items() if rid not in self.known}
         self.transfers = {a.transfer: rid for rid, (a, _) in self.known.items() if a.transfer}
         self.results = list(map(self._results, turns))
-        if self.role == "prefill":
-            self._count_the_last()
         self.stories = self._stories()
 
     # ---------------------------------------------------------------- who there was
-    def _count_the_last(self) -> None:
-        """A prefill engine tells no token, and samples one of a request at most: what came before it
-        was of no use, and if the request has none then nothing was."""
-        left = {rid for rid, (a, tokens) in self.known.items() if len(tokens) > len(a.prompt)}
-        for results in reversed(self.results):
-            for rid, (got, _, _) in results.items():
-                total = sum(len(tokens) for _, tokens in got)
-                n = int(total > 0 and rid in left)
-                results[rid] = got, total - n, n
-                if n:
-                    left.discard(rid)
-
     def _stories(self) -> dict[RequestId, _RequestHistory]:
         known = self.known
-        counted, late = dict[RequestId, int](), dict[RequestId, list[int]]()
+        counted, late = Counter[RequestId](), defaultdict[RequestId, list[int]](list)
         for turn, results in zip(self.turns, self.results, strict=True):
-            for rid, (got, _, n) in results.items():
+            for _, rid, got in results:
                 if turn is self.recorder.now:
-                    late[rid] = [token for _, tokens in got for token in tokens]
+                    late[rid] += got
                 else:
-                    counted[rid] = counted.get(rid, 0) + n
+                    counted[rid] += len(got)
         numbers, stories = _Numbers(), dict[RequestId, _RequestHistory]()
         for rid in sorted(known):
             a, tokens = known[rid]
-            n, new = len(a.prompt), late.get(rid, [])
+            n, new = len(a.prompt), late[rid]
             if rid in self.born:
                 before = 0
             else:
                 # Did the turn that failed get as far as to apply its results?
                 applied = len(new) if new and tokens[n:][-len(new):] == new else 0
-                before = max(0, len(tokens) - n - applied - counted.get(rid, 0))
-            whole = (*tokens[:n + before + counted.get(rid, 0)], *new)
+                before = max(0, len(tokens) - n - applied - counted[rid])
+            whole = (*tokens[:n + before + counted[rid]], *new)
             space = self.namespaces.setdefault(a.namespace, len(self.namespaces))
             self.attentions.setdefault(a.attention, len(self.attentions))
             stories[rid] = _RequestHistory(a, whole, before, numbers.of(space, whole), before)
@@ -186,27 +171,16 @@ class _Redaction:
             rids = mine if len(mine) == len(e.tokens) else rids
         return zip(rids, e.tokens, strict=True)
 
-    def _results(self, turn: RecordedTurn) -> _Results:
-        """The core may have skipped results that came too late, and what follows a stop: then the
-        outputs say which tokens counted."""
-        told: dict[RequestId, list[int]] = {}
-        for out in turn.outputs or ():
-            if isinstance(out, Token):
-                told.setdefault(out.rid, []).append(out.token)
-        found: dict[RequestId, list[tuple[StepId, tuple[int, ...]]]] = {}
-        peer: dict[RequestId, tuple[int, ...]] = {}
+    def _results(self, turn: RecordedTurn) -> list[_Result]:
+        found = list[_Result]()
         for e in turn.events:
             if isinstance(e, Retired):
-                for rid, got in self._sampled(e):
-                    if rid is not None:
-                        found.setdefault(rid, []).append((e.step, got))
+                found += [(e.step, rid, got[:turn.counted.get((e.step, rid), len(got))])
+                          for rid, got in self._sampled(e) if rid in self.known]
             elif isinstance(e, Received) and isinstance(end := e.message, End):
-                if self.role == "decode" and (rid := self.transfers.get(end.transfer)) is not None:
-                    peer[rid] = end.first
-        for rid, first in peer.items():
-            found.setdefault(rid, [(FROM_PEER, first)])      # who has a step in flight does not receive
-        return {rid: (got, *_place(got, None if turn.outputs is None else told.get(rid, [])))
-                for rid, got in found.items()}
+                if (rid := self.transfers.get(end.transfer)) is not None:
+                    found.append((FROM_PEER, rid, end.first[:turn.counted.get((FROM_PEER, rid), 0)]))
+        return found
 
     # ---------------------------------------------------------------- writing it down
     def flight(self) -> Flight:
@@ -220,35 +194,25 @@ class _Redaction:
         return Flight(self.recorder.core.cfg, self.recorder.lost, held,
                       tuple(map(self._leg, self.turns, self.results)))
 
-    def _leg(self, turn: RecordedTurn, results: _Results) -> RedactedTurn:
-        stands = self._stands(results)
-        events = tuple(self._event(e, stands) for e in turn.events)
-        said = tuple(self._output(o) for o in turn.outputs or () if not isinstance(o, Token))
-        return RedactedTurn(events, None if turn.plan is None else self._plan(turn.plan), said,
-                   turn.num_outputs - len(said), tuple(map(_edge, turn.edges)), turn.idle,
-                   turn is not self.recorder.now)
+    def _leg(self, turn: RecordedTurn, results: list[_Result]) -> RedactedTurn:
+        stands = _Stands()
+        for step, rid, tokens in results:
+            s = self.stories[rid]
+            first = len(s.arrived.prompt) + s.emitted
+            stands[step, rid] = s.stand[first:first + len(tokens)]
+            s.emitted += len(tokens)
+        events = tuple([self._event(e, stands) for e in turn.events])
+        return RedactedTurn(events, turn.plan and self._plan(turn.plan), tuple(map(self._output, turn.outputs)),
+                            turn.num_tokens, tuple(map(_edge, turn.edges)), turn.idle, turn is not self.recorder.now)
 
-    def _stands(self, results: _Results) -> dict[tuple[StepId, RequestId], tuple[int, ...]]:
-        stands: dict[tuple[StepId, RequestId], tuple[int, ...]] = {}
-        for rid, (got, at, n) in results.items():
-            row = [UNKNOWN] * sum(len(tokens) for _, tokens in got)
-            if (s := self.stories.get(rid)) is not None:
-                first = len(s.arrived.prompt) + s.emitted
-                row[at:at + n] = s.stand[first:first + n]
-                s.emitted += n
-            for step, tokens in got:
-                stands[step, rid] = tuple(row[:len(tokens)])
-                del row[:len(tokens)]
-        return stands
-
-    def _event(self, e: Event, stands: dict[tuple[StepId, RequestId], tuple[int, ...]]) -> Event:
+    def _event(self, e: Event, stands: _Stands) -> Event:
         if isinstance(e, Arrived):
             return self._arrived(e)
         if isinstance(e, SessionEnded | RetentionEnded):
             return replace(e, session=self._session(e.session))
         if isinstance(e, Retired):
-            return Retired(e.step, tuple((UNKNOWN,) * len(got) if rid is None else stands[e.step, rid]
-                                         for rid, got in self._sampled(e)))
+            mine = [(stands.get((e.step, rid), []), len(got)) for rid, got in self._sampled(e)]
+            return Retired(e.step, tuple([(*stand, *[UNKNOWN] * (n - len(stand))) for stand, n in mine]))
         if isinstance(e, Received) and isinstance(e.message, End):
             return Received(self._end(e.message), e.peer)
         veiled: Event = e if isinstance(e, HotUse) else _veiled(e)         # it counts, and has no token
@@ -293,19 +257,6 @@ class _Redaction:
             tokens += [mine if token >= 0 else UNKNOWN
                        for mine, token in zip(stand, p.tokens[at:at + count], strict=False)]
         return replace(p, tokens=tuple(tokens))
-
-
-def _place(results: list[tuple[StepId, tuple[int, ...]]], told: list[int] | None) -> tuple[int, int]:
-    """Which of the tokens counted: from where on, and how many. All, if nothing else is known."""
-    whole = [token for _, got in results for token in got]
-    if told is None or len(told) >= len(whole):
-        return 0, len(whole)               # or more were told: of a step from before the flight
-    at = 0
-    for _, got in results:
-        if whole[at:at + len(told)] == told:
-            break
-        at += len(got)
-    return at, len(told)
 
 
 def _veiled(value: Any) -> Any:
