@@ -12,6 +12,7 @@ from penstock.core.pair.protocol import Granted
 from penstock.core.plan import Arrived, HbmPage, MoveId, RequestId, Row, StepId, Tier
 from penstock.core.policy.sessions import SHARED, Session
 
+_DECODE, _TO_HOST = Phase.DECODE, Place.TO_HOST       # Python 3.11 takes 0.1 us to find a member of an Enum
 MISSED = 0.2                # of what a hosted row selects, until a HotUse says how much
 PREEMPTIONS_MAX = 3         # times that a request gives way at most
 FAILED_SAVES_MAX = 3        # copies to the host that fail again and again help nobody
@@ -280,7 +281,7 @@ class Request:
     @property
     def decodes(self) -> bool:
         """Whether steps take it that follow its prompt. It waits while its KV is on its way to the host."""
-        return self.phase is Phase.DECODE and self.place is not Place.TO_HOST
+        return self.phase is _DECODE and self.place is not _TO_HOST
 
     @property
     def state(self) -> State:

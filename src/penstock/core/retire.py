@@ -75,15 +75,7 @@ def _counted(core: CoreState, r: Request, step: StepId, tokens: int) -> None:
 def take(core: CoreState, r: Request, step: StepId, tokens: tuple[int, ...]) -> Outcome | None:
     """Append output tokens of a step (0: of a prefill instance), as far as they count. Returns why the request ends
     with them."""
-    n = r.num_output
-    outcome = _append(core, r, tokens)
-    if not step or r.num_output < n + len(tokens):
-        _counted(core, r, step, r.num_output - n)
-    return outcome
-
-
-def _append(core: CoreState, r: Request, tokens: tuple[int, ...]) -> Outcome | None:
-    a, n = r.arrived, r.num_output
+    a, first, outcome = r.arrived, r.num_output, None
     if core.prefills_only:
         r.outputs += tokens                     # the decode engine tells whom it concerns
         if r.forks and tokens:
@@ -91,6 +83,7 @@ def _append(core: CoreState, r: Request, tokens: tuple[int, ...]) -> Outcome | N
         if r.is_runnable:
             core.update_runnable(r)                      # it was dropped: now it must have its grant first
         return None
+    n = first
     for token in tokens:
         r.outputs.append(token)
         core.out.append(make(Token, (a.rid, n, token)))
@@ -98,10 +91,14 @@ def _append(core: CoreState, r: Request, tokens: tuple[int, ...]) -> Outcome | N
         if r.forks:
             core.release_forks(r)
         if token in a.stop and n > a.min_new:
-            return Outcome.STOP
+            outcome = Outcome.STOP
+            break
         if n >= r.max_new:
-            return Outcome.LENGTH
-    return None
+            outcome = Outcome.LENGTH
+            break
+    if outcome is not None or not step:
+        _counted(core, r, step, n - first)
+    return outcome
 
 
 def delivered(core: CoreState, r: Request, tokens: tuple[int, ...]) -> None:

@@ -65,8 +65,8 @@ class Watcher:
         """`r` has left `source` for the state that it is in."""
 
     def counted(self, r: Request, step: StepId, tokens: int) -> None:
-        """So many of the results of `step` for `r` are its tokens, fewer than came. step 0: of those of a prefill
-        instance, whether fewer or not."""
+        """So many of the results of `step` for `r` are its tokens; all are where this is not called. step 0: of
+        those of a prefill instance; where this is not called, none are."""
 
 
 class CoreState(Queues):

@@ -43,10 +43,10 @@ class PageTable:
         return -(-tokens // self.unit)
 
     def stays(self, i: int, ends: Sequence[int]) -> bool:
-        """Whether the prefix tree keeps page i: somebody reads it who goes on at one of these positions, which
-        ascend, or at the next multiple of `keep`. The first of them behind it decides."""
+        """Whether the prefix tree keeps page i of a group with `keep`: it is read by requests that go on at one of
+        these positions, which ascend, or at the next multiple of `keep`. The first of them behind it decides."""
         keep, end = self.group.keep, (i + 1) * self.unit
-        return not keep or self.begin(min([-(-end // keep) * keep, *ends[(at := bisect_left(ends, end)):at + 1]])) <= i
+        return self.begin(min([-(-end // keep) * keep, *ends[(at := bisect_left(ends, end)):at + 1]])) <= i
 
     def replace(self, device: list[Copy | None], host: list[Copy | None],
                 ) -> tuple[list[Copy | None], list[Copy | None]]:

@@ -59,7 +59,7 @@ class Pages(Matching):
         self.tree = Tree([*self.device, *self.host, *self.disk], cfg.store_root, cfg.retained_pages)
         self.moves = Moves(cfg, self.tree, self.device, self.host, self.disk, self.arenas[Tier.DISK])
         self._one = [tuple(int(k == g) for k in range(len(cfg.groups))) for g in range(len(cfg.groups))]
-        self._keeps = any([group.keep for group in cfg.groups])
+        self.keeps = any([group.keep for group in cfg.groups])
         self.issued = StepId(0)
         self.freed = 0                                   # units that came back, in all
         self.grown: list[Request] = []           # whose hot buffers have more than their least
@@ -370,7 +370,7 @@ class Pages(Matching):
         for space, n in zip(spaces, want, strict=True):
             missing, per = n - space.pool.free - space.pool.in_limbo, space.pool.per_slab
             most = missing - per * max(0, -(-missing // per) - short)
-            if missing > 0 and not self._keeps and (gone := self.tree.evict(space, most)):
+            if missing > 0 and not self.keeps and (gone := self.tree.evict(space, most)):
                 return gone
         return self.tree.evict_oldest(spaces, short)
 

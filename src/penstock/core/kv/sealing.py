@@ -12,19 +12,18 @@ from penstock.core.lifecycle import Place
 from penstock.core.plan import Tier
 from penstock.core.request import Request
 
+_TO_HOST, _TO_DEVICE = Place.TO_HOST, Place.TO_DEVICE
+
 
 def seal(kv: Pages, r: Request) -> None:
     """Move pages whose tokens have all retired from the request into the tree."""
     size, first, path, tree = kv.cfg.page_size, len(r.path), r.path, kv.tree
     known = min(r.retired, r.num_tokens) // size
     forks = _extend(kv, r, known)
-    # Where windows with `keep` stay beside its multiples: where paths part, and at a prompt's end. What a peer sends of
-    # that begins within a page: a decode instance goes on from the next page end.
-    last = [-(-r.num_prompt // size) * size] if kv.cfg.role == "decode" else []
-    ends = sorted([(r.num_prompt - 1) // size * size, *last, *forks])
+    ends = _ends(kv, r, forks) if kv.keeps else forks
     lower, stores = kv.cfg.dram_pages > 0, kv.cfg.disk_pages and kv.cfg.prefix_cache
-    on_host, spills, returns = r.place.on_host, r.place is Place.TO_HOST, r.place is Place.TO_DEVICE
-    store: list[tuple[int, Node]] = []         # in this way: list[...]() takes twenty times as long
+    on_host, spills, returns = r.place.on_host, r.place is _TO_HOST, r.place is _TO_DEVICE
+    store: list[tuple[int, Node]] = []
     for g, t in enumerate(r.tables):
         new: list[Node] = []
         device, host, unit = kv.device[g], kv.host[g], t.unit
@@ -42,7 +41,7 @@ def seal(kv: Pages, r: Request) -> None:
                 mine = None if mine is None or mine.partial else mine
                 known_below = kv.take_host_copy(node, g, mine) is not None
             # The copies of a page that was just sealed serve others, where the tree has none.
-            stays = t.stays(i, ends)
+            stays = not t.group.keep or t.stays(i, ends)
             if up is not None and stays:
                 _share(tree, node, device, up)
             if down is not None:
@@ -69,16 +68,25 @@ def seal(kv: Pages, r: Request) -> None:
 
 
 def _extend(kv: Pages, r: Request, known: int) -> list[int]:
-    """Name so many pages. Returns where paths part in front of a new one, ascending."""
-    size, path, tree, forks = kv.cfg.page_size, r.path, kv.tree, list[int]()
+    """Name so many pages. Returns where paths part in front of a new one, ascending, if windows have `keep`."""
+    size, path, tree = kv.cfg.page_size, r.path, kv.tree
+    forks: list[int] = []                      # in this way: list[...]() takes twenty times as long
     for i in range(len(path), known):
         parent = path[-1] if path else tree.root(r.arrived.namespace)
         node = tree.child(parent, r.page_key(i, size))
         tree.ref(node)
         path.append(node)
-        if parent.num_children > 1:
+        if kv.keeps and parent.num_children > 1:
             forks.append(i * size)
     return forks
+
+
+def _ends(kv: Pages, r: Request, forks: list[int]) -> list[int]:
+    """Where windows with `keep` stay beside its multiples: where paths part, and at a prompt's end. What a peer sends
+    of that begins within a page: a decode instance goes on from the next page end."""
+    size = kv.cfg.page_size
+    last = [-(-r.num_prompt // size) * size] if kv.cfg.role == "decode" else []
+    return sorted([(r.num_prompt - 1) // size * size, *last, *forks])
 
 
 def _share(tree: Tree, node: Node, space: TierGroup, copy: Copy) -> None:
