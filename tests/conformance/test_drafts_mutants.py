@@ -20,7 +20,7 @@ from penstock.exec.drafts import narrow
 from penstock.exec.sampling import sampler
 from penstock.exec.sampling.grammar import Grammars
 from penstock.exec.sampling.masks import Masks
-from penstock.exec.sampling.tokens import Chosen
+from penstock.exec.sampling.tokens import HostSampler
 from penstock.exec.step.states import StatePools
 from penstock.exec.step.step_batch import StepBatch
 
@@ -51,7 +51,7 @@ def positions_of_the_plan(mp, wrong):
 
 def length_kept_over_a_bind(mp):
     """The first step of a row is where its last request was."""
-    bind, right, rows, lengths = Chosen.bind, Chosen.history, {}, {}
+    bind, right, rows, lengths = HostSampler.bind, HostSampler.history, {}, {}
 
     def bound(self, bound):
         rows[bound.rid] = bound.row
@@ -63,13 +63,13 @@ def length_kept_over_a_bind(mp):
         if length is not None and length[0] != rid:
             outputs = [*outputs, *(0 for _ in range(length[1]))][:max(1, length[1] - len(prompt))]
         return prompt, outputs
-    mp.setattr(Chosen, "bind", bound)
-    mp.setattr(Chosen, "history", history)
+    mp.setattr(HostSampler, "bind", bound)
+    mp.setattr(HostSampler, "history", history)
 
 
 def one_accepted_too_many(mp):
     """What follows the first wrong draft is said as well."""
-    right = Chosen._checked
+    right = HostSampler._checked
 
     def checked(self, plan, ran, pairs):
         found = right(self, plan, ran, pairs)
@@ -82,12 +82,12 @@ def one_accepted_too_many(mp):
                 self._open[rid].outputs.append(token)
                 self._tables.sampled([ran.rows[firsts[rid]]], torch.tensor([token]))
         return found
-    mp.setattr(Chosen, "_checked", checked)
+    mp.setattr(HostSampler, "_checked", checked)
 
 
 def uniform_of_the_wrong_index(mp):
     """All positions of a row draw with that of its first."""
-    right, first = Chosen._checked, {}
+    right, first = HostSampler._checked, {}
 
     def checked(self, plan, ran, pairs):
         first.update({s.key: len(s.outputs) for _, s in pairs})
@@ -96,7 +96,7 @@ def uniform_of_the_wrong_index(mp):
         finally:
             first.clear()
     uniform = sampler.uniform
-    mp.setattr(Chosen, "_checked", checked)
+    mp.setattr(HostSampler, "_checked", checked)
     mp.setattr(sampler, "uniform", SimpleNamespace(
         stream=uniform.stream, uniform=lambda key, index: uniform.uniform(key, first.get(key, index))))
 
@@ -105,7 +105,7 @@ def mask_one_early(mp):
     """Positions behind the first are masked as if the draft before them had not been said."""
     right, steps = Masks.apply, {}
 
-    def checked(self, plan, ran, pairs, was=Chosen._checked):
+    def checked(self, plan, ran, pairs, was=HostSampler._checked):
         steps.update({id(s.outputs): len(s.outputs) for _, s in pairs})
         try:
             return was(self, plan, ran, pairs)
@@ -115,7 +115,7 @@ def mask_one_early(mp):
     def apply(self, masked_BV, some, matchers, outputs):
         return right(self, masked_BV, some, matchers, [
             o[:-1] if len(o) > steps.get(id(o), len(o)) else o for o in outputs])
-    mp.setattr(Chosen, "_checked", checked)
+    mp.setattr(HostSampler, "_checked", checked)
     mp.setattr(Masks, "apply", apply)
 
 

@@ -124,10 +124,10 @@ def test_rows_of_every_kind_fly_and_say_what_they_say_alone() -> None:
 
 def draws_itself(patch: pytest.MonkeyPatch, rank: Worker) -> None:
     """As a CUDA device: it draws for every row in the step, and again for those that are chosen late."""
-    if isinstance(rank._tokens, tokens.Drawn):
+    if isinstance(rank._tokens, tokens.GpuSampler):
         return
     old = rank._tokens
-    rank._tokens = tokens.Drawn(old._sampler, rank._tables, Draws(61, 4, torch.device("cpu"), "reference"))
+    rank._tokens = tokens.GpuSampler(old._sampler, rank._tables, Draws(61, 4, torch.device("cpu"), "reference"))
 
 
 def test_rows_that_the_device_draws_for_are_drawn_again_with_the_same_uniforms(monkeypatch) -> None:
@@ -192,7 +192,7 @@ def provisional_tokens_fly_on(patch, rank: Worker) -> None:
 
 
 def tables_keep_the_provisional_token(patch, rank: Worker) -> None:
-    right = tokens.Chosen._choose
+    right = tokens.HostSampler._choose
 
     def choose(self, *args):
         sampled, self._tables.sampled = self._tables.sampled, lambda rows, tokens_B: None
@@ -200,22 +200,22 @@ def tables_keep_the_provisional_token(patch, rank: Worker) -> None:
             return right(self, *args)
         finally:
             self._tables.sampled = sampled
-    patch.setattr(tokens.Chosen, "_choose", choose)
+    patch.setattr(tokens.HostSampler, "_choose", choose)
 
 
 def the_provisional_answer_is_told(patch, rank: Worker) -> None:
-    right = tokens.Chosen._choose
+    right = tokens.HostSampler._choose
 
     def choose(self, ran, answer_2B, *args):
         before = answer_2B.clone()
         return before, right(self, ran, answer_2B, *args)[1]
-    patch.setattr(tokens.Chosen, "_choose", choose)
+    patch.setattr(tokens.HostSampler, "_choose", choose)
 
 
 def chosen_twice(patch, rank: Worker) -> None:
     """Penalties count twice."""
-    right = tokens.Chosen._choose
-    patch.setattr(tokens.Chosen, "_choose", lambda self, *args: (right(self, *args), right(self, *args))[1])
+    right = tokens.HostSampler._choose
+    patch.setattr(tokens.HostSampler, "_choose", lambda self, *args: (right(self, *args), right(self, *args))[1])
 
 
 def penalties_are_taken_for_simple(patch, rank: Worker) -> None:

@@ -25,7 +25,7 @@ from penstock.config.request.params import SamplingParams
 from penstock.core.plan import Aborted, Dropped, Paused, RequestId
 from penstock.exec.drafts.mtp import MTP as DraftMTP
 from penstock.exec.drafts.mtp import LayerDrafts
-from penstock.exec.sampling.tokens import Answers
+from penstock.exec.sampling.tokens import SampledStep
 from penstock.exec.step.dense import Dense as DenseAttention
 from penstock.exec.step.latent import Latent
 from penstock.model.base import LocalLayer
@@ -85,7 +85,7 @@ def same(rid, prompt, outputs, got) -> None:
 @pytest.fixture(autouse=True)
 def heard(monkeypatch):
     """Of a device that proposes the host hears with the answers of the step."""
-    LAST[:], learn = [], Answers.learn
+    LAST[:], learn = [], SampledStep.learn
 
     def learnt(self):
         if self.firsts and LAST and LAST[0].rank._drafts.graphs is not None:
@@ -94,7 +94,7 @@ def heard(monkeypatch):
                 took = self.answer_2B[2, first + 1:end]
                 same(rid, s.prompt, s.outputs, took[took >= 0].tolist())
         learn(self)
-    monkeypatch.setattr(Answers, "learn", learnt)
+    monkeypatch.setattr(SampledStep, "learn", learnt)
 
 
 def counts(engine) -> tuple[int, int, int]:

@@ -17,7 +17,7 @@ import where
 from penstock.exec.drafts.device import Ahead
 from penstock.exec.graphs.drafts import DraftGraphs, every, widths
 from penstock.exec.sampling.on_device import Draws
-from penstock.exec.sampling.tokens import Drawn
+from penstock.exec.sampling.tokens import GpuSampler
 from penstock.exec.step import dense
 from penstock.kernels.types.ragged import Ragged
 
@@ -60,7 +60,7 @@ def as_a_device(engine: Any) -> Any:
     rank = engine.rank
     if not rank._ahead:
         rank._ahead, old = True, rank._tokens
-        rank._tokens = Drawn(old._sampler, rank._tables,
+        rank._tokens = GpuSampler(old._sampler, rank._tables,
                              Draws(61, rank._tables.last_R.numel() - 1, torch.device("cpu"), "reference"))
         narrowing = rank._drafts.host
         narrowing._history, narrowing._forced = rank._tokens.history, rank._tokens.forced

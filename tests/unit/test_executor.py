@@ -22,7 +22,7 @@ from penstock.core.plan import (
 )
 from penstock.exec.executor import Executor, RanksDisagree
 from penstock.exec.sampling.sampler import NOT_FINITE, NOTHING_ADMITTED, Sampling, told
-from penstock.exec.sampling.tokens import Answers
+from penstock.exec.sampling.tokens import SampledStep
 from penstock.exec.worker import Stepped
 
 RID, STEP, MOVE = RequestId(1), StepId(1), MoveId(1)
@@ -97,7 +97,7 @@ def test_what_rows_have_missed_is_told_every_sixteen_steps_of_all_ranks():
 @pytest.mark.parametrize("code", [NOT_FINITE, NOTHING_ADMITTED])
 def test_a_grammar_that_admits_no_token_damages_no_page(code):
     """Its request fails, and pages that others share with it stay."""
-    answers = Answers()
+    answers = SampledStep()
     state = Sampling(SamplingParams(), (5,), (), 0)
     told([state], [code], None)
     assert not answers.say(RID, state, 0, code)

@@ -171,7 +171,7 @@ def test_largest_hits_are_full_pages_of_what_was_seen() -> None:
 def test_the_command_describes_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--agents", "2", "--turns", "4", "--scale", "40"]) == 0
     shown = capsys.readouterr().out
-    assert "2 sessions, 8 requests, prompts of 600 to" in shown and "has: 0." in shown
+    assert "2 sessions, 8 requests, prompts of 600 to" in shown and "without a limit: 0." in shown
 
 
 @pytest.mark.parametrize(("words", "message"), [

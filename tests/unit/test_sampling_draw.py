@@ -12,7 +12,7 @@ from penstock.config.request.params import SamplingParams
 from penstock.core.plan import RequestId
 from penstock.exec.sampling.on_device import Draws
 from penstock.exec.sampling.sampler import Sampler
-from penstock.exec.sampling.tokens import Answers
+from penstock.exec.sampling.tokens import SampledStep
 from penstock.kernels.sample import filters, uniform
 
 V = 40
@@ -329,7 +329,7 @@ def test_a_host_that_has_learnt_where_a_row_ends_says_where_it_is_on_the_device(
     answer, counts = Draws(V, 1, device, "reference").checked(
         logits, torch.zeros(2, dtype=torch.int64), torch.zeros_like(at), torch.zeros(4, dtype=torch.int64),
         at + 3, torch.tensor((-1, *drafts), dtype=torch.int32), at, 4)
-    answers = Answers(((RequestId(0), state),) * 4, [0], answer)
+    answers = SampledStep(((RequestId(0), state),) * 4, [0], answer)
     answers.learn()
     assert answers.tokens == [says[:len(state.outputs)]] and (END in state.outputs) == (END in says)
     assert 3 + len(state.outputs) + state.beyond == 3 + int(counts.sum())

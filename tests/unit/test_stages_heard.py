@@ -9,7 +9,7 @@ import torch
 
 from penstock.config.request.params import SamplingParams
 from penstock.core.plan import Bind, RequestId, Row, StepId
-from penstock.exec.sampling.tokens import FromLast
+from penstock.exec.sampling.tokens import FromLastStage
 from penstock.exec.step.eager import Ran
 from penstock.exec.step.links import MOST_AWAITED, Sampled, TokensFromLast
 from penstock.exec.step.step_batch import StepBatch
@@ -65,7 +65,7 @@ def test_a_device_waits_for_tokens_that_the_host_has_not_heard_of() -> None:
     """For the newest of its rows, and for none that is known: of a prompt, of another engine, of a row bound anew."""
     source, sees = Source({3: 3}), Sees()
     tables = SimpleNamespace(last_R=torch.zeros(4))
-    tokens = FromLast(100, TokensFromLast(source), cast(RowTables, tables), sees)
+    tokens = FromLastStage(100, TokensFromLast(source), cast(RowTables, tables), sees)
     for rid in (1, 2, 3):
         tokens.open(RequestId(rid), (5,), SamplingParams(), 0, ())
     tokens.given(RequestId(3), [77])

@@ -32,7 +32,7 @@ from penstock.exec.graphs.steps import WHY, captured, cause
 from penstock.exec.sampling.grammar import Grammars
 from penstock.exec.sampling.prompt import PromptReader, Read, landed
 from penstock.exec.sampling.sampler import Logprobs
-from penstock.exec.sampling.tokens import Answers, Drawn, tokens_of
+from penstock.exec.sampling.tokens import GpuSampler, SampledStep, tokens_of
 from penstock.exec.sparse.attending import Sparse
 from penstock.exec.step.attend import Attending, LatentOps, ReadCounts
 from penstock.exec.step.dense import Dense
@@ -92,7 +92,7 @@ class _Flight:
     """
 
     plan: StepPlan
-    answers: Answers
+    answers: SampledStep
     done: torch.cuda.Event | None
     reads: ReadCounts
     prompts: list[Read]
@@ -211,7 +211,7 @@ class Worker:
         kernel. All stages at the same time, or one after the other in their order: each hands the next what its
         steps take. rehearses: they are launched and not captured, and none can be replayed."""
         assert self._tables.last_R.is_cuda, "only steps of a CUDA device are captured"
-        draws = self._tokens.draws if isinstance(self._tokens, Drawn) else None
+        draws = self._tokens.draws if isinstance(self._tokens, GpuSampler) else None
         ahead = None if self._drafts is None else self._drafts.ahead
         with pinned.held_back():
             self._steps[:-1], graphs = captured(
@@ -279,7 +279,7 @@ class Worker:
         if launched and self._tables.last_R.is_cuda:
             torch.cuda.current_stream().synchronize()   # who is told copies on other streams
 
-    def _settle(self, plan: StepPlan, answers: Answers) -> None:
+    def _settle(self, plan: StepPlan, answers: SampledStep) -> None:
         """Once the answers of a step are known."""
         if answers.drafts:
             self.checked(plan.step, right_of(plan, answers.tokens))
@@ -303,8 +303,8 @@ class Worker:
     def _waits(self, plan: StepPlan) -> bool:
         return bool(plan.waits) or (self._drafts is not None and self._drafts.waits(plan, self._unknown()))
 
-    def _unknown(self) -> list[Answers]:
-        """Answers of steps in flight that the host does not know yet."""
+    def _unknown(self) -> list[SampledStep]:
+        """Steps in flight whose tokens the host does not know yet."""
         return [flight.answers for flight in self._flights if not flight.answers.learnt]
 
     def _launch(self, plan: StepPlan) -> None:
@@ -359,7 +359,7 @@ class Worker:
             flight.answers.learn()
             self._settle(flight.plan, flight.answers)
 
-    def _execute(self, plan: StepPlan) -> tuple[Answers, list[Read]]:
+    def _execute(self, plan: StepPlan) -> tuple[SampledStep, list[Read]]:
         for bind in plan.binds:
             self._tables.bind(bind, self._tokens.bind(bind))
             budget, num_prompt = self._selects[bind.rid]
@@ -374,7 +374,7 @@ class Worker:
         for resize in plan.resizes:
             self._attending.resize(resize)
         if not plan.rows:
-            return Answers(), []
+            return SampledStep(), []
         flying, drafts = self._unknown(), self._drafts
         alone = Counter(rid for answers in flying if not answers.firsts for rid, _ in answers.states)
         graphs = drafts.graphs if drafts is not None and drafts.by_device(plan, flying) else None
@@ -401,7 +401,7 @@ class Worker:
         stepped = time.perf_counter()
         self._forward_s += stepped - started
         prompts = told.read(batch, ran.hidden_TD) if told and ran.hidden_TD is not None else []
-        answers = self._tokens.sample(batch, ran) if ran.rows else Answers()
+        answers = self._tokens.sample(batch, ran) if ran.rows else SampledStep()
         self._settle(plan, answers)
         self._sampling_s += time.perf_counter() - stepped
         return answers, prompts

@@ -24,7 +24,7 @@ def of_trace(trace: Trace, largest: float) -> str:
     answers = sum(turn.output for session in trace.sessions for turn in session.turns)
     return (f"{trace.name}: {len(trace.sessions):,} sessions, {len(prompts):,} requests, prompts of {prompts[0]:,} to "
             f"{prompts[-1]:,} tokens (median {prompts[len(prompts) // 2]:,}), {sum(prompts):,} in all, {answers:,} "
-            f"output tokens\nshare of the prompt tokens that a cache without a limit has: {largest:.3f}")
+            f"output tokens\nhit rate of a cache without a limit: {largest:.3f}")
 
 
 def numbers(r: Result) -> dict[str, float]:
@@ -53,7 +53,7 @@ def of_grid(trace: Trace, planned: Planned, rates: Rates, done: Sequence[tuple[P
     lines = [of_trace(trace, largest) + (f"\nlengths are divided by {scale:g}" if scale != 1 else ""),
              f"{rates.name}: {show_bytes(planned.weight_bytes >> 20 << 20)} of weights, "
              f"{planned.core.rows} requests at once, {planned.core.step_tokens:,} tokens a step" + (
-                 f"; not measured: {', '.join(rates.estimated)}" if rates.estimated else ""), ""]
+                 f"; estimates, not measured: {', '.join(rates.estimated)}" if rates.estimated else ""), ""]
     tiers = TIERS[:3 if any(point.storage for point, _ in done) else 2]
     rows = []
     for point, r in done:

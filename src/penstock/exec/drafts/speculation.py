@@ -14,7 +14,7 @@ from penstock.exec.drafts.drafter import Drafter
 from penstock.exec.drafts.mtp import MTP
 from penstock.exec.drafts.narrow import WIDE, Narrowing
 from penstock.exec.graphs.drafts import DraftGraphs
-from penstock.exec.sampling.tokens import Answers, Tokens
+from penstock.exec.sampling.tokens import SampledStep, Tokens
 from penstock.exec.step.attend import ANY, Attending
 from penstock.exec.step.step_batch import Inputs
 from penstock.exec.step.tables import RowTables
@@ -62,12 +62,12 @@ class Speculation:
         """How many drafts of each row, by its index, were right. Returns whether work was launched."""
         return self.layer is not None and self.layer.settle(step, right)
 
-    def by_device(self, plan: StepPlan, flying: Sequence[Answers]) -> bool:
+    def by_device(self, plan: StepPlan, flying: Sequence[SampledStep]) -> bool:
         """Whether the device says where rows are, and drafts. flying: answers of steps in front that are not known."""
         return self.graphs is not None and self.graphs.takes(plan) and (
             self.graphs.ahead.asks(plan) or any(answers.firsts for answers in flying))
 
-    def waits(self, plan: StepPlan, flying: Sequence[Answers]) -> bool:
+    def waits(self, plan: StepPlan, flying: Sequence[SampledStep]) -> bool:
         """Whether the step has to be launched behind answers that are not known."""
         if self.by_device(plan, flying):    # of a row's tokens the device has the last, and those behind drafts
             return sum(bool(answers.states) and not answers.firsts for answers in flying) > 1

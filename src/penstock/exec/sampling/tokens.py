@@ -43,7 +43,7 @@ States: TypeAlias = tuple[tuple[RequestId, Sampling], ...]
 
 
 @dataclass(slots=True)
-class Answers:
+class SampledStep:
     """The sampled tokens of a step, on their way to the host.
 
     answer_2B   int64: tokens, and FINE or why not; where rows have several positions (`exec.drafts`) a third line,
@@ -59,7 +59,7 @@ class Answers:
     states: States = ()
     firsts: Sequence[int] = ()
     answer_2B: Tensor | None = None
-    late: Callable[[Answers], None] | None = None
+    late: Callable[[SampledStep], None] | None = None
     recorded: Recorded | None = None
     learnt: bool = False
     counted: bool = False
@@ -179,9 +179,9 @@ class Tokens:
         """Before the step: with the tokens that were sampled elsewhere."""
         return batch
 
-    def sample(self, batch: StepBatch, ran: Ran) -> Answers:
+    def sample(self, batch: StepBatch, ran: Ran) -> SampledStep:
         """Give each row of the step a token. Does not wait for a device."""
-        return Answers()
+        return SampledStep()
 
     def settle(self) -> None:
         """No further plan comes."""
@@ -192,18 +192,18 @@ def tokens_of(links: Links, vocab_size: int, rows: int, tables: RowTables, seed:
     """Of a stage with these links, on the device of its tables; `draw` as for `Draws`, `mask` as for
     `Sampler`."""
     if links.hear is not None:
-        return FromLast(vocab_size, TokensFromLast(links.hear), tables, links.sees)
+        return FromLastStage(vocab_size, TokensFromLast(links.hear), tables, links.sees)
     if links.after is not None:
         return Tokens(vocab_size)
     device = tables.last_R.device
     sampler = Sampler(vocab_size, rows, seed=seed, device=device, grammars=grammars, mask=mask)
     if device.type == "cuda":
-        return Drawn(sampler, tables, Draws(vocab_size, rows, device, draw))
-    return Chosen(sampler, tables)
+        return GpuSampler(sampler, tables, Draws(vocab_size, rows, device, draw))
+    return HostSampler(sampler, tables)
 
 
-class Chosen(Tokens):
-    """By the sampler."""
+class HostSampler(Tokens):
+    """Samples on a CPU; on a GPU what the device cannot sample by itself."""
 
     def __init__(self, sampler: Sampler, tables: RowTables) -> None:
         self._sampler, self._tables, self.outside = sampler, tables, 0
@@ -236,7 +236,7 @@ class Chosen(Tokens):
         s = self._open[rid]
         return () if s.matcher is None else s.matcher.forced(s.outputs, most)
 
-    def sample(self, batch: StepBatch, ran: Ran) -> Answers:
+    def sample(self, batch: StepBatch, ran: Ran) -> SampledStep:
         pairs = tuple((rid, self._open[rid]) for rid in batch.sampled)
         if len(pairs) < len(ran.rows):
             return self._checked(batch, ran, pairs)
@@ -244,19 +244,19 @@ class Chosen(Tokens):
         self.outside += sum(not s.simple for s in states)
         answer_2B, late = self._provisional(ran, states), [i for i, s in enumerate(states) if self._late(s)]
         if not late:
-            return Answers(pairs, answer_2B=answer_2B.to("cpu", non_blocking=True),  # pinned, from a device
+            return SampledStep(pairs, answer_2B=answer_2B.to("cpu", non_blocking=True),  # pinned, from a device
                            counted=ran.counted)
-        return Answers(pairs, late=partial(self._choose, ran, answer_2B, states, late), counted=ran.counted)
+        return SampledStep(pairs, late=partial(self._choose, ran, answer_2B, states, late), counted=ran.counted)
 
-    def _checked(self, batch: StepBatch, ran: Ran, pairs: States) -> Answers:
+    def _checked(self, batch: StepBatch, ran: Ran, pairs: States) -> SampledStep:
         """Of a step in which rows have several positions (`exec.drafts`)."""
         assert ran.logits_BV is not None and not ran.logits_BV.is_cuda, "drafts are checked on a CPU"
-        answers = Answers(pairs)
+        answers = SampledStep(pairs)
         self._rounds(ran, self._sampler.best(ran.logits_BV), batch.takes, answers)
         return answers
 
     def _rounds(self, ran: Ran, answer_2B: Tensor, entries: Sequence[tuple[RequestId, int]],
-                answers: Answers) -> None:
+                answers: SampledStep) -> None:
         """Each position is sampled as it would be alone, once the one before it has said what this one took
         for its input: so no token depends on drafts. entries: whose each is, and that input; those of a row
         that are padding come last, with -1."""
@@ -307,7 +307,7 @@ class Chosen(Tokens):
         return answer_2B
 
     def _choose(self, ran: Ran, answer_2B: Tensor, states: Sequence[Sampling], late: Sequence[int],
-                answers: Answers) -> None:
+                answers: SampledStep) -> None:
         """Does not wait for a device."""
         assert ran.logits_BV is not None
         answers.recorded = self._sampler.choose(ran.logits_BV, answer_2B, states, ran.rows, late,
@@ -321,8 +321,9 @@ class Chosen(Tokens):
         return None
 
 
-class Drawn(Chosen):
-    """By the device itself, as a captured step does; of rows that are not simple this is provisional."""
+class GpuSampler(HostSampler):
+    """The device samples, in a captured step or after an eager one. Rows that are not simple (grammar, penalties, ...)
+    have provisional tokens, until the host samples them again."""
 
     def __init__(self, sampler: Sampler, tables: RowTables, draws: Draws) -> None:
         super().__init__(sampler, tables)
@@ -342,7 +343,7 @@ class Drawn(Chosen):
     def _late(self, s: Sampling) -> bool:
         return not s.simple
 
-    def _checked(self, batch: StepBatch, ran: Ran, pairs: States) -> Answers:
+    def _checked(self, batch: StepBatch, ran: Ran, pairs: States) -> SampledStep:
         """The device has found what counts, or does now. With rows that are not simple, whose tokens follow
         from those before, all is gone through again when they are chosen."""
         answer_3B = ran.answer_2B
@@ -355,10 +356,10 @@ class Drawn(Chosen):
         late = sum(self._late(entries[i][1]) for i in firsts)
         self.outside += late
         if late:
-            return Answers(entries, firsts, late=partial(self._again, ran, answer_3B))
-        return Answers(entries, firsts, answer_3B.to("cpu", non_blocking=True))
+            return SampledStep(entries, firsts, late=partial(self._again, ran, answer_3B))
+        return SampledStep(entries, firsts, answer_3B.to("cpu", non_blocking=True))
 
-    def _again(self, ran: Ran, answer_3B: Tensor, answers: Answers) -> None:
+    def _again(self, ran: Ran, answer_3B: Tensor, answers: SampledStep) -> None:
         """Waits for the step."""
         rids, inputs = [rid for rid, _ in answers.states], answer_3B[2].tolist()
         self._rounds(ran, answer_3B[:2].clone(), list(zip(rids, inputs, strict=False)), answers)
@@ -389,8 +390,8 @@ class Drawn(Chosen):
         return self.draws.again
 
 
-class FromLast(Tokens):
-    """By the last stage, and this first one hears of them: they are the inputs of its next steps."""
+class FromLastStage(Tokens):
+    """On the first pipeline stage: it receives the tokens of the last stage, as inputs of its next steps."""
 
     def __init__(self, vocab_size: int, heard: TokensFromLast, tables: RowTables, sees: Sees | None) -> None:
         super().__init__(vocab_size)
@@ -439,11 +440,11 @@ class FromLast(Tokens):
         return replace(batch, heard=[last[rid] if token < 0 else token for rid, token in
                                      zip(rids, batch.tokens, strict=True)])
 
-    def sample(self, batch: StepBatch, ran: Ran) -> Answers:
+    def sample(self, batch: StepBatch, ran: Ran) -> SampledStep:
         self._heard.expect(batch.step, batch.sampled)
         if self._sees is not None:
             self._numbers |= dict.fromkeys(batch.sampled, self._sees.expect())
-        return Answers()
+        return SampledStep()
 
     def settle(self) -> None:
         self._heard.settle()
