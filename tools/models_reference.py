@@ -35,8 +35,8 @@ CPU.
 - **`--tp` on**: where tensor parallelism is accepted. `--pp` works with every family.
 - **Sparse**: `--sparse-top-k N` selects blocks of KV in layers that see all tokens; an indexer of the model
   selects by itself, without a flag. Both decode from host memory.
-- `minimax_m3` selects blocks of KV by index heads. Here its layers read all blocks, which is the same up to as many
-  tokens as they select: its context is 16 blocks of 128, 2,048 tokens.
+- `minimax_m3` has an index head for each KV head, which selects 16 blocks of 128 tokens. A page holds whole blocks:
+  `--page-size` is 128 by default there.
 - **Weights**: *fp8* is e4m3 in blocks (`weight_block_size`). The formats under "Quantised weights" open in
   every family.
 
@@ -151,6 +151,8 @@ _OWN: dict[str, dict[str, object]] = {
     **{family: {"rope_parameters": {
         "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 8192,
         "llama_4_scaling_beta": 0.1}} for family in ("ministral3", "mistral4")},
+    **{family: {"index_n_heads": 2, "layer_types": ["full_attention", *["minimax_m3_sparse"] * 3]}
+       for family in ("minimax_m3", "minimax_m3_vl_text")},
     "gemma4_text": {"num_hidden_layers": 6, "enable_moe_block": True, "top_k_experts": 2,
                     "hidden_size_per_layer_input": 0},
     **{family: {"sliding_window": 128} for family in ("mistral", "gemma2", "gemma3_text", "gpt_oss")},
@@ -198,7 +200,7 @@ def _tp(spec: Spec) -> str:
 
 def _layers(spec: Spec) -> str:
     attention = spec.attention
-    kinds = ["GQA"]
+    kinds = ["GQA" if attention.index is None else "GQA with an indexer"]
     if isinstance(attention, LatentSpec):
         kinds = ["MLA" if attention.index is None else "DSA"]
     kinds += ["sliding windows"] if any(spec.windows) else []
@@ -217,7 +219,7 @@ def _gpu(spec: Spec) -> str:
 
 def _sparse(spec: Spec) -> str:
     attention = spec.attention
-    if isinstance(attention, LatentSpec) and attention.index is not None:
+    if attention.index is not None:
         return "its indexer"
     capped = isinstance(attention, GqaSpec) and attention.softcap       # `exec.load.sizing` refuses it
     return "no" if capped or _refused(spec, sparse_top_k=512) else "`--sparse-top-k`"

@@ -28,9 +28,9 @@ def told_each_step(monkeypatch):
 
 
 @pytest.fixture(params=["bounds", *(pytest.param(kind, marks=pytest.mark.sweep)
-                                    for kind in ("latent", "windowed", "sinks", "shared"))])
+                                    for kind in ("latent", "windowed", "sinks", "shared", "blocks"))])
 def kinds(request, monkeypatch):
     """Engines of `hosted` whose requests select by bounds, also beside windows, with sinks and of
-    shared KV, and those of a model with an indexer."""
+    shared KV, and those of models with an indexer: of MLA KV entries, or of blocks of KV heads."""
     monkeypatch.setattr(hosted, "KIND", [request.param])
     return request.param

@@ -46,7 +46,7 @@ def kinds(graphs):
     return [kind for kind, *_ in graphs.used]
 
 
-@pytest.mark.parametrize("name", ["bounds", "shared"])
+@pytest.mark.parametrize("name", ["bounds", "shared", "blocks"])
 def test_rows_that_select_decode_as_without(captured, name, monkeypatch):
     monkeypatch.setattr(hosted, "KIND", [name])
     engine, graphs = captured(Engine(hbm_pages=70, step_tokens=100))
@@ -133,7 +133,8 @@ def test_rows_that_read_all_beside_them(captured, name, monkeypatch):
         assert tuple(engine.got[rid]) == resident(prompt, NEW, budgets[rid]), rid
 
 
-@pytest.mark.parametrize("name", ["bounds", "states", "shared", "latent"])
+@pytest.mark.parametrize("name", [
+    "bounds", "states", "shared", "latent", pytest.param("blocks", marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("budgets", [1, 4])
 def test_rows_that_draft_as_far_as_their_hot_buffers_hold_it(captured, budgets, name, monkeypatch):
     """All that a row's positions miss comes at once, and steps are launched ahead of answers."""

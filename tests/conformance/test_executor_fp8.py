@@ -26,7 +26,8 @@ def pauses(turn: int) -> list[Paused]:
 
 
 @pytest.mark.covers(kind="fp8kv", place="resident hosted", feature="tier paused")
-@pytest.mark.parametrize("of", ["bounds", "windowed", "sinks", "states"])
+@pytest.mark.parametrize("of", [
+    "bounds", "windowed", "sinks", "states", pytest.param("blocks", marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("num", [1, pytest.param(2, marks=pytest.mark.sweep)], ids=["whole", "stages"])
 def test_codes_on_both_tiers_with_pauses(of, num, monkeypatch):
     monkeypatch.setattr(hosted, "KIND", [of])
@@ -37,7 +38,7 @@ def test_codes_on_both_tiers_with_pauses(of, num, monkeypatch):
     assert engine.core.stats()["pauses"] >= 1
     widths = {group.name: layout.head_dim for group, layout in
               zip(engine.core.cfg.groups, (pool.layout for pool in engine.device), strict=False)}
-    assert widths["full"] == 32 and widths.get("window", 32) == 32 and widths["bounds"] == 16
+    assert widths["full"] == 32 and widths.get("window", 32) == 32 and widths.get("bounds", 16) == 16
 
 
 @pytest.mark.parametrize("kept", ["fp8_e4m3", "bfloat16"])

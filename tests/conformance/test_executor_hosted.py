@@ -124,7 +124,7 @@ def test_what_is_told_of_misses_changes_sizes_and_no_token(seed):
     play(engine, lie)
     hosted_work(engine)
     # MLA KV entries find what they miss in one step or two.
-    assert len({*sizes(engine)}) > (1 if "index_topk" in kind().config else 2)
+    assert len({*sizes(engine)}) > (1 if kind().selection.native else 2)
 
 
 @pytest.mark.usefixtures("told_each_step")

@@ -20,7 +20,7 @@ def stages(request, monkeypatch):
 
 
 @pytest.fixture(params=["bounds", pytest.param("latent", marks=SWEEP),
-                        *(pytest.param(kind, marks=SOAK) for kind in ("windowed", "sinks"))], autouse=True)
+                        *(pytest.param(kind, marks=SOAK) for kind in ("windowed", "sinks", "blocks"))], autouse=True)
 def kinds(request, monkeypatch):
     monkeypatch.setattr(hosted, "KIND", [request.param])
 

@@ -61,7 +61,7 @@ def test_steps_without_drafts_between_others_that_have_some(captured, family):
         assert min(len(graph.used) for graph in graphs) > 10
 
 
-@pytest.mark.parametrize("name", ["bounds", "shared", "latent"])
+@pytest.mark.parametrize("name", ["bounds", "shared", "latent", pytest.param("blocks", marks=pytest.mark.sweep)])
 def test_rows_that_select_out_of_host_memory_decode_as_in_one_rank(captured, name, monkeypatch):
     monkeypatch.setattr(hosted, "KIND", [name])
     if kind().cut and ranks.NUM[0] > 2:

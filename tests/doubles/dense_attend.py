@@ -43,11 +43,10 @@ class Dense:
         kv_PCKH = self.stored[source]
         seen_TP = causal(len(q_TNH), len(kv_PCKH)).to(q_TNH.device)
         if chosen_TKY is not None:
-            chosen_TS = chosen_TKY[:, 0]
-            padded = torch.zeros(len(q_TNH), len(kv_PCKH) + 1, dtype=torch.bool, device=q_TNH.device)
-            padded.scatter_(1, chosen_TS.long().where(chosen_TS >= 0, len(kv_PCKH)), True)
-            assert not (padded[:, :-1] & ~seen_TP).any(), "a token chose one after it"
-            seen_TP = padded[:, :-1]
+            picked_TKP = self._tokens(by.source.selector.block, chosen_TKY, len(kv_PCKH))
+            assert not (picked_TKP & ~seen_TP[:, None]).all(-1).any(), "a token chose none before it"
+            picked_KTP = (picked_TKP & seen_TP[:, None]).transpose(0, 1)
+            seen_TP = picked_KTP.repeat_interleave(q_TNH.shape[1] // len(picked_KTP), 0)
         if window := self.windows.get(source, 0):
             seen_TP = seen_TP.triu(len(kv_PCKH) - len(q_TNH) - window + 1)
         k_KPH = kv_PCKH[:, 0].transpose(0, 1)
@@ -70,16 +69,34 @@ class Dense:
     def select(self, layer: LocalLayer, q_TIJ: Tensor, weight_TI: Tensor | None, key_TJ: Tensor) -> Tensor:
         held = [self.keys[layer]] if layer in self.keys else []
         key_PJ = self.keys[layer] = torch.cat([*held, key_TJ])
-        score_TIP = (q_TIJ.float() @ key_PJ.float().T).relu()
-        score_TP = (score_TIP * weight_TI[..., None]).sum(1)
-        score_TP = score_TP.masked_fill(~causal(len(q_TIJ), len(key_PJ)).to(score_TP.device), float("-inf"))
-        chosen_TS = score_TP.sort(descending=True, stable=True).indices[:, :self.reads[layer].source.selector.top_k]
-        past = score_TP.gather(1, chosen_TS) == float("-inf")
-        chosen_TS = chosen_TS.where(~past, len(key_PJ)).sort().values
-        chosen_TS = chosen_TS.where(chosen_TS < len(key_PJ), -1).int()
-        self.chosen.setdefault(layer, []).append(chosen_TS)
-        self.scores.setdefault(layer, []).append(score_TP)
-        return chosen_TS[:, None]
+        selector, num = self.reads[layer].source.selector, len(key_PJ)
+        score_TIP = q_TIJ.float() @ key_PJ.float().T
+        if selector.score == "relu":
+            score_TIP = (score_TIP.relu() * weight_TI[..., None]).sum(1, keepdim=True)
+        score_TIP = score_TIP.masked_fill(~causal(len(q_TIJ), num).to(score_TIP.device)[:, None], float("-inf"))
+        blocks = -(-num // selector.block)
+        score_TIU = F.pad(score_TIP, (0, blocks * selector.block - num), value=float("-inf")).unflatten(
+            2, (blocks, selector.block)).amax(-1)
+        last_T = torch.arange(num - len(q_TIJ), num, device=score_TIU.device)
+        block_U = torch.arange(blocks, device=score_TIU.device)
+        kept_TU = (block_U * selector.block < selector.first) | (
+            (block_U + 1) * selector.block > last_T[:, None] + 1 - selector.last)
+        order_TIU = score_TIU.masked_fill(kept_TU[:, None] & (score_TIU > float("-inf")), float("inf"))
+        chosen_TIY = order_TIU.sort(descending=True, stable=True).indices[..., :selector.top_k]
+        past = order_TIU.gather(2, chosen_TIY) == float("-inf")
+        chosen_TIY = chosen_TIY.where(~past, blocks).sort().values
+        chosen_TIY = chosen_TIY.where(chosen_TIY < blocks, -1).int()
+        self.chosen.setdefault(layer, []).append(chosen_TIY)
+        self.scores.setdefault(layer, []).append(score_TIU)
+        return chosen_TIY
+
+    @staticmethod
+    def _tokens(block: int, chosen_TKY: Tensor, num: int) -> Tensor:
+        """Which tokens of so many the blocks have, [T, K, P]."""
+        blocks = -(-num // block)
+        has_TKU = torch.zeros(*chosen_TKY.shape[:2], blocks + 1, dtype=torch.bool, device=chosen_TKY.device)
+        has_TKU.scatter_(2, chosen_TKY.long().where(chosen_TKY >= 0, blocks), True)
+        return has_TKU[..., :-1].repeat_interleave(block, -1)[..., :num]
 
     def state(self, layer: int, tokens: int) -> States:
         pool, before = self.states[layer], 0 if layer in self.begun else -1

@@ -248,6 +248,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax-m2-whole": ("minimax_m2", {**MINIMAX, "rope_parameters": {
         "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}}),
     "minimax-m3": ("minimax_m3_vl_text", MINIMAX_M3),
+    "minimax-m3-selects": ("minimax_m3_vl_text", {**MINIMAX_M3, "index_block_size": 4, "index_topk_blocks": 3}),
+    "minimax-m3-last": ("minimax_m3_vl_text", {
+        **MINIMAX_M3, "index_block_size": 3, "index_topk_blocks": 4, "index_local_blocks": 2}),
     "minimax-m3-dense": ("minimax_m3_vl_text", {
         **MINIMAX_M3, "layer_types": ["full_attention"] * 3, "mlp_layer_types": ["sparse", "dense", "sparse"],
         "tie_word_embeddings": True}),

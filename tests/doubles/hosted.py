@@ -116,6 +116,17 @@ KINDS = {
     "latent": Kind(LATENT, indexer_selection(16), {
         1: text(1, 162), 2: text(2, 163), 3: text(1, 128) + text(3, 40), 4: text(4, 161)}),
 }
+BLOCKS = {
+    "model_type": "minimax_m3", "vocab_size": 61, "hidden_size": 32, "dense_intermediate_size": 48,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rotary_dim": 8,
+    "intermediate_size": 24, "shared_intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "moe_layer_freq": [0, 0, 1, 1], "sparse_attention_config": {
+        "sparse_attention_freq": [0, 1, 1, 1], "sparse_num_index_heads": 2, "sparse_index_dim": 16,
+        "sparse_block_size": 2},
+}
+KINDS["blocks"] = Kind(BLOCKS, indexer_selection(12, 2), {
+    1: text(1, 130), 2: text(2, 131), 3: text(1, 96) + text(3, 40), 4: text(4, 129)}, device=29)
 FORMAT = [KVConfig()]       # of their pages
 KIND = ["bounds"]       # of the engines to come: the fixture `kinds` of conformance sets it
 
@@ -126,12 +137,17 @@ def kind() -> Kind:
 
 def model_of(selection: Selection):
     """Makes a stage of the model; None: all of it."""
-    return functools.partial(_model, KIND[0], selection.budget if selection.native else 0)
+    return functools.partial(_model, KIND[0], selection.budget // selection.unit if selection.native else 0)
 
 
 @functools.cache
 def _model(name: str, topk: int, stage=None):
-    config = {**KINDS[name].config, "index_topk": topk} if topk else KINDS[name].config
+    """topk: what its selector takes."""
+    config = dict(KINDS[name].config)
+    if "sparse_attention_config" in config:
+        config["sparse_attention_config"] = {**config["sparse_attention_config"], "sparse_topk_blocks": topk}
+    elif topk:
+        config["index_topk"] = topk
     return where.model(config, torch.float32, 5, 10, stage)
 
 
@@ -188,7 +204,7 @@ def _resident(name: str, kept: KVConfig, prompt: tuple[int, ...], new: int, budg
     stages, ranks.NUM = ranks.NUM, [1]
     selection = kind().selection
     if selection.native:
-        selection = indexer_selection(budget or MAX_LEN)
+        selection = selection.within(budget or MAX_LEN)
         budget = selection.budget
     engine = Engine(hbm_pages=200, dram_pages=0, hot_pages=0, overlap=False, selection=selection)
     ranks.NUM = stages

@@ -25,7 +25,7 @@ from penstock.engine.storing import Storing
 from penstock.engine.wire import Abort, BootstrapRoom, OutputChunk, Submit, TokenLogprob
 from penstock.exec.start.build import Built, build_engine
 
-SIZES = {"dtype": "float32", "threads": 1, "page_size": 16, "max_num_seqs": 4, "seed": 1, "step_tokens": 48}
+SIZES = {"dtype": "float32", "threads": 1, "max_num_seqs": 4, "seed": 1, "step_tokens": 48}
 LIMIT_S = 60.0
 
 

@@ -24,9 +24,9 @@ def plain(layout, spec):
     return attend
 
 
-def causal(layer, q, kv, *, sinks_N=None):
+def causal(layer, q, kv, chosen=None, *, sinks_N=None):
     """Dense attention over one whole sequence, without sinks."""
-    assert sinks_N is None
+    assert chosen is None and sinks_N is None
     q, k, v = (x.transpose(0, 1)[None] for x in (q, *kv.unbind(1)))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out[0].transpose(0, 1)

@@ -79,6 +79,14 @@ MISTRAL_4 = {**LATENT, "architectures": ["Mistral4ForCausalLM"], "model_type": "
              "rope_parameters": {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 32,
                                  "rope_theta": 1e4, "llama_4_scaling_beta": 0.4, "mscale": 1.0, "mscale_all_dim": 1.0}}
 del MISTRAL_4["indexer_types"]
+# Three KV heads select blocks of 12 tokens, but in the first layer; a page has two, as --page-size is not given.
+MINIMAX_M3 = {**CONFIG, "architectures": ["MiniMaxM3ForCausalLM"], "model_type": "minimax_m3",
+              "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 3, "rotary_dim": 8,
+              "intermediate_size": 24, "dense_intermediate_size": 48, "shared_intermediate_size": 24,
+              "num_local_experts": 4, "num_experts_per_tok": 2, "index_n_heads": 3, "index_head_dim": 16,
+              "index_block_size": 12, "index_topk_blocks": 4, "tie_word_embeddings": False,
+              "layer_types": ["full_attention", *["minimax_m3_sparse"] * 3],
+              "mlp_layer_types": ["dense", *["sparse"] * 3]}
 # Shapes of real models, with random weights: SmolLM2-135M, and experts of a billion.
 DEMO = {**CONFIG, "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
         "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "max_position_embeddings": 8192,
@@ -149,6 +157,7 @@ KINDS = {
     "granite": Kind(make=of_config(GRANITE), options={"state_interval": 32}),
     "nemotron": Kind(make=of_config(NEMOTRON), options={"state_interval": 32}),
     "mistral4": Kind(make=of_config(MISTRAL_4)),
+    "minimax-m3": Kind(make=of_config(MINIMAX_M3), selects={}, always=True),
     "gemma4": Kind(make=of_config(GEMMA_4), covers=("windows", "windows"), selects=TOPK),
     "blocks": Kind(make=lambda folder: (fp8_checkpoint(folder, ODD),) * 2, covers=("ordinary", "ordinary"),
                    weights="fp8"),
@@ -218,6 +227,8 @@ TABLE: dict[tuple[str, str], tuple[str, str, str]] = {
     ("granite", "resident"): ("tp2", "tp3>tp2", "tp3.pp2+ngram"),
     ("nemotron", "resident"): ("", "tp2 tp2>pp2", "tp2.pp2+ngram"),
     ("mistral4", "resident"): ("", "tp2.pp2 tp2>pp2", ""),
+    ("minimax-m3", "resident"): ("", "one tp2.pp2 tp2>pp2", ""),
+    ("minimax-m3", "hosted"): ("tp2", "one pp2.l13 tp2.pp2 one>one tp2>pp2", "pp2 tp3 tp4"),
     ("gemma4", "resident"): ("pp2.l24 tp2", "one>one tp3 pp3.l114 tp2>pp2.l24 tp2.pp2.l24", ""),
     ("gemma4", "hosted"): ("one", "tp2 pp2.l24 one>one tp2>pp2.l24", ""),
     ("blocks", "resident"): ("", "tp2", ""),
@@ -280,7 +291,7 @@ def across(ends: Sequence[Options]) -> str:
 def stored(kind: str, layout: str) -> bool:
     return layout in STORED and kind in (
         "ordinary", "selecting", "fp8kv", "latent", "experts", "states", "states-3", "granite", "nemotron", "gemma4",
-        "windows-interval")
+        "windows-interval", "minimax-m3")
 
 
 def row(kind: str, place: str, layout: str, marks: Sequence[pytest.MarkDecorator]) -> Any:

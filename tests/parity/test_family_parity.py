@@ -200,7 +200,7 @@ def test_rows_in_one_step_do_not_mix() -> None:
     alone = [run(model, row, [len(row)], Dense(model.reads, model.groups)) for row in ids]
     rows = [Dense(model.reads, model.groups), Dense(model.reads, model.groups)]
 
-    def attend(layer, q_TNH, kv_TCKH, sinks_N):
+    def attend(layer, q_TNH, kv_TCKH, _chosen, sinks_N):
         parts = zip(rows, *(t.split([9, PROMPT - 9]) for t in (q_TNH, kv_TCKH)), strict=True)
         return torch.cat([row(layer, q, kv) for row, q, kv in parts])
 
@@ -342,16 +342,15 @@ SPARSE_M3 = {"sparse_attention_freq": [0, 1, 1], "sparse_disable_index_value": [
 
 
 def test_minimax_m3_is_read_as_its_makers_write_it() -> None:
-    """Context is what its layers select of: with more they would read what the model does not."""
+    """Their names and defaults, in place of those of transformers."""
     theirs = {**SMALL, **MINIMAX_M3, "model_type": "minimax_m3_vl_text"}
     makers = {**theirs, **PUBLISHED_M3, "sparse_attention_config": SPARSE_M3}
     want, spec = (registry.read_spec_of(config) for config in (theirs, makers))
     assert (spec.attention, spec.moe, spec.gate, spec.width) == (want.attention, want.moe, want.gate, 40)
-    assert spec.rope.max_position == 64 and spec.attention.index.layers == {1, 2} == spec.moe.layers
+    assert spec.rope.max_position == 256 and spec.attention.index.layers == {1, 2} == spec.moe.layers
     dense = registry.read_spec_of({**makers, "sparse_attention_config": {"use_sparse_attention": False}})
     assert dense.rope.max_position == 256 and dense.attention.index is None
-    short = registry.read_spec_of({**makers, "max_position_embeddings": 32})
-    assert [registry.numbers_of(one)["blocks"] for one in (spec, dense, short)] == ["4 blocks of 16 tokens", "", ""]
+    assert [registry.numbers_of(one)["block"] for one in (spec, dense)] == [16, 1]
 
 
 @pytest.mark.parametrize(("name", "value"), [

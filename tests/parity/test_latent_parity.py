@@ -117,8 +117,8 @@ def check_chosen(attend: Dense, theirs: dict[int, list[set[int]]]) -> None:
     """Equal, but for members whose score lies within 1e-5 of the cut."""
     assert sorted(attend.chosen) == sorted(theirs)
     for layer, sets in theirs.items():
-        rows = [row for step in attend.chosen[layer] for row in step]
-        scores = [row for step in attend.scores[layer] for row in step]
+        rows = [row[0] for step in attend.chosen[layer] for row in step]
+        scores = [row[0] for step in attend.scores[layer] for row in step]
         for at, (mine, score, their) in enumerate(zip(rows, scores, sets, strict=True)):
             mine = {p for p in mine.tolist() if p >= 0}
             assert len(mine) == min(at + 1, TOPK)

@@ -70,7 +70,7 @@ def test_more_memory_than_there_is_names_both_numbers() -> None:
 
 def test_lines_name_every_value() -> None:
     shown = dict(line.split(" ", 1) for line in lines(resolve(from_options("demo", {}), MACHINE)))
-    assert shown["model"] == "demo" and shown["page_size"] == "16" and shown["tokenizer"] == "-"
+    assert shown["model"] == "demo" and shown["sparse_block_size"] == "8" and shown["tokenizer"] == "-"
     assert shown["threads"] == "6"
 
 

@@ -27,7 +27,7 @@ def test_a_variable_is_a_flag_and_the_command_line_wins(monkeypatch, tmp_path, c
                                      "sparse_dense_layers", "clip_max_tokens")] == [
         "demo", "2", "3", "8", "False", "0", "0,1", "True"]
     assert shown(capsys, "serve", "other-model", "--sparse-top-k", "96")["model"] == "other-model"
-    assert shown(capsys, "generate", "demo")["page_size"] == "16", "of another command"
+    assert shown(capsys, "generate", "demo")["page_size"] == "-", "of another command"
 
 
 @pytest.mark.parametrize(("name", "value", "said"), [

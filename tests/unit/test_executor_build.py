@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from penstock.config.base import machine
 from penstock.config.base.errors import ConfigError
 from penstock.config.request.params import SamplingParams
-from penstock.config.request.selection import selection_of
+from penstock.config.request.selection import indexer_selection, selection_of
 from penstock.config.settings.tree import (
     Config,
     DeviceConfig,
@@ -293,18 +293,17 @@ def test_how_far_the_weights_are_is_told(folder, monkeypatch):
     assert any(line.endswith("of weights to load") for line in lines)
 
 
-def test_a_context_of_selected_blocks_is_told(tmp_path):
-    """Its config.json says 512 tokens."""
+@pytest.mark.parametrize(("block", "tokens"), [(4, 16), (12, 24), (32, 32)])
+def test_a_page_holds_whole_blocks_of_a_model_that_selects_them(tmp_path, block, tokens):
     (tmp_path / "config.json").write_text(json.dumps({
         **LLAMA, "architectures": None, "model_type": "minimax_m3", "dense_intermediate_size": 48,
         "shared_intermediate_size": 40, "num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 4,
         "moe_layer_freq": [0, 1],
         "sparse_attention_config": {"sparse_attention_freq": [0, 1], "sparse_num_index_heads": 2,
-                                    "sparse_index_dim": 8, "sparse_block_size": 16, "sparse_topk_blocks": 4}}))
-    lines: list[str] = []
-    assert weights.load(dummy(tmp_path), None, lines.append).whole.max_position == 64
-    assert ("model: its context here is 64 tokens: its layers select 4 blocks of 16 tokens, which the engine does not "
-            "do yet") in lines
+                                    "sparse_index_dim": 8, "sparse_block_size": block, "sparse_topk_blocks": 4}}))
+    layout = weights.load(dummy(tmp_path), None, str).layout
+    assert {one.page_size for one in layout.caches.layouts} == {layout.caches.page_size} == {tokens}
+    assert (layout.selection.budget, layout.selection.unit) == (4 * block, block)
 
 
 def test_tensors_that_the_model_has_no_place_for_are_skipped_with_one_line(folder):
@@ -404,8 +403,8 @@ def test_a_model_that_drafts_is_built_with_two_groups_more_and_says_so(latent):
 @pytest.mark.parametrize(("given", "message"), [
     (dict(sparse_top_k=8), "--sparse-top-k 8: this model's indexer selects 4 tokens"),
     (dict(sparse_top_k=4, sparse_block_size=16), "--sparse-block-size 16: this model's indexer selects 4"),
-    (dict(sparse_top_k=4, sparse_dense_layers=("0",)), "selects 4 single tokens in every layer"),
-    (dict(hot_buffer_tokens=3), r"--hot-buffer-tokens 3: .* this model reads 4 tokens .*: at least as many"),
+    (dict(sparse_top_k=4, sparse_dense_layers=("0",)), "selects 4 tokens, 1 at a time: leave it out"),
+    (dict(hot_buffer_tokens=3), r"--hot-buffer-tokens 3: .* this model reads 4 tokens: at least as many"),
     (dict(kv_cache_memory_bytes=9000),
      r"--kv-cache-memory-bytes 9000 is too little for one hot buffer: 2 pages of 16 tokens")])
 def test_another_choice_than_the_models_own_is_refused(latent, given, message):
@@ -436,10 +435,10 @@ def test_the_least_device_memory_of_a_real_models_rows_is_named():
     caches = caches_of((rows, keys), 64, torch.bfloat16)
     sized = size_pools(config(page_size=64, kv_cache_memory_bytes=4 << 30, kv_offloading_size="64GiB"), caches, 163840,
                        1 << 40,
-                       budget=2048)
+                       selection=indexer_selection(2048))
     assert sized.core.hot_pages == 33 and sized.core.max_len == 163840
     with pytest.raises(ConfigError, match=r"--kv-cache-memory-bytes 104857600 is too little for one hot buffer: 33 "
                                           r"pages of 64 tokens for 2112 tokens, .* 1\d\d\.\d MiB"):
         size_pools(config(page_size=64, kv_cache_memory_bytes=100 << 20, kv_offloading_size="64GiB"), caches, 163840,
                    1 << 40,
-                   budget=2048)
+                   selection=indexer_selection(2048))

@@ -184,7 +184,7 @@ def test_dummy_tensors_are_complete_seeded_and_sane(base: dict[str, Any]) -> Non
     for name, tensor in first.items():
         model.load(name, tensor)
     model.finish()
-    hidden = model.forward(torch.tensor([1, 2]), torch.tensor([0, 1]), lambda _, q, kv, sinks_N: q)
+    hidden = model.forward(torch.tensor([1, 2]), torch.tensor([0, 1]), lambda _, q, *others, **more: q)
     assert model.logits(hidden).isfinite().all()
 
 
@@ -292,5 +292,5 @@ def test_source_may_be_overwritten_after_load() -> None:
     again.finish()
     x = torch.randn(2, 16)
     assert torch.equal(model.logits(x), again.logits(x))
-    step = (torch.tensor([1, 2]), torch.tensor([0, 1]), lambda _, q, kv, sinks_N: q)
+    step = (torch.tensor([1, 2]), torch.tensor([0, 1]), lambda _, q, *others, **more: q)
     assert torch.equal(model.forward(*step), again.forward(*step))

@@ -260,7 +260,7 @@ def test_a_handshake_has_one_deadline_however_often_it_sends(monkeypatch):
     ({"version": "0.0.7"}, f"penstock {version()} on node 0 and 0.0.7 on node 1"),
     ({"weights": "ab-cd"}, " on node 0 and ab-cd on node 1"),
     ({"node": 5}, "there is no node 5 of 2"),
-    ({"settings": {"page_size": 32}}, "--page-size is 16 on node 0 and 32 on node"),
+    ({"settings": {"max_num_seqs": 32}}, "--max-num-seqs is 16 on node 0 and 32 on node"),
     ({"settings": {"tp": 2, "nnodes": 4}}, "--nnodes is 2 on node 0 and 4 on node 1")])
 def test_who_is_not_of_this_engine_is_refused_with_both_values(change, words):
     ours = config()

@@ -16,13 +16,13 @@ ALL_BUT = {"sparse_top_k": 512, "sparse_dense_layers": ["0", "1", "2"]}
 
 # One row for every entry of OF_MODEL, in its order: a model, options refused for it, options at the edge.
 CASES: tuple[tuple[ModelFacts, dict[str, object], dict[str, object]], ...] = (
-    (replace(DENSE, context=512, blocks="4 blocks of 128 tokens"), {"max_model_len": 513}, {"max_model_len": 512}),
     (replace(DENSE, context=512), {"max_model_len": 513}, {"max_model_len": 512}),
     (replace(DENSE, quantised="awq"), {"quantization": "gptq"}, {"quantization": "awq"}),
     (DENSE, {"dtype": "gguf"}, {"dtype": "bfloat16"}),
     (replace(LATENT, topk=0), {"sparse_top_k": 512}, {}),
     (LATENT, {"sparse_top_k": 512}, {"sparse_top_k": 16}),
     (LATENT, {"sparse_block_size": 4}, {"sparse_block_size": 8}),
+    (replace(DENSE, topk=2048, block=128), {"page_size": 16}, {}),
     (LATENT, {"sparse_dense_layers": ["0"]}, {}),
     (LATENT, {"hot_buffer_tokens": 15}, {"hot_buffer_tokens": 16}),
     (DENSE, {"sparse_top_k": 512, "sparse_dense_layers": ["0", "4"]},
@@ -43,13 +43,6 @@ CASES: tuple[tuple[ModelFacts, dict[str, object], dict[str, object]], ...] = (
     (STATES, {"tp": 3}, {"tp": 2}),
     (replace(STATES, state_bytes=1 << 20), {"disaggregation_mode": "prefill"}, {}),
 )
-
-
-def test_a_context_of_selected_blocks_is_not_said_to_stretch() -> None:
-    config = from_options("tiny", {"max_model_len": 32768})
-    with pytest.raises(ConfigError, match="2048 tokens here: its layers select 16 blocks of 128 tokens, which") as e:
-        check_model(config, replace(DENSE, context=2048, blocks="16 blocks of 128 tokens"))
-    assert "rope-scaling" not in str(e.value)
 
 
 def test_every_refusal_has_a_case() -> None:

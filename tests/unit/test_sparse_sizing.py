@@ -42,7 +42,7 @@ class Shape:
 
 
 def caches_for(kv: KVConfig, model=None, dtype=torch.float32):
-    return caches_of(groups_of(model or Shape(), selection_of(kv)), kv.page_size, dtype)
+    return caches_of(groups_of(model or Shape(), selection_of(kv)), kv.page_tokens(), dtype)
 
 
 def sized(kv: KVConfig, *, max_model_len=None, free=16 * GIB, rows=16, pp=1) -> Sizes:
@@ -52,7 +52,12 @@ def sized(kv: KVConfig, *, max_model_len=None, free=16 * GIB, rows=16, pp=1) -> 
     caches = caches_for(kv)
     if pp > 1:
         caches = caches.stage(split([30 // pp] * pp)[0], groups_of(Shape(), selection))
-    return size_pools(config, caches, 8192, free, budget=selection.budget if selection else 0)
+    return size_pools(config, caches, 8192, free, selection=selection)
+
+
+@pytest.mark.parametrize(("block", "tokens"), [(1, 16), (8, 16), (12, 24), (16, 16), (128, 128)])
+def test_a_page_is_by_default_the_least_from_16_tokens_on_that_holds_whole_blocks(block, tokens):
+    assert KVConfig().page_tokens(block) == tokens and KVConfig(page_size=64).page_tokens(block) == 64
 
 
 @pytest.mark.parametrize("layers", [(1, 5), (0, 6), (3, 3), (6, 1)])
@@ -127,7 +132,7 @@ def test_the_context_is_what_the_core_can_place():
         core = sized(kv).core
         wide = replace(core, max_len=1 << 16)
         longest = largest(wide, wide.sparse)
-        assert core.max_len == min(8192, longest // kv.page_size * kv.page_size), kv
+        assert core.max_len == min(8192, longest // kv.page_tokens() * kv.page_tokens()), kv
         assert any(fits(core, place, core.max_len) for place in (Place.HOST, Place.DEVICE))
 
 
@@ -163,7 +168,7 @@ def test_ranks_share_the_host_tier_and_divide_what_is_left():
     config = Config(model=ModelConfig(model="demo"), kv=kv, device=DeviceConfig(pp=2),
                     schedule=ScheduleConfig(max_num_batched_tokens=512))
     halves = caches.stage(split([15, 15])[0], groups_of(Shape(), selection_of(kv)))
-    core = size_pools(config, halves, 8192, 16 * GIB, budget=512).core
+    core = size_pools(config, halves, 8192, 16 * GIB, selection=selection_of(DEMO)).core
     assert core.dram_pages == room // 2 // (16 * TOKEN_BYTES)           # pages of all layers
     device = int((room - room // 2) * kv.gpu_memory_utilization) // 2
     assert device * .98 < halves.nbytes(core.hbm_pages) <= device
@@ -184,7 +189,7 @@ def test_the_core_knows_how_many_positions_a_step_with_drafts_has(gpu, positions
     for drafts, found in ({}, 0), ({"speculative_method": "ngram", "speculative_tokens": 5}, positions):
         config = Config(model=ModelConfig(model="demo"), kv=replace(DEMO, gpu_memory_utilization=0.9),
                         schedule=ScheduleConfig(max_num_batched_tokens=512, **drafts))
-        core = size_pools(config, caches_for(DEMO), 8192, 16 * GIB, budget=512, gpu=gpu).core
+        core = size_pools(config, caches_for(DEMO), 8192, 16 * GIB, selection=selection_of(DEMO), gpu=gpu).core
         assert core.draft_positions == found and core.hot_pages_max == (192 if drafts else 128)
 
 
@@ -205,9 +210,26 @@ def test_dense_layers_are_a_group_that_stays_on_the_device():
 
 def test_tables_are_what_a_row_may_need():
     caches = caches_for(DEMO)
-    one = table_bytes(caches, 1, 8192, 33)
+    one = table_bytes(caches, 1, 8192, 33, selection_of(DEMO))
     assert one == 4 + 2 * 2 * 4 * 512 + 4 * 33 + 30 * 3 * (4 * 1024 + 8 * 66 + 32)
-    assert table_bytes(caches, 16, 8192, 33) == 16 * (one - 4) + 4
+    assert table_bytes(caches, 16, 8192, 33, selection_of(DEMO)) == 16 * (one - 4) + 4
+
+
+@pytest.mark.parametrize("layers", [(2, 28), (15, 15), (29, 1)])
+def test_pools_and_tables_fill_the_memory_of_the_stage_with_most_of_both(layers):
+    """The first stage has the widest slabs, for the layer that reads all, and few layers that select or many."""
+    kv = replace(DEMO, sparse_dense_layers=("0",))
+    config = Config(model=ModelConfig(model="demo"), kv=kv, device=DeviceConfig(pp=2),
+                    schedule=ScheduleConfig(max_num_seqs=64, max_num_batched_tokens=512))
+    selection, caches = selection_of(kv), caches_for(kv)
+    stages = [caches.stage(stage, groups_of(Shape(), selection)) for stage in split(layers)]
+    widest = max(stages, key=lambda one: one.slabs.slab_bytes)
+    assert widest is stages[0]
+    core = size_pools(config, widest, 8192, 16 * GIB, selection=selection, stages=stages).core
+    tables = [table_bytes(one, core.rows, core.max_len, core.largest_hot, selection) for one in stages]
+    taken = [one.nbytes(core.hbm_pages) + of_stage for one, of_stage in zip(stages, tables, strict=True)]
+    assert max(taken) <= DEMO.kv_cache_memory_bytes
+    assert max(n + one.slabs.slab_bytes for n, one in zip(taken, stages, strict=True)) > DEMO.kv_cache_memory_bytes
 
 
 @pytest.mark.parametrize(("kv", "said"), [
@@ -263,7 +285,7 @@ def test_the_number_in_a_refusal_of_a_context_is_the_limit(kv, pp):
 
 def test_tables_are_those_that_the_device_makes():
     hot = HotBuffers(layers=30, rows=16, kv_heads=3, pages=512, hot_pages=33, page_units=2)
-    assert table_bytes(caches_for(DEMO), 16, 8192, 33) == hot.nbytes + 16 * 2 * 2 * 4 * 512
+    assert table_bytes(caches_for(DEMO), 16, 8192, 33, selection_of(DEMO)) == hot.nbytes + 16 * 2 * 2 * 4 * 512
 
 
 def test_no_table_is_made_where_nothing_is_hosted():

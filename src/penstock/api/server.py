@@ -266,9 +266,9 @@ class _Server:
         schedule = config.schedule
         assert schedule.max_waiting is not None, "resolve fills it"
         model = [*config.model.served_model_name, self._files.name][0]
-        metrics, info = Metrics(), self._engine.ready.info
+        metrics, info, page_size = Metrics(), self._engine.ready.info, self._engine.members[0].known("page_size")
         if config.server.metrics_dialect is not None:
-            metrics.speak(config.server.metrics_dialect, model, config.kv.page_size, CacheUsage.of(info))
+            metrics.speak(config.server.metrics_dialect, model, page_size, CacheUsage.of(info))
         api = OpenAI(self._engine, text, metrics,
                      model=model,
                      encoder=self._encoder,
@@ -283,7 +283,7 @@ class _Server:
         app = build_app(api, self._health, self._keys, config.server,
                         {"model": api.model, "sampling_defaults": text.sampling,
                          "pid": self._engine.ready.pid, **info,
-                         **shown_events(config.kv.kv_events_config, config.kv.page_size, len(self._engine.members))},
+                         **shown_events(config.kv.kv_events_config, page_size, len(self._engine.members))},
                         [await m.engine.stats() for m in self._engine.members], self._peer_view())
         settings = uvicorn.Config(
             app, http=functools.partial(LimitedProtocol, gate=Gate(), connections=descriptors.Connections(

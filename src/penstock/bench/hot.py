@@ -31,7 +31,7 @@ async def measure(config: Config, args: Namespace) -> int:
         raise ConfigError("--plot-hot sets --host-decode always and --hot-buffer-tokens itself: leave them out")
     if args.against is not None or args.plot is not None:
         raise ConfigError("--plot-hot is a bench of its own: leave --against and --plot out")
-    sizes = [int(times * kv.sparse_top_k) + kv.page_size for times in SIZES]
+    sizes = [int(times * kv.sparse_top_k) + kv.page_tokens() for times in SIZES]
     sizes = [size for size in sizes if size <= args.hot_context] or sizes[:1]
     rows, found, shares = [], [], []
     bar = optional("tqdm").tqdm(total=len(sizes), unit="size", disable=args.quiet or None)

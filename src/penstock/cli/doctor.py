@@ -171,7 +171,7 @@ def _ranks(config: Config | None) -> Iterator[Finding]:
         return
     for i, stage in enumerate(stages):
         size = weight_bytes(checkpoint, dtype, stage)
-        kv = layout.caches.stage(stage, layout.groups).page_bytes // config.kv.page_size
+        kv = layout.caches.stage(stage, layout.groups).page_bytes // layout.caches.page_size
         yield Finding("ranks", f"rank {i}", f"layers {stage.first} to {stage.end - 1}, "
                       f"{size / (1 << 20):.1f} MiB of weights, {kv} bytes of KV a token")
 

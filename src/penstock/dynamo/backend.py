@@ -103,7 +103,7 @@ class Backend(LLMEngine):  # type: ignore[misc]
         host, _, port = str(ready.info.get("pair_address") or "").rpartition(":")
         prefills = self._mode == "prefill"
         return LlmRegistration(
-            context_length=ready.max_model_len, kv_cache_block_size=self._config.kv.page_size,
+            context_length=ready.max_model_len, kv_cache_block_size=self._engines.members[0].known("page_size"),
             total_kv_blocks=int(usage.pages(self._stats[0])), max_num_seqs=self._config.schedule.max_num_seqs,
             max_num_batched_tokens=self._engines.members[0].known("step_tokens"),
             data_parallel_size=len(self._engines.members),

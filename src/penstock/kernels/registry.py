@@ -29,8 +29,10 @@ OPS: dict[str, Op[Any]] = {op.name: op for op in (
     linear.OP, paged_attention.OP, layer.OP, write_kv.OP, unit_select.OP, resolve.OP, gather.OP,
     sparse_attention.OP, chunk_attention.OP, merge.OP, index_pair.OP, index_select.OP, block_select.OP,
     latent_attention.OP, experts.OP, draw.OP, mask.OP, scan.OP)}
-# Beside what every model needs, by score of what selects: indexer keys of MLA KV entries, and bounds of keys.
+# Beside what every model needs, by score of what selects: indexer keys, one choice for all heads of MLA KV entries or
+# one for each KV head, and bounds of keys.
 SELECTING = {"relu": ("write_kv", "resolve", "gather", "index_pair", "index_select"),
+             "max": ("write_kv", "resolve", "gather", "index_pair", "block_select", "sparse_attention"),
              "bounds": ("write_kv", "select", "resolve", "gather", "sparse_attention", "chunk_attention", "merge")}
 
 

@@ -85,7 +85,7 @@ class Eagle3:
         hidden, at = spec.hidden, "midlayer"
         [kv] = spec.attention.groups(Stage(GlobalLayer(0), GlobalLayer(1), embeds=False, heads=False), ())
         self.groups: tuple[CacheShape, ...] = groups_of(kv, hidden)
-        self.reads = replace(spec.attention.reads(tp_rank, LAYER), dtype=dtype)
+        self.reads = replace(spec.attention.reads(tp_rank, GlobalLayer(0), LAYER), dtype=dtype)
         self.joint = slots.linear(["fc"], [hidden], 3 * hidden, False)
         self.norm_token, self.norm_hidden, self.norm_mlp, self.norm_last = (
             slots.vector(f"{name}.weight", (hidden,)) for name in (

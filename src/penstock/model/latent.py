@@ -68,8 +68,8 @@ class LatentSpec:
     def ops(self) -> tuple[str, ...]:
         return ("latent_attention",) if self.index is None else ("index_select", "latent_attention")
 
-    def reads(self, tp_rank: TpRank, source: LocalLayer) -> Reads:
-        """Return how a layer attends that reads the entries of `source`."""
+    def reads(self, tp_rank: TpRank, index: GlobalLayer, source: LocalLayer) -> Reads:
+        """Return how layer `index` of the model attends, which reads the entries of `source`."""
         selector = None if self.index is None else Selector(group="index", score="relu", top_k=self.index.topk)
         return Reads(source=Source(source, selector), scale=self.scale,
                      num_heads=tp_rank.evenly(self.num_heads).size, value_dim=self.kv_rank)

@@ -3,7 +3,7 @@
 They own weights and order of operations; which blocks a model has is the family's business.
 
     T tokens   D model dim   N query heads   K KV heads   M = N + K   H head dim   I MLP width
-    C planes: k, v   S chosen tokens
+    C planes: k, v   S chosen tokens   Y chosen blocks
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.fused.layer import LayerWeights
-from penstock.model.base import Attend, CacheShape, GlobalLayer, LocalLayer, Reads, Source, Stage
+from penstock.model.base import Attend, CacheShape, GlobalLayer, LocalLayer, Reads, Selector, Source, Stage
 from penstock.model.parts import Cut, TpRank
 from penstock.model.weights.slots import Slots
 
@@ -35,9 +35,10 @@ class BlockIndex:
     layers: frozenset[GlobalLayer]
 
     @property
-    def tokens(self) -> int:
-        """That a query reads, at most."""
-        return self.block * self.top_k
+    def selector(self) -> Selector:
+        """Blocks that are always kept as tokens: of `last` blocks the first token of the first one is enough."""
+        return Selector(group="index", score="max", block=self.block, top_k=self.top_k, per_head=True,
+                        last=(self.last - 1) * self.block + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,7 @@ class GqaSpec:
     of a token are normed together, and all key heads, with a weight for each dim of each head. `growth`: a
     query at position p is multiplied by 1 + growth ln(1 + floor(p / growth_length)) after RoPE; 0: by 1.
     `value_norm`: RMS norm of every value head, without weights. `one_kv`: values are what the key's projection
-    makes, before norm and RoPE. `index`: what selects blocks; its weights are not read, as all blocks are."""
+    makes, before norm and RoPE. `index`: of layers that select; None: all read all."""
 
     num_heads: int
     num_kv_heads: int
@@ -76,18 +77,20 @@ class GqaSpec:
     def rope_dim(self) -> int:
         return self.head_dim
 
-    def reads(self, tp_rank: TpRank, source: LocalLayer) -> Reads:
-        """Return how a layer attends that reads the entries of `source`."""
-        return Reads(source=Source(source), num_heads=tp_rank.queries(self.num_heads, self.num_kv_heads).size,
+    def reads(self, tp_rank: TpRank, index: GlobalLayer, source: LocalLayer) -> Reads:
+        """Return how layer `index` of the model attends, which reads the entries of `source`."""
+        selector = self.index.selector if self.index is not None and index in self.index.layers else None
+        return Reads(source=Source(source, selector), num_heads=tp_rank.queries(self.num_heads, self.num_kv_heads).size,
                      scale=self.scale, softcap=self.softcap, sinks=self.sinks,
                      shared=tp_rank.size > self.num_kv_heads)
 
     def groups(self, stage: Stage, windows: Sequence[int]) -> tuple[CacheShape, ...]:
         """One for the layers of each window, first those that see all; of a part of the model perhaps without
-        layers. windows: of all layers; (): all see all."""
+        layers. windows: of all layers; (): all see all. Of a model with layers that select: one for these, one for
+        their indexer keys, and one for the others, which stays on the device."""
         kinds = sorted(set(windows)) or [0]
         assert sum(map(bool, kinds)) <= 1, f"windows of {kinds} tokens"
-        return tuple(CacheShape(
+        shapes = tuple(CacheShape(
             name="window" if window else "full",
             layers=tuple(LocalLayer(i - stage.first) for i in range(stage.first, stage.end)
                          if not windows or windows[i] == window),
@@ -96,13 +99,23 @@ class GqaSpec:
             owned=stage.tp_rank.owns(self.num_kv_heads),
             window=window,
         ) for window in kinds)
+        if self.index is None:
+            return shapes
+        [full] = shapes
+        selects = tuple(i for i in full.layers if i + stage.first in self.index.layers)
+        keys = CacheShape(name="index", layers=selects, num_kv_heads=1, head_dim=self.head_dim, planes=1,
+                          selector=True, owned=stage.tp_rank.owns(1))
+        others = tuple(i for i in full.layers if i not in selects)
+        return (replace(full, layers=selects), keys,
+                *([replace(full, name="dense", layers=others, resident=True)] if others else []))
 
     def build(
         self, slots: Slots, prefix: str, index: GlobalLayer, local: LocalLayer, hidden: int, eps: float,
         writes: bool = True,
     ) -> Attention:
         """writes: False: the layer reads the KV of an earlier one, and has queries only."""
-        return Attention(slots, prefix, local, hidden, self, eps, writes=writes)
+        own = self.index if self.index is not None and index in self.index.layers else None
+        return Attention(slots, prefix, local, hidden, replace(self, index=own), eps, writes=writes)
 
 
 class Mixes(Protocol):
@@ -157,13 +170,16 @@ class Attention:
         self.writes = writes
         self.sinks = slots.vector(f"{prefix}.sinks", (heads,), dtype=torch.float32) if spec.sinks else None
         num_all = self.num_rotated + spec.num_kv_heads * writes
-        self.qkv_shape = (-1, num_all - spec.num_kv_heads * (writes and spec.one_kv) + spec.num_heads * spec.gated,
-                          spec.head_dim)
+        self.num_index = 0 if spec.index is None else spec.num_kv_heads + 1
+        assert not self.num_index or (writes and not spec.gated), "layers that select write KV, and have no gates"
+        self.qkv_shape = (-1, num_all - spec.num_kv_heads * (writes and spec.one_kv) + spec.num_heads * spec.gated
+                          + self.num_index, spec.head_dim)
         self.kv_shape = (-1, 2, spec.num_kv_heads, spec.head_dim)
         self.kv_at = slice(spec.num_heads, num_all)
         order, head_order = _order(spec)
         parts = [("q", q_rows.of_each(1 + spec.gated)),
-                 *((part, kv_rows) for part in (("k",) if spec.one_kv else ("k", "v")) if writes)]
+                 *((part, kv_rows) for part in (("k",) if spec.one_kv else ("k", "v")) if writes),
+                 *((("index_q", kv_rows), ("index_k", spec.head_dim)) if self.num_index else ())]
         self.qkv = slots.linear([f"{prefix}.{part}_proj" for part, _ in parts], [rows for _, rows in parts],
                                 inputs or hidden, spec.qkv_bias, order=order)
         if not writes:                  # files may have them all the same
@@ -171,16 +187,15 @@ class Attention:
                 slots.foreign(f"{prefix}.{part}_proj.weight", (kv_rows.of, inputs or hidden))
                 slots.foreign(f"{prefix}.{part}_norm.weight", (spec.head_dim,))
         self.out = slots.linear([f"{prefix}.o_proj"], [hidden], q_rows, spec.out_bias)
-        if spec.index is not None:
-            for part, num in (("q", spec.index.num_heads), ("k", 1)):
-                slots.foreign(f"{prefix}.index_{part}_proj.weight", (num * spec.index.head_dim, hidden))
-                slots.foreign(f"{prefix}.index_{part}_norm.weight", (spec.index.head_dim,))
         if spec.qk_norm:
             norms = [slots.vector(
                 f"{prefix}.{name}_norm.weight", (rows if spec.norm_width else spec.head_dim,),
                 plus=spec.norm_plus, order=_of_heads(head_order, rows.size, spec))
                 for name, rows in (("q", q_rows), ("k", kv_rows))[:1 + writes]]
             self.q_norm, self.k_norm = norms[0], norms[-1]
+        if self.num_index:
+            self.index_norms = [slots.vector(f"{prefix}.index_{name}_norm.weight", (spec.head_dim,),
+                                             plus=spec.norm_plus, order=head_order) for name in "qk"]
 
     def __call__(
         self, x_TD: Tensor, chosen_TS: Tensor | None, cos_T1H: Tensor, sin_T1H: Tensor, attend: Attend
@@ -203,11 +218,18 @@ class Attention:
         else:
             self.ops.rotate(qk_TMH, cos_T1H, sin_T1H)
         kv_TCKH = qkv[:, self.kv_at].view(self.kv_shape) if self.writes else None
-        out_TNH = attend(self.layer, qk_TMH[:, :num_heads], kv_TCKH,
+        chosen_TKY = self._select(qkv[:, -self.num_index:], cos_T1H, sin_T1H, attend) if self.num_index else None
+        out_TNH = attend(self.layer, qk_TMH[:, :num_heads], kv_TCKH, chosen_TKY,
                          sinks_N=None if self.sinks is None else self.sinks.value)
         if self.spec.gated:
             out_TNH = out_TNH * qkv[:, self.kv_at.stop:].sigmoid()
         return self.out(out_TNH.flatten(1)), None
+
+    def _select(self, index_TLH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, attend: Attend) -> Tensor:
+        """chosen_TKY. index: L = K + 1, queries of the index heads and the key."""
+        q_norm, k_norm = self.index_norms
+        self.ops.norm_rotate(index_TLH, cos_T1H, sin_T1H, q_norm.value, k_norm.value, self.num_index - 1, self.eps)
+        return attend.select(self.layer, index_TLH[:, :-1], None, index_TLH[:, -1])
 
     def _norm_together(self, qk_TMH: Tensor) -> None:
         """Norm all query heads of a token together, in place, and all its key heads. Tensor-parallel ranks
@@ -245,7 +267,10 @@ def _order(spec: GqaSpec) -> tuple[Tensor | None, Tensor | None]:
     kv = spec.num_heads * each + torch.arange(2 * spec.num_kv_heads * dim).view(-1, dim)
     kv[:spec.num_kv_heads] = kv[:spec.num_kv_heads, head]
     gates = heads * each + dim + torch.arange(dim) if spec.gated else q[:0]
-    return torch.cat((q.flatten(), kv.flatten(), gates.flatten())), head if turned < half else None
+    order = torch.cat((q.flatten(), kv.flatten(), gates.flatten()))
+    if spec.index is not None:              # index heads and their key lie behind all
+        order = torch.cat((order, (len(order) + torch.arange(spec.num_kv_heads + 1)[:, None] * dim + head).flatten()))
+    return order, head if turned < half else None
 
 
 def _of_heads(order: Tensor | None, rows: int, spec: GqaSpec) -> Tensor | None:

@@ -35,7 +35,6 @@ from penstock.model.families.qwen import (
     qwen3_vl_text,
 )
 from penstock.model.families.qwen3_next import qwen3_5_moe_text, qwen3_5_text, qwen3_next
-from penstock.model.layers import GqaSpec
 from penstock.model.parts import Cut
 from penstock.model.spec import Spec
 from penstock.model.transformer import Transformer
@@ -111,15 +110,12 @@ def drafting_stage(config: dict[str, Any]) -> Stage:
     return Stage(GlobalLayer(0), layers, embeds=True, heads=True, drafts=True)
 
 
-def numbers_of(spec: Spec) -> dict[str, Any]:
+def numbers_of(spec: Spec) -> dict[str, int]:
     """Return what refusals compare of a model: words as in `ModelFacts`."""
     attention, moe = spec.attention, spec.moe
     widths = [spec.width, *([moe.width, *([moe.shared_width] if moe.shared_width else [])] if moe else [])]
     scan = None if spec.states is None else spec.states.scan
-    index = attention.index if isinstance(attention, GqaSpec) else None
-    limits = index is not None and index.tokens == spec.rope.max_position
-    return {"blocks": f"{index.top_k} blocks of {index.block} tokens" if index is not None and limits else "",
-            "topk": spec.selector.tokens if spec.selector else 0,
+    return {"topk": spec.selector.tokens if spec.selector else 0, "block": spec.selector.block if spec.selector else 1,
             "state_bytes": 0 if scan is None else 4 * scan.part_elements,
             "state_parts": 0 if scan is None else scan.parts, "heads": attention.num_heads,
             "windows": sum(map(bool, spec.windows)), "mtp": int(spec.mtp is not None), "tail": spec.tail,

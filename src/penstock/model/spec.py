@@ -81,9 +81,7 @@ class Spec:
     def drafting(self) -> Spec:
         """Cache group of the draft layer: it reads all of its KV, whatever others choose, and has experts where
         others have."""
-        attention, moe = self.attention, self.moe
-        if isinstance(attention, LatentSpec):
-            attention = replace(attention, index=None)
+        attention, moe = replace(self.attention, index=None), self.moe
         if moe is not None and moe.layers:
             moe = replace(moe, layers=moe.layers | {GlobalLayer(self.num_layers)})
         return replace(self, attention=attention, moe=moe, windows=(), states=None)
@@ -125,5 +123,5 @@ class Spec:
         """Return how each layer of a part of the model attends, of those that do."""
         others = {*(self.feeds or ()), *(self.states.layers if self.states is not None else ())}
         return {LocalLayer(i - stage.first): self.attention_of(i).reads(
-            stage.tp_rank, LocalLayer(self.source_of(i) - stage.first))
+            stage.tp_rank, GlobalLayer(i), LocalLayer(self.source_of(i) - stage.first))
             for i in range(stage.first, stage.end) if i not in others}

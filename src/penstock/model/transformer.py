@@ -93,7 +93,7 @@ class Layer:
         they come."""
         if (not isinstance(self.attention, Attention) or not isinstance(self.mlp, GatedMLP)
                 or self.mlp.own_gate is not None or self.attention.sinks is not None or self.behind
-                or self.attention.spec.gated or self.attention.spec.norm_width
+                or self.attention.spec.gated or self.attention.spec.norm_width or self.attention.spec.index is not None
                 or self.attention.spec.growth or self.scale != 1.0 or self.scalar is not None):
             return None
         return self.attention.beside(self.norm_in.value, self.norm_mlp.value, self.mlp)
@@ -186,7 +186,7 @@ def _draft_layer(slots: Slots, spec: Spec, stage: Stage, tp_group: TpGroup | Non
     [kv] = own.attention.groups(replace(stage, first=GlobalLayer(0), end=GlobalLayer(1)), ())
     return DraftLayer(slots, spec.mtp, spec.hidden, spec.norm_eps, spec.norm_plus,
                       Layer(slots, index, LocalLayer(0), own, tp_group, spec.mtp.layer), kv,
-                      replace(own.attention.reads(stage.tp_rank, LocalLayer(0)), dtype=slots.dtype))
+                      replace(own.attention.reads(stage.tp_rank, index, LocalLayer(0)), dtype=slots.dtype))
 
 
 class Transformer:

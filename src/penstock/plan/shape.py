@@ -90,7 +90,7 @@ def plan_engine(config: Config, rates: Rates) -> Planned:
         gpu = DeviceMemory(total=total, free=total - weights, workspace=int(rates.workspace_bytes))
     elif config.kv.kv_cache_memory_bytes is None:
         raise ConfigError("penstock plan needs --kv-cache-memory-bytes for an engine on a CPU: the machine is not here")
-    core = size_pools(config, caches, model.max_position, ENDLESS, budget=selection.budget if selection else 0,
+    core = size_pools(config, caches, model.max_position, ENDLESS, selection=selection,
                       gpu=gpu).core
     return Planned(core=core, shape=_shape(files, model, weights, dtype.itemsize), vocab=model.vocab_size,
                    context=config.model.max_model_len or model.max_position, weight_bytes=weights,

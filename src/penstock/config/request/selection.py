@@ -57,8 +57,8 @@ class Selection:
         asked = params.sparse_top_k
         if self.native:
             if asked not in (None, self.budget):
-                raise RequestError(f"sparse_top_k is {asked}: this model's indexer selects {self.budget} tokens "
-                                   "(index_topk): leave it out", "sparse_top_k")
+                raise RequestError(f"sparse_top_k is {asked}: this model's indexer selects {self.budget} tokens: "
+                                   "leave it out", "sparse_top_k")
             return self
         if asked is not None and asked > self.budget:
             raise RequestError(f"sparse_top_k is {asked}: at most {self.budget}, the server's "

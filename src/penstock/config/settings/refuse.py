@@ -326,14 +326,14 @@ REFUSED: tuple[Refusal[Machine], ...] = (
             ("kv.kv_offloading_size",), "0.01x to 1000x the KV cache on the device"),
     _outside("kv.sparse_top_k", 1, 1 << 24, "1 to 16777216 tokens, or leave the flag out to read all KV"),
     _outside("kv.sparse_block_size", 4, 16, "4 to 16 tokens"),
-    Refusal(lambda c, _: c.kv.state_interval is not None and 0 < c.kv.page_size
-            and (c.kv.state_interval < 1 or c.kv.state_interval % c.kv.page_size != 0),
+    Refusal(lambda c, _: c.kv.state_interval is not None and 0 < c.kv.page_tokens()
+            and (c.kv.state_interval < 1 or c.kv.state_interval % c.kv.page_tokens() != 0),
             ("kv.state_interval", "kv.page_size"), "states are cached at page ends: take a multiple of the page size"),
-    Refusal(lambda c, _: 0 < c.kv.page_size
-            and (c.kv.window_interval < 0 or c.kv.window_interval % c.kv.page_size != 0),
+    Refusal(lambda c, _: 0 < c.kv.page_tokens()
+            and (c.kv.window_interval < 0 or c.kv.window_interval % c.kv.page_tokens() != 0),
             ("kv.window_interval", "kv.page_size"), "windows end with pages: take a multiple of the page size, or 0"),
     Refusal(lambda c, _: c.kv.sparse_top_k is not None and 0 < c.kv.sparse_block_size
-            and 0 < c.kv.page_size and c.kv.page_size % c.kv.sparse_block_size != 0,
+            and 0 < c.kv.page_tokens() and c.kv.page_tokens() % c.kv.sparse_block_size != 0,
             ("kv.sparse_block_size", "kv.page_size"), "a page holds whole blocks: take a divisor of the page size"),
     Refusal(_budget_below_least, ("kv.sparse_top_k", "kv.sparse_block_size"),
             f"a step always reads the first {SINKS} and the last {WINDOW} tokens, in whole blocks, and selects at "

@@ -21,8 +21,7 @@ class ModelFacts:
     name, load_format   of `ModelFiles`              layers    all of them, whatever the stage
     integers            quantised as integers, other than in a GGUF, that may stay packed
     context             tokens of prompt and output that its files allow, stretched by a RoPE scaling
-    blocks              what its layers select, in words, where all is read and `context` is therefore no more; else ""
-    topk                tokens that the model itself chooses for each query; 0: it reads all
+    topk                tokens that the model itself chooses for each query, 0: it reads all; of `block` at a time
     kv_heads            its KV is keys and values of KV heads, in one cache group; else MLA KV entries
     heads               query heads
     experts, vocab      of a layer, 0: it has none; words that it knows
@@ -40,8 +39,8 @@ class ModelFacts:
     quantised: str = ""
     integers: bool = False
     context: int = 1 << 20
-    blocks: str = ""
     topk: int = 0
+    block: int = 1
     kv_heads: bool = True
     heads: int = 64
     experts: int = 0
@@ -63,8 +62,9 @@ class ModelFacts:
 
 STATE_MAX = (1 << 20) - 1024    # of a frame of a pair's stream, `transfer.codec.PAYLOAD_MAX` at least
 # In docs, without a model.
-WORDS = {"name": "NAME", "blocks": "N blocks", "last": "N-1", "front": "N", "quantised": "FORMAT", **dict.fromkeys(
-    ("layers", "context", "topk", "heads", "experts", "vocab", "width", "state_bytes", "state_parts", "tail"), "N")}
+WORDS = {"name": "NAME", "last": "N-1", "front": "N", "quantised": "FORMAT", **dict.fromkeys(
+    ("layers", "context", "topk", "block", "heads", "experts", "vocab", "width", "state_bytes", "state_parts",
+     "tail"), "N")}
 
 
 def _dense(config: Config) -> set[int]:
@@ -85,13 +85,10 @@ def _parts_tail(config: Config, model: ModelFacts) -> bool:
     return (int(given[-1]) if given else model.layers // config.device.pp) < model.tail
 
 
-SELECTS = "its layers select {blocks}, which the engine does not do yet"
-_CHOOSES = "this model's indexer selects {topk} single tokens in every layer: leave it out"
+_CHOOSES = "this model's indexer selects {topk} tokens, {block} at a time: leave it out"
 
 OF_MODEL: tuple[Refusal[ModelFacts], ...] = (
-    Refusal(lambda c, m: bool(m.blocks) and (c.model.max_model_len or 0) > m.context, ("model.max_model_len",),
-            "this model's context is {context} tokens here: " + SELECTS),
-    Refusal(lambda c, m: not m.blocks and (c.model.max_model_len or 0) > m.context, ("model.max_model_len",),
+    Refusal(lambda c, m: (c.model.max_model_len or 0) > m.context, ("model.max_model_len",),
             "this model's context is {context} tokens; --rope-scaling stretches it, with a JSON object that "
             "docs/guides/sparse-decode.md shows"),
     Refusal(lambda c, m: c.model.quantization not in ("auto", m.quantised), ("model.quantization",),
@@ -103,15 +100,17 @@ OF_MODEL: tuple[Refusal[ModelFacts], ...] = (
             ("kv.sparse_top_k",), "block selection needs keys and values per KV head in one cache group, "
             "and this model has others: leave it out"),
     Refusal(lambda c, m: bool(m.topk) and c.kv.sparse_top_k not in (None, m.topk), ("kv.sparse_top_k",),
-            "this model's indexer selects {topk} tokens, as its config.json says (index_topk): leave the flag "
-            "out"),
+            "this model's indexer selects {topk} tokens, as its config.json says: leave the flag out"),
     Refusal(lambda c, m: bool(m.topk) and c.kv.sparse_block_size != KVConfig().sparse_block_size,
             ("kv.sparse_block_size",),
             _CHOOSES),
+    Refusal(lambda c, m: c.kv.page_tokens(m.block) % m.block != 0, ("kv.page_size",),
+            "this model selects blocks of {block} tokens, and a page holds whole ones: take --page-size {block} or a "
+            "multiple"),
     Refusal(lambda c, m: bool(m.topk and c.kv.sparse_dense_layers), ("kv.sparse_dense_layers",), _CHOOSES),
     Refusal(lambda c, m: c.kv.hot_buffer_tokens is not None and c.kv.hot_buffer_tokens < m.topk,
-            ("kv.hot_buffer_tokens",), "it holds what one step reads, and this model reads {topk} tokens "
-            "(index_topk): at least as many"),
+            ("kv.hot_buffer_tokens",), "it holds what one step reads, and this model reads {topk} tokens: at "
+            "least as many"),
     Refusal(lambda c, m: max(_dense(c), default=0) >= m.layers, ("kv.sparse_dense_layers",),
             "this model has layers 0 to {last}"),
     Refusal(lambda c, m: _dense(c) == set(range(m.layers)), ("kv.sparse_dense_layers",),

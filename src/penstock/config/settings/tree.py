@@ -118,7 +118,8 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVConfig:
-    page_size: Annotated[int, "tokens per KV page: 1 to 256", Alias("--block-size")] = 16
+    page_size: Annotated[int | None, "tokens per KV page: 1 to 256 (default: 16, or a block of a model that selects "
+                         "larger ones)", Alias("--block-size")] = None
     state_interval: Annotated[int | None, "recurrent models: tokens between cached states, a multiple of --page-size "
                               "(default: state bytes / (4 x KV bytes per token), at least 128)"] = None
     window_interval: Annotated[int, "sliding windows: tokens from one that the prefix cache keeps to the next; those "
@@ -130,12 +131,12 @@ class KVConfig:
                                       "(default: 0.9). On a CPU: share of the free memory for KV (default: 0.3)",
                                       Alias("--mem-fraction-static")] = None
     kv_offloading_size: Annotated[str | None, "CPU memory for KV per engine: N (GiB), SIZE, 2x the GPU's, auto (half "
-                                  "of what is free), 0 (default: auto for DSA, --sparse-top-k or storage)",
+                                  "of what is free), 0 (default: auto if decode selects, or for storage)",
                                   HostSize()] = None
-    host_decode: Annotated[HostDecode | None, "DSA models, --sparse-top-k: decode from host memory. auto: when the "
+    host_decode: Annotated[HostDecode | None, "indexers, --sparse-top-k: decode from host memory. auto: when the "
                            "GPU's KV cache is full; always; off (default: auto; others decode on the GPU)"] = None
     sparse_top_k: Annotated[int | None, "sparse decode of GQA models: tokens that each KV head reads per step. A "
-                            "request's sparse_top_k lowers it (default: off; DSA models select anyway)"] = None
+                            "request's sparse_top_k lowers it (default: off; indexers select anyway)"] = None
     sparse_block_size: Annotated[int, "tokens that are selected together: 4 to 16, a divisor of --page-size"] = 8
     sparse_dense_layers: Annotated[tuple[str, ...], "layers that do not select: they read all of their KV, which stays "
                                    "on the GPU, e.g. 0,1"] = ()
@@ -162,8 +163,12 @@ class KVConfig:
                                 "vLLM's JSON, e.g. {\"enable_kv_cache_events\": true}; needs '.[events]'"] = None
     kv_cache_dtype: Annotated[Kept, "type of KV: auto is the compute type, or if bfloat16 what the "
                               "checkpoint asks for; fp8: e4m3, a scale per 128 values"] = "auto"
-    sparse_metadata_dtype: Annotated[Kept, "type of indexer keys (DSA; auto: as --kv-cache-dtype) or of key min/max "
+    sparse_metadata_dtype: Annotated[Kept, "type of indexer keys (auto: as --kv-cache-dtype) or of key min/max "
                                      "per block (--sparse-top-k; auto: the compute type)"] = "auto"
+
+    def page_tokens(self, block: int = 1) -> int:
+        """--page-size, or the least from 16 tokens on that holds whole blocks."""
+        return -(-16 // block) * block if self.page_size is None else self.page_size
 
     @property
     def is_readonly(self) -> bool:

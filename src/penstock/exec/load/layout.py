@@ -35,6 +35,11 @@ class Caches:
     origins: tuple[tuple[int, int], ...] = ()       # by group: their first layer and head
 
     @property
+    def page_size(self) -> int:
+        """Tokens of a page, but of states."""
+        return self.layouts[0].page_size
+
+    @property
     def page_bytes(self) -> int:
         """One page of every group."""
         return sum(layout.page_bytes for layout in self.layouts)
@@ -77,7 +82,7 @@ class Caches:
         written, of a state that which is read and that which is written, each in a slab of its own where
         groups share them, as `core.policy.capacity` counts."""
         reach, unit = self.groups[group].reach, self.layouts[group].page_size
-        kept = -(-pages * self.layouts[0].page_size // unit)
+        kept = -(-pages * self.page_size // unit)
         return min(kept, -(-reach // unit) + 1) if reach else -(-kept // self.slabs.slab_pages[group])
 
     def bytes_for(self, pages: int) -> int:

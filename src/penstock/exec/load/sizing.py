@@ -81,8 +81,9 @@ def kv_layout(config: Config, model: Model, dtype: torch.dtype, *, selects: bool
     selection = selection_for(config, model)
     if not selects and selection is not None and not selection.native:
         selection = None
-    groups = groups_of(model, selection, config.kv)
-    return KvLayout(selection, groups, caches_of(groups, config.kv.page_size, dtype))
+    kv = replace(config.kv, page_size=config.kv.page_tokens(1 if selection is None else selection.unit))
+    groups = groups_of(model, selection, kv)
+    return KvLayout(selection, groups, caches_of(groups, kv.page_tokens(), dtype))
 
 
 def groups_of(model: Model, selection: Selection | None,
@@ -95,7 +96,7 @@ def groups_of(model: Model, selection: Selection | None,
     kept = [replace(group, keep=kv.window_interval if group.window else 0) for group in model.groups]
     own = tuple(replace(group, page_tokens=kv.state_interval or 0) if group.snapshot else group
                 for group in kept if not group.drafts)
-    drafts = tuple(replace(group, page_tokens=kv.page_size) if group.snapshot else group
+    drafts = tuple(replace(group, page_tokens=kv.page_tokens()) if group.snapshot else group
                    for group in kept if group.drafts)
     return (*_selected(model, selection, kv, own), *drafts)
 
@@ -104,15 +105,12 @@ def _selected(model: Model, selection: Selection | None, kv: KVConfig,
               own: tuple[CacheShape, ...]) -> tuple[CacheShape, ...]:
     """As `groups_of`, of what does not draft."""
     dtype = kv_format(model, kv)
-    if not value_dim_of(model):
-        kept = [_kept_heads(group, dtype, model) for group in own]
-        if selection is None or selection.native:
-            return tuple(kept)
+    value_dim, index = value_dim_of(model), dtype if kv.sparse_metadata_dtype == "auto" else kv.sparse_metadata_dtype
+    kept = tuple(_kept(group, index, group.head_dim, "--sparse-metadata-dtype") if group.selector else
+                 _kept(group, dtype, value_dim, "--kv-cache-dtype") if value_dim else
+                 _kept_heads(group, dtype, model) for group in own)
     if selection is None or selection.native:
-        index = dtype if kv.sparse_metadata_dtype == "auto" else kv.sparse_metadata_dtype
-        return tuple(_kept(group, index, group.head_dim, "--sparse-metadata-dtype") if group.selector else
-                     _kept(group, dtype, value_dim_of(model), "--kv-cache-dtype")
-                     for group in own)
+        return kept
     (full, *_), (of_pages, *windows) = own, kept
     if full.window:
         raise ConfigError(f"--sparse-top-k: every layer of this model sees its last {full.window} tokens "
@@ -197,18 +195,20 @@ def _kept(shape: CacheShape, dtype: str, coded: int, flag: str) -> CacheShape:
 
 
 def size_pools(config: Config, caches: Caches, max_position: int, free: int | Sequence[NodeMemory], *,
-               budget: int = 0, gpu: DeviceMemory | None = None) -> Sizes:
+               selection: Selection | None = None, gpu: DeviceMemory | None = None,
+               stages: Sequence[Caches] = ()) -> Sizes:
     """The core's numbers.
 
-    caches    of the model, or of the stage with the largest pages: pools have as many on every stage
+    caches    of the model, or of the stage with the largest slabs: pools have as many on every stage
     free      bytes of the host's memory that are free now, with the weights loaded; of machines, which
               have as many pages each, by machine
     gpu       memory of the device, if that is not the host's
-    budget    tokens that a decode step selects and reads at most; 0: it reads all
+    selection what a decode step selects and reads; None: it reads all
+    stages    all of them, of which each has the tables of its own layers; (): `caches` is the only one
     Raises ConfigError when the pools do not fit into `free` or the context not into the pools.
     """
     kv = config.kv
-    hosts = bool(budget) and kv.host_decode != "off" and kv.host_tier is not False
+    hosts = selection is not None and kv.host_decode != "off" and kv.host_tier is not False
     rooms = [NodeMemory(free, config.device.num_ranks, caches.host)] if isinstance(free, int) else free
     found = [(*(_memory(config, each, room, hosts) if gpu is None else
                 _gpu_memory(config, each, room, hosts, gpu)), each)
@@ -217,7 +217,7 @@ def size_pools(config: Config, caches: Caches, max_position: int, free: int | Se
     _, dram, _, caches = min(found, key=lambda one: one[3].host_pages(one[1]))
     num_device, num_host = caches.num_pages(hbm), caches.host_pages(dram)
     sizes = Sizes(core=CoreConfig(
-        page_size=kv.page_size, rows=config.schedule.max_num_seqs, hbm_pages=num_device,
+        page_size=caches.page_size, rows=config.schedule.max_num_seqs, hbm_pages=num_device,
         dram_pages=num_host, retained_pages=int(kv.retained_share * (num_host or num_device)),
         step_tokens=config.schedule.num_step_tokens,
         max_len=max_position, overlap=config.schedule.async_scheduling,
@@ -229,9 +229,10 @@ def size_pools(config: Config, caches: Caches, max_position: int, free: int | Se
         draft_positions=WIDE["cpu" if gpu is None else "cuda"] if config.schedule.num_drafts else 0,
         prefix_cache=kv.prefix_cache, groups=caches.groups, pp_size=config.device.pp,
         role=config.pair.disaggregation_mode or "unified", peers=num_peer_slots(config)))
-    if hosts and dram:
-        sizes = _hosting(config, caches, sizes.core, hbm, budget, device)
-    return replace(sizes, core=replace(sizes.core, max_len=_max_len(config, caches, sizes.core)))
+    stages = stages or (caches,)
+    if selection is not None and hosts and dram:
+        sizes = _hosting(config, caches, sizes.core, hbm, selection, device, stages)
+    return replace(sizes, core=replace(sizes.core, max_len=_max_len(config, caches, sizes.core, selection, stages)))
 
 
 def num_peer_slots(config: Config) -> int:
@@ -280,7 +281,7 @@ def _gpu_memory(config: Config, caches: Caches, at: NodeMemory, hosts: bool,
     if hbm > most or hbm < caches.bytes_for(1):
         of_each = f" for each of {gpu.ranks} ranks" if gpu.ranks > 1 else ""
         raise ConfigError(
-            f"{device} does not fit{of_each}: one page of {kv.page_size} tokens is {caches.bytes_for(1)} "
+            f"{device} does not fit{of_each}: one page of {caches.page_size} tokens is {caches.bytes_for(1)} "
             f"bytes, and of {show_size(gpu.total)} {used}: at most {max(0, most)} bytes are left; lower "
             "--max-num-batched-tokens or --max-num-seqs, or "
             f"{'give at most that' if hbm > most else 'raise what KV may take'}")
@@ -309,13 +310,13 @@ def _check_a_page(kv: KVConfig, caches: Caches, hbm: int, dram: int, hosts: bool
     """Each pool that is wanted holds one page of each group. Raises ConfigError."""
     least = caches.bytes_for(1)
     if hbm < least:
-        raise ConfigError(f"{device} is less than one page: {kv.page_size} tokens of this model "
+        raise ConfigError(f"{device} is less than one page: {caches.page_size} tokens of this model "
                           f"are {least} bytes; raise --kv-cache-memory-bytes or lower --page-size"
                           f"{'' if kv.kv_cache_memory_bytes else probe().limit}")
     least = len(caches.host.slab_pages) * caches.host.slab_bytes
     if dram < least and (dram or kv.host_tier or (hosts and kv.host_bytes is None)):
         raise ConfigError(f"{host} is less than one page: "
-                          f"{kv.page_size} tokens of this model are {least} bytes; 0 turns the "
+                          f"{caches.page_size} tokens of this model are {least} bytes; 0 turns the "
                           "host tier off")
 
 
@@ -334,57 +335,62 @@ def _split(kv: KVConfig, room: int, ranks: int, host_tier: bool) -> tuple[int, i
     return int(max(0, room - dram) * share) // ranks if hbm is None else hbm, dram
 
 
-def _hosting(config: Config, caches: Caches, core: CoreConfig, hbm: int, budget: int,
-             device: str) -> Sizes:
-    """With hot buffers, whose state and tables are of the device's bytes. Raises ConfigError."""
-    kv, size = config.kv, core.page_size
-    most = largest_hot(kv, budget, core.draft_tokens, core.max_len)
+def _hosting(config: Config, caches: Caches, core: CoreConfig, hbm: int, selection: Selection, device: str,
+             stages: Sequence[Caches]) -> Sizes:
+    """With hot buffers, whose state and tables are of the device's bytes: of each stage those of its layers that
+    select, which may be most where slabs are small. Raises ConfigError."""
+    kv, size, budget = config.kv, core.page_size, selection.budget
+    most = largest_hot(kv, budget, size, core.draft_tokens, core.max_len)
     tokens = min(budget + size, most)
     hot, largest = -(-tokens // size), -(-most // size)
     core = replace(core, hot_pages=hot, hot_pages_max=largest, always_hosted=kv.host_decode == "always",
                    budget=budget)
+    slabs = hot + len(caches.groups) - 1
 
-    def tables(nbytes: int) -> int:
+    def tables(nbytes: int) -> list[int]:
         held = _held(caches, replace(core, hbm_pages=caches.num_pages(nbytes))) * size
-        return table_bytes(caches, core.rows, min(config.model.max_model_len or core.max_len, held),
-                           core.largest_hot)
+        longest = min(config.model.max_model_len or core.max_len, held)
+        return [table_bytes(stage, core.rows, longest, core.largest_hot, selection) for stage in stages]
 
-    least = (hot + len(caches.groups) - 1) * caches.slabs.slab_bytes
-    if hbm - tables(hbm) < least:
-        need = least
-        while need < least + tables(need):      # more memory may hold longer contexts, and their tables
-            need = least + tables(need)
+    def least(nbytes: int) -> int:
+        return max(slabs * stage.slabs.slab_bytes + taken
+                   for stage, taken in zip(stages, tables(nbytes), strict=True))
+
+    if hbm < least(hbm):
+        need = least(0)
+        while need < least(need):               # more memory may hold longer contexts, and their tables
+            need = least(need)
+        held = slabs * caches.slabs.slab_bytes
         raise ConfigError(
             f"{device} is too little for one hot buffer: {hot} pages of {size} tokens for "
-            f"{tokens} tokens, and a slab of each group that stays on the device, are {show_size(least)}, "
-            f"tables {show_size(need - least)}; raise --kv-cache-memory-bytes to at least {need}, or lower "
+            f"{tokens} tokens, and a slab of each group that stays on the device, are {show_size(held)}, "
+            f"tables {show_size(need - held)}; raise --kv-cache-memory-bytes to at least {need}, or lower "
             "--hot-buffer-tokens or --sparse-top-k")
     taken = tables(hbm)
-    core = replace(core, hbm_pages=caches.num_pages(hbm - taken))
+    core = replace(core, hbm_pages=min(
+        stage.num_pages(hbm - of_stage) for stage, of_stage in zip(stages, taken, strict=True)))
     if core.dram_pages < hot:
         raise ConfigError(
             f"the host tier of {core.dram_pages} pages holds {core.dram_pages * size} tokens, less than "
             f"one hot buffer of {hot * size}: set --kv-offloading-size to at least "
             f"{caches.host_bytes_for(hot)}B, or to 0 for none")
-    return Sizes(core=core, table_bytes=taken)
+    return Sizes(core=core, table_bytes=max(taken))
 
 
-def largest_hot(kv: KVConfig, budget: int, draft_tokens: int, max_len: int) -> int:
+def largest_hot(kv: KVConfig, budget: int, page_size: int, draft_tokens: int, max_len: int) -> int:
     """Tokens of the largest hot buffer of a request that selects `budget` tokens a step."""
-    most = kv.hot_buffer_tokens or max(max(HOT_BUDGETS, 1 + draft_tokens) * budget, budget + kv.page_size)
-    return min(most, -(-max_len // kv.page_size) * kv.page_size)
+    most = kv.hot_buffer_tokens or max(max(HOT_BUDGETS, 1 + draft_tokens) * budget, budget + page_size)
+    return min(most, -(-max_len // page_size) * page_size)
 
 
-def table_bytes(caches: Caches, rows: int, max_len: int, hot_pages: int) -> int:
+def table_bytes(caches: Caches, rows: int, max_len: int, hot_pages: int, selection: Selection) -> int:
     """Device bytes of the page tables of both tiers (int32) and of `memory.hot.HotBuffers`: a slot of
-    each unit a row may have, unit and stamp of each slot, four counters, and the step. Of MLA KV entries also
-    a layer's of the longest request, where chunks of a hosted prompt read them."""
-    layout, size = caches.layouts[0], caches.layouts[0].page_size
-    unit = max(layout.unit for group, layout in zip(caches.groups, caches.layouts, strict=True)
-               if not group.snapshot)
-    pages = -(-max_len // size)
+    each unit a row may have, unit and stamp of each slot, four counters, and the step. Where prompts select, too, also
+    a layer's entries of the longest request, where chunks of a hosted prompt read them."""
+    layout, size = caches.layouts[0], caches.page_size
+    unit, pages = selection.unit, -(-max_len // size)
     per_head = 4 * (pages * size // unit + 2 * hot_pages * size // unit) + 4 * 8
-    whole = pages * layout.page_bytes // layout.num_layers if layout.planes == 1 else 0
+    whole = pages * layout.page_bytes // max(1, layout.num_layers) if selection.native else 0
     return whole + 4 + rows * (2 * 4 * pages * len(caches.layouts) + 4 * hot_pages
                        + layout.num_layers * layout.num_kv_heads * per_head)
 
@@ -404,7 +410,8 @@ def _held(caches: Caches, core: CoreConfig) -> int:
     return max(held, low)
 
 
-def _max_len(config: Config, caches: Caches, core: CoreConfig) -> int:
+def _max_len(config: Config, caches: Caches, core: CoreConfig, selection: Selection | None,
+             stages: Sequence[Caches]) -> int:
     size, asked, held = core.page_size, config.model.max_model_len, _held(caches, core) * core.page_size
     if asked is None:
         return min(core.max_len, held)
@@ -412,13 +419,15 @@ def _max_len(config: Config, caches: Caches, core: CoreConfig) -> int:
         raise ConfigError(f"--max-model-len {asked}: this model's context is {core.max_len} tokens")
     if asked > held:
         pages = -(-asked // size)
-        tables = table_bytes(caches, core.rows, asked, core.largest_hot) if core.hot_pages else 0
+        need = max(stage.bytes_for(pages) + (
+            table_bytes(stage, core.rows, asked, core.largest_hot, selection) if selection and core.hot_pages else 0)
+            for stage in stages)
         where = (f"the device pool holds {core.hbm_pages} pages of {size} tokens" if not core.hot_pages else
                  f"with {core.hot_pages} pages of hot buffer, {core.hbm_pages} device pages and "
                  f"{core.dram_pages} host pages of {size} tokens")
         raise ConfigError(
             f"--max-model-len {asked}: {where}, {held} in all; set --kv-cache-memory-bytes to at least "
-            f"{caches.bytes_for(pages) + tables}, or --max-model-len to at most {held}")
+            f"{need}, or --max-model-len to at most {held}")
     return asked
 
 

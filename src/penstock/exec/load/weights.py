@@ -19,7 +19,7 @@ from torch import Tensor
 
 from penstock.config.base import machine
 from penstock.config.base.errors import ConfigError
-from penstock.config.settings.refuse_model import SELECTS, ModelFacts, check_model
+from penstock.config.settings.refuse_model import ModelFacts, check_model
 from penstock.config.settings.tree import Config
 from penstock.exec.load.backends import backends_of, kept_packed, packer
 from penstock.exec.load.sizing import KvLayout, kv_format, kv_layout, show_size, why_not_fp8
@@ -90,11 +90,6 @@ def dtype_of(config: Config, files: ModelFiles, checkpoint: Mapping[str, object]
     own = "" if files.gguf is not None else str(
         checkpoint.get("dtype") or checkpoint.get("torch_dtype") or "").removeprefix("torch.")
     return DTYPES[asked] if asked != "auto" else DTYPES.get(own, torch.bfloat16)
-
-
-def _limited(facts: ModelFacts) -> list[str]:
-    """A line for the log, where the context is less than the model's own."""
-    return [f"its context here is {facts.context} tokens: " + SELECTS.format_map(facts.words)] if facts.blocks else []
 
 
 def _kv_asked(config: Config, model: Model) -> list[str]:
@@ -210,7 +205,7 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object], tp_g
     log(f"model: {name} has {show_size(need)} of weights to load" +
         f"; {become} become {show_dtype(dtype)}" * bool(become))
     if stage is None or (stage.embeds and stage.tp_rank.index == 0):    # once, of several ranks
-        for line in (*_limited(facts_of(files)), *_kv_asked(config, whole), *checkpoint.unread(whole.ignores)):
+        for line in (*_kv_asked(config, whole), *checkpoint.unread(whole.ignores)):
             log(f"model: {line}")
     if beside is not None:
         beside(Sketch(checkpoint, dtype, backends, made))

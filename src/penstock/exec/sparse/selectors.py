@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.exec.sparse.layers import SparseStep
 from penstock.exec.step.attend import NoIndexer
 from penstock.exec.step.tables import GroupTable, Lowered
-from penstock.kernels.choose import index_pair, index_select
+from penstock.kernels.choose import block_select, index_pair, index_select
 from penstock.kernels.choose import select as selection
 from penstock.kernels.choose.select import SelectRule
 from penstock.kernels.fused.step import BlockTableRef, Queries
@@ -127,6 +127,17 @@ def relu(selector: Selector, backends: Mapping[str, str]) -> Score:
     return score
 
 
+def best(selector: Selector, backends: Mapping[str, str]) -> Score:
+    """Blocks for each KV head, by an index head of its own."""
+    run, block = block_select.OP.use(backends["block_select"]), selector.block
+
+    def score(q_TIJ: Tensor, weight_TI: Tensor | None, key_PGJ: Tensor, table_RM: Tensor, row_T: Tensor,
+              position_T: Tensor) -> Tensor:
+        return run(q_TIJ, key_PGJ, table_RM, row_T, position_T, block=block, topk=selector.top_k,
+                   first=-(-selector.first // block), last=-(-selector.last // block))
+    return score
+
+
 class KeyBounds:
     """Bounds of the keys of units: a query chooses by what its own product with keys can be, when it attends."""
 
@@ -162,7 +173,7 @@ class _BoundsStep(NoIndexer):
         return self.bounds.choose(i, q_BNH, step)
 
 
-SCORES: Mapping[str, Callable[[Selector, Mapping[str, str]], Score]] = {"relu": relu}      # of indexer keys
+SCORES: Mapping[str, Callable[[Selector, Mapping[str, str]], Score]] = {"relu": relu, "max": best}  # of indexer keys
 
 
 def chooser_of(selector: Selector, groups: Sequence[CacheShape], tables: Sequence[GroupTable],

@@ -242,7 +242,7 @@ def _start(config: Config, log: Callable[[str], object], lateness: Lateness | No
             info |= {"gpu": torch.cuda.get_device_name(), "gpu_bytes": gpu.total, "workspace_bytes": gpu.workspace}
         rooms = [NodeMemory(machine.probe().memory_available if not n else min(told[i].free_bytes for i in node),
                             len(node), own[node.start].host) for n, node in enumerate(nodes)]
-        sizes = size_pools(config, widest, max_position, rooms, budget=selection.budget if selection else 0, gpu=gpu)
+        sizes = size_pools(config, widest, max_position, rooms, selection=selection, gpu=gpu, stages=own)
         core = sizes.core
         if isinstance(workers, WorkerGroup):
             workers.vocabulary(vocabulary, tp_size)
@@ -374,7 +374,7 @@ def _with_step(config: Config, loaded: LoadedModel) -> Config:
 def _longest(config: Config, caches: Caches, max_position: int) -> int:
     """Tokens of the longest context that this model and the GPU's free memory may have."""
     return min(config.model.max_model_len or max_position,
-               caches.context_pages(torch.cuda.mem_get_info()[0]) * config.kv.page_size)
+               caches.context_pages(torch.cuda.mem_get_info()[0]) * caches.page_size)
 
 
 def _measure(config: Config, workers: Rank | WorkerGroup, caches: Caches, max_position: int,

@@ -48,7 +48,7 @@ def largest_chunk(caches: Caches, step_tokens: int) -> int:
 def one_page(caches: Caches, rows: int, max_len: int, hot_pages: int = 0) -> CoreConfig:
     """Pools in which one page of each group stands for all of a context, of `context_max` tokens at most;
     with `hot_pages` one host page, and hot buffers of so many pages, too."""
-    size = caches.layouts[0].page_size
+    size = caches.page_size
     pages = len(caches.groups) * caches.slabs.slab_pages[0]
     return CoreConfig(page_size=size, rows=rows, hbm_pages=pages, dram_pages=pages if hot_pages else 0,
                       hot_pages=hot_pages, max_len=max(1, min(max_len, context_max(caches)) // size) * size,

@@ -27,7 +27,7 @@ from penstock.model.base import Selector
 
 def scratch(caches: Caches, hot: int) -> CoreConfig:
     """Pools of two slabs for each group, for one row with a hot buffer of so many pages."""
-    size, pages = caches.layouts[0].page_size, 2 * len(caches.groups) * caches.slabs.slab_pages[0]
+    size, pages = caches.page_size, 2 * len(caches.groups) * caches.slabs.slab_pages[0]
     return CoreConfig(page_size=size, rows=1, hbm_pages=pages, dram_pages=pages if hot else 0,
                       hot_pages=hot, max_len=2 * size, groups=caches.groups, group_base=1 << 20)
 

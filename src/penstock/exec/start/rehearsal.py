@@ -92,7 +92,7 @@ class Rehearsal:
             longest = self._longest(caches, model.max_position)
             budget, hot = 0 if selection is None else selection.budget, 0
             if budget and kv.host_decode != "off" and kv.host_tier is not False:
-                hot = largest_hot(kv, budget, schedule.num_drafts, longest) // kv.page_size
+                hot = largest_hot(kv, budget, caches.page_size, schedule.num_drafts, longest) // caches.page_size
             parts, core = parts_of(model, sketch.backends, selection, hot, layout.groups), one_page(
                 caches, rows, longest, hot)
             ranks = [Worker(parts, *caches.pools(core, "cuda"), rows=rows, max_len=longest,

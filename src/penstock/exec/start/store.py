@@ -44,12 +44,12 @@ def open_storage(kv: KVConfig, identity: Mapping[str, str], caches: Caches, pool
     """The storage, and `CoreConfig.store_root`. identity: what engines must have in common to read each
     other's KV, in words. pools: whole host pages by cache group. Raises ConfigError."""
     url, readonly = _url(kv), kv.is_readonly
-    words = {**identity, "page size": str(kv.page_size), "cache groups": json.dumps(
+    words = {**identity, "page size": str(caches.page_size), "cache groups": json.dumps(
         [{"name": group.name, **{name: str(value) for name, value in asdict(layout).items()}}
          for group, layout in zip(caches.groups, caches.layouts, strict=True)])}
     least = HEADER.size + max(layout.page_bytes for layout in caches.layouts)
     if kv.kv_storage_bytes is not None and LOW_WATER * kv.kv_storage_bytes < least:
-        raise ConfigError(f"--kv-storage-bytes {show_size(kv.kv_storage_bytes)}: a page of {kv.page_size} "
+        raise ConfigError(f"--kv-storage-bytes {show_size(kv.kv_storage_bytes)}: a page of {caches.page_size} "
                           f"tokens takes {show_size(least)} here, and a sweep leaves nine tenths: give at "
                           f"least {show_size(2 * least)}, better as much as many prompts take")
     text = json.dumps([FORMAT, sorted(words.items())])

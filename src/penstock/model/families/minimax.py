@@ -76,9 +76,6 @@ def minimax_m3(fields: Fields) -> Spec:
                   bias_name="e_score_correction_bias")
     spec = read_spec(fields, attention, moe=moe, theta=5e6, partial=1.0, reads=("partial_rotary_factor",),
                      kinds=(SPARSE,))
-    if attention.index is not None:         # all blocks are read: more than the model selects would be another model
-        most = min(spec.rope.max_position, attention.index.tokens)
-        spec = replace(spec, rope=replace(spec.rope, max_position=most))
     return replace(spec, norm_plus=1.0, gate=clamped, width=fields.size("dense_intermediate_size", 12288))
 
 
@@ -125,7 +122,7 @@ def _index(fields: Fields, kv_heads: int, head_dim: int) -> BlockIndex | None:
                         (f"as many index heads as KV heads, {kv_heads}", heads == kv_heads),
                         (f"index heads of head_dim = {head_dim}", dim == head_dim),
                         ("sparse_local_block 1 or more", local >= 1),
-                        ("a block of 1 token or more", block >= 1),
+                        ("blocks of 1 to 256 tokens, which a page can hold", 1 <= block <= 256),
                         ("no more local blocks than sparse_topk_blocks", local <= top_k)):
         if not right:
             fields.refuse(field, f"supported: {what}")
