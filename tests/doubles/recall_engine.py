@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import where
@@ -83,6 +84,17 @@ class Answers:
         return sum(flat) / len(flat)
 
 
+class Model(NamedTuple):
+    """make(topk, dtype, stage) -> the model, or a stage of its layers; `block`: tokens that are selected together."""
+
+    make: Callable[..., Any]
+    layers: int
+    block: int = 1
+
+
+TRAINED = Model(model, 4)
+
+
 class Engine(InProcess):
     """Keeps each token's logprob and rank."""
 
@@ -96,7 +108,7 @@ class Engine(InProcess):
         """Not at every turn: the pools are large."""
 
 
-def ask(interviews: list[Interview], *, topk: int = 256,
+def ask(interviews: list[Interview], *, of: Model = TRAINED, topk: int = 256,
         step_tokens: int = 512, hbm_pages: int = 4096, dram_pages: int = 0, page_size: int = 16,
         rows: int = 4, overlap: bool = True, lateness: Lateness | None = None, hot_tokens: int = 0,
         stages: int = 1, dtype: torch.dtype = torch.float32, kept: KVConfig | None = None,
@@ -104,19 +116,20 @@ def ask(interviews: list[Interview], *, topk: int = 256,
         script: Callable[[int, list[int]], list[Event]] = lambda turn, live: []) -> Answers:
     """Hold all interviews at once. script(turn, open requests): events to add at each turn.
 
+    topk         tokens that a query reads, of each KV head
     hot_tokens   0: all KV stays on the device; else it is read from host pages, always, through hot buffers
                  of so many tokens
     put          a fault, of each rank
     kept         its formats of pages, None: as it computes
     """
-    hot_pages = -(-hot_tokens // page_size)
+    hot_pages, selection = -(-hot_tokens // page_size), indexer_selection(topk, of.block)
     engine = Engine()
     engine.found = {}
     engine.build(
-        functools.partial(model, topk, dtype), groups_of(model(topk, dtype), indexer_selection(topk), kept),
+        functools.partial(of.make, topk, dtype), groups_of(of.make(topk, dtype), selection, kept),
         dtype=dtype,
-        layers=even(4, stages), max_len=8192, lateness=lateness or Promptly(), page_size=page_size, rows=rows,
-        selection=indexer_selection(topk),
+        layers=even(of.layers, stages), max_len=8192, lateness=lateness or Promptly(), page_size=page_size, rows=rows,
+        selection=selection,
         hbm_pages=hbm_pages, dram_pages=dram_pages, step_tokens=step_tokens, overlap=overlap,
         hot_pages=hot_pages, always_hosted=hot_tokens > 0)
     for rank in engine.ex._ranks:
