@@ -182,6 +182,10 @@ def test_forced_spills_and_drops_find_nothing(more: str) -> None:
     assert not sweep(range(1_000), FORCED + more).failures
 
 
+def test_a_promotion_goes_on_in_the_turn_in_which_all_that_it_loads_has_come() -> None:
+    assert not sweep([309], FORCED).failures
+
+
 @pytest.mark.parametrize("kind", sorted(ANOMALIES))
 def test_the_nth_failure_of_a_kind_harms_nobody_else(kind: str) -> None:
     runs = 0
