@@ -2,7 +2,7 @@
 
 Asks `capacity` for the ways in and `Core` for the edge. Room is counted, but a trial also matches and pins a
 prefix: who did not fit is not tried again before as much has come as it lacked, or those that it waits for
-have changed. Else a turn beside a head of 120,000 tokens takes 9 ms, not .03 (`bench/planning.py --blocked`).
+have changed. Else a turn next to a head of which 30,000 tokens are cached takes 5 ms, not .04 (ADR 0108).
 """
 from __future__ import annotations
 
