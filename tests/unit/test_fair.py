@@ -12,6 +12,7 @@ from penstock.config.request.params import SamplingParams
 from penstock.core.core import Core
 from penstock.core.plan import Arrived
 from penstock.core.settings import CoreConfig
+from penstock.core.state import Watcher
 from penstock.engine import wire
 from penstock.engine.loop import EngineLoop
 
@@ -23,7 +24,7 @@ _spec.loader.exec_module(hostile)
 FLOOD, LIGHT, THIRD = 11, 22, 33
 
 
-class Rig:
+class Rig(Watcher):
     """One engine of `rows` slots. `ends`: request ids in the order of their ends; `arrived`: of entering."""
 
     def __init__(self, rows=4, pages=200, overlap=True):
@@ -36,10 +37,6 @@ class Rig:
     def event(self, event):
         if isinstance(event, Arrived):
             self.arrived.append(event)
-
-    def applied(self, event): ...
-    def edge(self, r, trigger, place): ...
-    def taken(self, r, source, trigger): ...
 
     def submit(self, tenant, prompt=12, max_new=8, priority=0, **more):
         self.rid += 1
