@@ -59,7 +59,7 @@ FAMILIES = {"llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3, 
 SUMMED = ("o_proj.bias", "down_proj.bias", "out_proj.bias")     # added by one TP rank, of all that have the columns
 WHOLE = ("embed_tokens.weight", "norm.weight", "norm.bias", "mlp.gate.weight", "correction_bias",
          "_a_proj.weight", "_a_proj.bias", "_with_mqa.weight", "_with_mqa.bias",
-         "indexer.wq_b.weight", "indexer.wk.weight",
+         "index_k_proj.weight", "indexer.wq_b.weight", "indexer.wk.weight",
          "indexer.weights_proj.weight")
 
 EXPERTS = OP.use("reference")
@@ -90,7 +90,7 @@ def check_weights(config: dict[str, Any], pp: int, tp: int, ranges: int) -> None
         if name.endswith(WHOLE) and ".mamba." not in name:
             times = (1 + (pp > 1)) if tied and "embed" in name else 1
             assert (count == tp * times).all(), name
-        elif ".k_proj" in name or ".v_proj" in name:
+        elif any(part in name for part in (".k_proj", ".v_proj", ".index_q_proj")):
             assert (count >= 1).all(), name
         elif ".mamba.in_proj." in name or ".mamba.conv1d." in name:         # queries and keys are on each
             assert ((count == 1) | (count == tp)).all(), name

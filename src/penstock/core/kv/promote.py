@@ -129,15 +129,14 @@ def load_next(kv: Pages, r: Request) -> bool:
     """Pages of a row that is being promoted are read once they have come. The next loads, or those that fly,
     are what it waits for. It goes on meanwhile, and what it and others miss comes over the same link: few fly
     at once. False: what it was promised cannot be had."""
-    at: int | None = -1
     few = len(r.promotion.loading) <= kv.cfg.load_pages
-    while True:                                # no event may come for pages that are all in place
-        if few and (at := r.promotion.reload_at) is not None and not _reload_some(kv, r):
+    if few and r.promotion.reload_at is not None and not _reload_some(kv, r):
+        return False
+    r.promotion.loading = _tell_ready(kv, r, r.promotion.loading)
+    if not few and not r.promotion.loading and r.promotion.reload_at is not None:      # no event may come for more
+        if not _reload_some(kv, r):
             return False
         r.promotion.loading = _tell_ready(kv, r, r.promotion.loading)
-        few = not r.promotion.loading
-        if not few or r.promotion.reload_at in (None, at):
-            break
     missing = [c for g, i in r.promotion.loading if (c := r.tables[g].device[i]) is not None]
     flying = [c for c in missing if c.filled_by]
     r.blocked_on = flying[-1:] or missing[-1:]
