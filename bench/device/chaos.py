@@ -98,9 +98,8 @@ class Site:
                     return
 
 
-def ask(url: str, prompt: str, rng: random.Random) -> tuple[str, str]:
+def ask(url: str, prompt: str, *, streamed: bool = False, leaves: bool = False) -> tuple[str, str]:
     """What became of it, and the answer."""
-    streamed, leaves = rng.random() < .5, rng.random() < LEAVES
     link = http.client.HTTPConnection(url.removeprefix("http://"), timeout=120)
     try:
         link.request("POST", "/v1/completions", json.dumps({
@@ -138,7 +137,7 @@ def client(number: int, sites: list[Site], want: dict[str, str], over: threading
             if server is None:
                 time.sleep(.05)
                 continue
-            what, text = ask(server.url, prompt, rng)
+            what, text = ask(server.url, prompt, streamed=rng.random() < .5, leaves=rng.random() < LEAVES)
             if what == "answered" and text != want[prompt]:
                 what = "wrong"
             seen[what] += 1
@@ -203,7 +202,7 @@ def main() -> None:
     asked, began = prompts(args.seed), time.perf_counter()
     with serving(*kept, "--kv-cache-memory-bytes", "64M", "--kv-offloading-size", "0", model=args.model) as one, \
             ThreadPoolExecutor(8) as pool:
-        first = [*pool.map(lambda prompt: ask(one.url, prompt, _Stays()), asked)]
+        first = [*pool.map(lambda prompt: ask(one.url, prompt), asked)]
     assert all(what == "answered" for what, _ in first), first
     want = dict(zip(asked, (text for _, text in first), strict=True))
     print(f"{len(want)} prompts, {len(set(want.values()))} answers", flush=True)
@@ -239,7 +238,7 @@ def main() -> None:
                 site.server.process.terminate()
                 site.server.process.wait(60)
         time.sleep(3)
-        unfinished = [str(path) for path in Path(folder).rglob("*tmp*")]
+        unfinished = [str(path) for path in Path(folder).rglob("*.tmp")]
     row: dict[str, Any] = {
         "seconds": time.perf_counter() - began, "clients": args.clients, "seen": dict(seen), "killed": dict(killed),
         "starts_s": [spread(site.starts) | {"starts": len(site.starts)} for site in sites], "held": kept_on,
@@ -248,13 +247,6 @@ def main() -> None:
     write("chaos", args.out, [row])
     assert seen["answered"] and not errors, errors[:3]
     assert not any(kept_on.values()) and not any(row[name] for name in ("alive", "shared_memory", "unfinished_files"))
-
-
-class _Stays(random.Random):
-    """A client that neither streams nor leaves."""
-
-    def random(self) -> float:
-        return 1.0
 
 
 if __name__ == "__main__":

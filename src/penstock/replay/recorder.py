@@ -121,14 +121,14 @@ class Recorder(Watcher):
     def _keep(self, turn: RecordedTurn, answer: Advance) -> None:
         # A Token a row and step, kept until the ring has gone round, costs the core 3 % of its speed:
         # the next ones then lie in memory that no cache has. So `_slim` and `_brief`.
-        told, outputs = 0, answer.outputs      # tokens of large steps
+        num_brief, outputs = 0, answer.outputs      # results that are kept briefly
         for at, event in enumerate(turn.kept):
             if type(event) is Arrived:
                 turn.tokens += len(event.prompt)
             elif type(event) is Retired and len(event.tokens) > self._whole_rows:
                 turn.kept[at] = brief = _brief(event)
-                told += len(event.tokens) if brief is not event else 0
-        if told != len(outputs) or turn.counted or (outputs and type(outputs[-1]) is not Token):
+                num_brief += len(event.tokens) if brief is not event else 0
+        if num_brief != len(outputs) or turn.counted or (outputs and type(outputs[-1]) is not Token):
             turn.outputs = tuple([out for out in outputs if type(out) is not Token])
         turn.num_tokens = len(outputs) - len(turn.outputs)
         if turn.ended:

@@ -386,7 +386,7 @@ def largest_hot(kv: KVConfig, budget: int, page_size: int, draft_tokens: int, ma
 def table_bytes(caches: Caches, rows: int, max_len: int, hot_pages: int, selection: Selection) -> int:
     """Device bytes of the page tables of both tiers (int32) and of `memory.hot.HotBuffers`: a slot of
     each unit a row may have, unit and stamp of each slot, four counters, and the step. Where prompts select, too, also
-    a layer's entries of the longest request, where chunks of a hosted prompt read them."""
+    a layer's entries of the longest request, where chunks of an offloaded prompt read them."""
     layout, size = caches.layouts[0], caches.page_size
     unit, pages = selection.unit, -(-max_len // size)
     per_head = 4 * (pages * size // unit + 2 * hot_pages * size // unit) + 4 * 8
