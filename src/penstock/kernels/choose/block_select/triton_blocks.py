@@ -57,7 +57,8 @@ def score_blocks(q, key, scales, table, row, position, score, q_row, key_page, t
                     token = (start + t // PART) * UNIT + inner
                     own = (start + t // PART < end) & (inner < UNIT)
                     page = tl.load(pages + token // SIZE, mask=own, other=0).to(tl.int64)
-                    at = page * key_page + token % SIZE * KEY
+                    # Of `token % SIZE * KEY` Triton 3.6 copies 16 bytes at once, which KEY words are not a multiple of.
+                    at = page * key_page + token * KEY - token // SIZE * (SIZE * KEY)
                     key_tJ = tl.load(key + (at * (4 if CODED else 1))[:, None] + d[None, :],
                                      mask=own[:, None] & (d[None, :] < DIM), other=0.0)
                     if CODED:
