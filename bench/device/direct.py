@@ -10,7 +10,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -27,7 +27,7 @@ from penstock.core.settings import CoreConfig
 from penstock.exec.drafts.drafter import Drafter
 from penstock.exec.executor import Executor
 from penstock.exec.graphs.capture import buckets_of
-from penstock.exec.load.backends import selector_for
+from penstock.exec.load.backends import parts_of, selector_for
 from penstock.exec.load.layout import caches_of
 from penstock.exec.load.sizing import WAIT_BYTES, groups_of
 from penstock.exec.sampling.grammar import Grammars
@@ -87,11 +87,12 @@ class Direct:
                  buckets: Sequence[int] = (), selection: Selection | None = None,
                  hot_tokens: int = 0, hot_most: int = 0, hosted: bool = False,
                  grammars: Grammars | None = None, kv: KVConfig | None = None,
-                 drafter: Drafter | None = None, drafts: int = 0) -> None:
+                 drafter: Drafter | None = None, drafts: int = 0,
+                 backends: Mapping[str, registry.Choice] | None = None, device: str = "cuda") -> None:
         """With a `selection` every request decodes by it, a model that chooses itself by its own; hosted: out
         of host pages even where it fits. hot_most: tokens that a hot buffer of hot_tokens grows to.
         hbm_tokens: of all that is in the device's pool, in slabs of a page of KV. kv: has its formats.
-        drafts: of a row and step, at most."""
+        drafts: of a row and step, at most. backends: as an engine chooses them; None: what most models here take."""
         if model.selector is not None:
             selection = indexer_selection(model.selector.tokens, model.selector.block)
         groups = groups_of(model, selection, kv)
@@ -108,23 +109,27 @@ class Direct:
         if selection is not None:
             native = selection.native
             self._selects = hot_tokens > 0 or not native
-            chosen = registry.choose(probe("cuda"), ops=registry.SELECTING[selector.score])
+            chosen = backends or registry.choose(probe("cuda"), ops=registry.SELECTING[selector.score])
             names = {op: choice.name for op, choice in chosen.items()}
             self._params = SamplingParams(temperature=0.0, max_tokens=None,
                                           sparse_top_k=None if native else selection.budget)
             self._attention = attention_identity(selection)
         started = time.perf_counter()
-        hbm, dram = caches.pools(cfg, "cuda")
+        hbm, dram = caches.pools(cfg, device)
         self.pools_s = time.perf_counter() - started
         for pool in hbm:
             pool.fill(0.0)
-        attention = (LatentOps(latent_attention.OP.use("gluon"))
-                     if value_dim_of(model) else functools.partial(paged_attention.prepare, backend="fa4"))
-        self.rank = Worker(WorkerParts(model, attention, groups, selector, cfg.largest_hot, names, mask="triton"),
-                         hbm, dram, rows=rows, max_len=max_len, grammars=grammars, drafter=drafter)
+        if backends is None:
+            attention = (LatentOps(latent_attention.OP.use("gluon"))
+                         if value_dim_of(model) else functools.partial(paged_attention.prepare, backend="fa4"))
+            parts = WorkerParts(model, attention, groups, selector, cfg.largest_hot, names, mask="triton")
+        else:
+            parts = parts_of(model, backends, selection, cfg.largest_hot, groups)
+        self.rank = Worker(parts, hbm, dram, rows=rows, max_len=max_len, grammars=grammars, drafter=drafter)
         started = time.perf_counter()
-        self.rank.capture(buckets or buckets_of(rows), width=1 + drafts)
-        torch.cuda.synchronize()
+        if device == "cuda":
+            self.rank.capture(buckets or buckets_of(rows), width=1 + drafts)
+            torch.cuda.synchronize()
         self.capture_s = time.perf_counter() - started
         self.core, self.front, self._newest = Core(cfg), Executor([self.rank]), 0
 
