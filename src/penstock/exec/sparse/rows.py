@@ -6,10 +6,8 @@ Owns what all selectors share. Knows rows, requests and counters, not how units 
 """
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import sub
 
 import torch
 from torch import Tensor
@@ -61,9 +59,10 @@ class HotRows:
                               device=kv.device_RM.device, readers=readers)
         self.host_RM = torch.full_like(kv.device_RM, -1) if kv.host_RM is None else kv.host_RM
         self._rows = [HotRow() for _ in range(rows)]
-        self._counted = [(0,) * len(COUNTS)] * rows         # of each row by all requests, as last reported
+        # Of each row by all requests, as last reported.
+        self._counted: list[Sequence[int]] = [(0,) * len(COUNTS)] * rows
         self.missed_bytes = 0                               # by the step that was reported last
-        self._reads: dict[RequestId, Counter[str]] = {}
+        self._reads: dict[RequestId, list[int]] = {}        # COUNTS, and bytes of windows
         self._unit_bytes = layout.planes * layout.head_dim * unit * layout.dtype.itemsize
         self._page_rows = layout.num_kv_heads * layout.page_size
         self._window_pages = [0] * layout.num_layers
@@ -107,8 +106,12 @@ class HotRows:
         self._window_pages[layer] += pages
         rid = self._rows[row].rid
         if rid is not None:
-            self._reads.setdefault(rid, Counter())["window_bytes"] += (
-                pages * self._page_rows * self._unit_bytes // self._unit)
+            self._of(rid)[-1] += pages * self._page_rows * self._unit_bytes // self._unit
+
+    def _of(self, rid: RequestId) -> list[int]:
+        if (found := self._reads.get(rid)) is None:
+            found = self._reads[rid] = [0] * (len(COUNTS) + 1)
+        return found
 
     def looks(self, *places: BlockTableRef, budget_R: Tensor | None = None) -> Looks:
         """What captured steps ask of rows, which they tell in their answers what they have read."""
@@ -118,7 +121,7 @@ class HotRows:
         """(request, READS) of those of these rows that select, up to the steps that the device has been given
         by now. What it returns tells them, once the last of these has run, in order of the steps, each once;
         counted: by what the step's answer has of each of these rows."""
-        before = [(i, r, row.rid, self._reads.setdefault(row.rid, Counter())["window_bytes"])
+        before = [(i, r, row.rid, self._of(row.rid)[-1])
                   for i, r in enumerate(rows) if (row := self._rows[r]).rid is not None and row.budget]
         if not before:
             return none_read
@@ -128,13 +131,13 @@ class HotRows:
             counts = None if count_LRKE is None else count_LRKE.sum((0, 2)).tolist()
             found, missed = [], 0
             for i, r, rid, window_bytes in before:
-                count = tuple(answered[i] if counts is None else counts[r])
+                count = answered[i] if counts is None else counts[r]
                 now, had = self._reads[rid], self._counted[r]
-                now.update(dict(zip(COUNTS, map(sub, count, had), strict=True)))
                 missed += count[_MISSES] - had[_MISSES]
+                for at, had_at in enumerate(had):
+                    now[at] += count[at] - had_at
                 self._counted[r] = count
-                host_bytes = now["hot_misses"] * self._unit_bytes + window_bytes
-                found.append((rid, (*(now[name] for name in COUNTS), host_bytes)))
+                found.append((rid, (*now[:-1], now[_MISSES] * self._unit_bytes + window_bytes)))
             self.missed_bytes = missed * self._unit_bytes
             return tuple(found)
         return told
