@@ -10,9 +10,10 @@ both times of the first and of the second of a kind, their ratios (1.3 is the go
 engine compiled meanwhile (`penstock:executor_compiled_total`). `latent-tight` has device KV for some 64,000
 tokens, and two kinds more: a prompt whose KV comes back from host memory, and requests that preempt each other.
 
-The second: first tokens of prompts of 32,768 tokens, one at a time, of one engine and then of a prefill and a
-decode instance. `push_share` is the part of the pair's first token between the end of a prompt's last step and
-the last byte of its KV on its way (`penstock:prefill_pd_tail_seconds_total`).
+The second: first tokens of prompts of 32,768 tokens (--tokens), one at a time, of one engine and then of a prefill and
+a decode instance; `host`: of such a pair whose decode instance has KV on the device, and then of one in host memory.
+`push_share` is the part of the pair's first token between the end of a prompt's last step and the last byte of its KV
+on its way (`penstock:prefill_pd_tail_seconds_total`).
 """
 from __future__ import annotations
 
@@ -33,10 +34,15 @@ from statistics import median
 from typing import IO, Any
 
 from direct import QWEN3_8B, spread, write
+from experts import QWEN3_30B_A3B
 from latent import CONFIG as LATENT
 from serving import Server, serving
 
 BESIDE = 30_000                 # tokens of the stream beside, at most
+# A layer with experts of DeepSeek-V3.2 itself, in fp8 blocks, but for the vocabulary.
+WIDE = LATENT | {
+    "hidden_size": 7168, "num_attention_heads": 128, "num_key_value_heads": 128, "num_hidden_layers": 1,
+    "first_k_dense_replace": 0, "quantization_config": QWEN3_30B_A3B["quantization_config"]}
 COMMON = ("--device", "cuda", "--load-format", "dummy", "--max-num-seqs", "64")
 ALWAYS = ("--host-decode", "always", "--kv-offloading-size", "16G")
 SERVERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -49,14 +55,19 @@ SERVERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "gqa-drafts": (QWEN3_8B, ("--kv-cache-memory-bytes", "24G", "--speculative-method", "ngram")),
     "gqa-offloaded": (QWEN3_8B, ("--kv-cache-memory-bytes", "12G", *ALWAYS, "--sparse-top-k", "2048")),
     "pd": (LATENT, ("--prefill-replicas", "1", "--decode-replicas", "1", "--kv-cache-memory-bytes", "4G", *ALWAYS)),
+    "pd-resident": (LATENT, ("--prefill-replicas", "1", "--decode-replicas", "1", "--kv-cache-memory-bytes", "12G",
+                             "--host-decode", "off")),
     "pd-gqa": (QWEN3_8B, ("--prefill-replicas", "1", "--decode-replicas", "1", "--kv-cache-memory-bytes", "12G")),
     "latent-tight": (LATENT, ("--kv-cache-memory-bytes", "600M", "--kv-offloading-size", "8G", "--host-decode", "off",
                               "--max-model-len", "49152")),
+    "moe": (QWEN3_30B_A3B | {"num_hidden_layers": 12}, (
+        "--kv-cache-memory-bytes", "600M", "--kv-offloading-size", "8G", "--max-model-len", "20480")),
+    "wide": (WIDE, ("--kv-cache-memory-bytes", "4G", "--host-decode", "off")),
     "float32": (LATENT, ("--dtype", "float32", "--kv-cache-memory-bytes", "12G", "--host-decode", "off")),
 }
-# Of --delivered: the server of one engine, and of a pair.
-DELIVERED = {"latent": ("latent", "pd"), "gqa": ("gqa", "pd-gqa")}
-DELIVERED_TOKENS, DELIVERED_TURNS = 32_768, 6
+# Of --delivered: the server of one engine, and of a pair; or of two pairs.
+DELIVERED = {"latent": ("latent", "pd"), "gqa": ("gqa", "pd-gqa"), "host": ("pd-resident", "pd")}
+DELIVERED_TURNS = 6
 
 
 async def stream(url: str, body: dict[str, Any], times: list[float]) -> None:
@@ -128,7 +139,7 @@ def compiled(url: str) -> int:
     return int(counted(url, "executor_compiled"))
 
 
-async def first_tokens(url: str, rng: random.Random) -> dict[str, Any]:
+async def first_tokens(url: str, rng: random.Random, tokens: int) -> dict[str, Any]:
     """Of prompts that no engine has seen; two before them compile what is not compiled yet."""
     took: list[float] = []
     names = [f"prefill_pd_{name}" for name in ("tail_seconds", "tail_bytes", "sent_bytes", "sent_frames",
@@ -138,7 +149,7 @@ async def first_tokens(url: str, rng: random.Random) -> dict[str, Any]:
         if turn == 0:
             before = [counted(url, name) for name in names]
         times: list[float] = []
-        await stream(url, of(rng, DELIVERED_TOKENS, 8), times)
+        await stream(url, of(rng, tokens, 8), times)
         if turn >= 0:
             took.append(times[1] - times[0])
     tail_s, tail_bytes, sent, frames, send_s = (counted(url, name) - was
@@ -154,19 +165,22 @@ async def first_tokens(url: str, rng: random.Random) -> dict[str, Any]:
 def delivered(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     for name in args.delivered:
         for size in args.page_sizes:
-            found = []
+            found: list[list[dict[str, Any]]] = []
             for server in DELIVERED[name]:
                 with tempfile.TemporaryDirectory() as folder:
                     log = args.out / f"delivered-{server}-{size}.log"
                     with open(log, "w") as file, started(Path(folder), server, "--page-size", str(size),
                                                          stderr=file) as at:
-                        found.append(asyncio.run(first_tokens(at.url, random.Random(1))))
-                rows.append({"server": server, "page_size": size, **found[-1]})
+                        found.append([asyncio.run(first_tokens(at.url, random.Random(1), tokens))
+                                      for tokens in args.tokens])
+                for tokens, row in zip(args.tokens, found[-1], strict=True):
+                    rows.append({"server": server, "page_size": size, "tokens": tokens, **row})
+                    print(json.dumps(rows[-1]), flush=True)
+            for tokens, before, after in zip(args.tokens, *found, strict=True):
+                one, pair = (row["first_s"]["median"] for row in (before, after))
+                rows.append({"delivered": name, "page_size": size, "tokens": tokens, "added_s": pair - one,
+                             "added_share": 1 - one / pair, "push_share": after.get("push_share")})
                 print(json.dumps(rows[-1]), flush=True)
-            one, pair = (row["first_s"]["median"] for row in found)
-            rows.append({"delivered": name, "page_size": size, "added_s": pair - one, "added_share": 1 - one / pair,
-                         "push_share": found[1].get("push_share")})
-            print(json.dumps(rows[-1]), flush=True)
 
 
 @contextlib.contextmanager
@@ -254,6 +268,7 @@ def main() -> None:
     parser.add_argument("--warm", action="store_true", help="start each server once more, and only start it")
     parser.add_argument("--delivered", nargs="+", choices=list(DELIVERED))
     parser.add_argument("--page-sizes", nargs="+", type=int, default=[64], help="of --delivered")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[32_768], help="of its prompts")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
