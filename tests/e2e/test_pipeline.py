@@ -128,10 +128,12 @@ def test_the_demo_model_on_two_stages_decodes_from_host_pages_as_one_rank_does()
             assert peak < (1.2, 1.45)[rank] * own and peak < .85 * whole
 
 
-def test_three_uneven_stages_with_overlap_and_a_host_tier(model, dense):
-    """A device of half of what the requests need: pages go down and come back, a rectangle at a time."""
-    with Pipeline(model, kv_cache_memory_bytes="280K", kv_offloading_size="8M", pp=3, pp_layers=["1", "3",
-                                                                                                 "2"]) as three:
+@pytest.mark.parametrize("together", [1, 3])
+def test_three_uneven_stages_with_overlap_and_a_host_tier(model, dense, together):
+    """A device of half of what the requests need: pages go down and come back, a rectangle at a time. Five requests
+    take turns, or up to three of them go on in one step."""
+    with Pipeline(model, kv_cache_memory_bytes="280K", kv_offloading_size="8M", pp=3, pp_layers=["1", "3", "2"],
+                  pp_together=together) as three:
         assert three.play(pauses=lambda turn: [1 + turn % 5] if turn % 7 == 0 and turn < 100 else ()) == dense
         stats, info = three.ex.stats(), three.built.info
         assert three.core.stats()["pauses"] >= 3

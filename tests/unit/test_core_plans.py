@@ -69,6 +69,30 @@ def test_each_stage_of_a_pipeline_has_rows_to_decode(rows: int, stages: int) -> 
     assert sorted(seen) == list(range(rows))
 
 
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_few_rows_of_a_pipeline_decode_together_and_their_next_step_is_in_flight(rows: int, stages: int) -> None:
+    """Also those that came later, once their prompts have been computed."""
+    d = Driver(rows=16, hbm_pages=96, pp_size=stages, pp_together=8, overlap=True)
+    d.tell(*(Arrived(RequestId(i), (i, 1, 2, 3), 60) for i in range(rows - rows // 2)))
+    for _ in range(5):
+        d.retire()
+    d.tell(*(Arrived(RequestId(i), (i, 1, 2, 3), 60) for i in range(rows - rows // 2, rows)))
+    for _ in range(12):
+        d.retire()
+        assert len(d.plans) <= stages + 1
+    assert [sorted(plan.rids) for plan in d.plans] == [list(range(rows))] * 2
+    assert {tuple(plan.count) for plan in d.plans} == {(1,) * rows}
+
+
+def test_one_row_more_than_few_and_they_take_turns() -> None:
+    d = Driver(rows=16, hbm_pages=96, pp_size=2, pp_together=3, overlap=True)
+    d.tell(*(Arrived(RequestId(i), (i, 1, 2, 3), 60) for i in range(4)))
+    for _ in range(8):
+        d.retire()
+    assert [len(plan.rids) for plan in d.plans] == [2, 2, 2]
+
+
 def test_growth_appends_a_page_exactly_at_the_page_edge() -> None:
     d = Driver()
     d.arrive(1, range(4))

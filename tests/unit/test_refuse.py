@@ -95,6 +95,7 @@ CASES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
     ({"debug_cpu_isa": "plain", "device": "cuda"}, {"debug_cpu_isa": "plain", "device": "cpu"}),
     ({"threads": 0}, {"threads": 1}),
     ({"pp": 0}, {"pp": 1}),
+    ({"pp": 2, "pp_together": 0}, {"pp": 2, "pp_together": 1}),
     ({"tp": 0}, {"tp": 64}),
     ({"tp": 4, "ep": 3}, {"tp": 6, "ep": 0}),
     ({"pp": 2, "pp_layers": ["30"]}, {"pp": 2, "pp_layers": ["1", "29"]}),

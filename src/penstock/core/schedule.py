@@ -66,19 +66,24 @@ def plan(core: CoreState) -> StepPlan | None:
 def _decoding(core: CoreState, step: StepId) -> tuple[list[ScheduledRow], int]:
     """The rows that decode, and what is left of the budget. With several stages they take turns, each row
     once in as many steps; but a lone row does not wait for steps that nobody issues: its next one goes out
-    behind the one in flight, whose token the first stage waits for."""
-    behind, turn = core.kv.retired + core.cfg.overlap, step - core.cfg.pp_size
-    chosen, budget = _of_turn(core, turn)
-    return _of_turn(core, behind) if not chosen and behind > turn else (chosen, budget)
+    behind the one in flight, whose token the first stage waits for. So do as few rows as `pp_together` says, all
+    of them at once."""
+    behind, turn, decode = core.kv.retired + core.cfg.overlap, step - core.cfg.pp_size, core.by_phase[Phase.DECODE]
+    if core.cfg.pp_size > 1 and len(decode) <= core.cfg.pp_together:
+        if any([r.last_issue > behind for r in decode]):
+            return [], core.cfg.step_tokens         # they go on in one step, once that has retired
+        return _of_turn(core, behind, 1)
+    chosen, budget = _of_turn(core, turn, core.cfg.pp_size)
+    return _of_turn(core, behind, core.cfg.pp_size) if not chosen and behind > turn else (chosen, budget)
 
 
-def _of_turn(core: CoreState, free: int) -> tuple[list[ScheduledRow], int]:
-    """Of the rows whose last step is not later than `free`, so many that each stage has as many."""
+def _of_turn(core: CoreState, free: int, turns: int) -> tuple[list[ScheduledRow], int]:
+    """Of the rows whose last step is not later than `free`, one in so many turns."""
     chosen: list[ScheduledRow] = []
     taken = reclaim.PlannedRows(core, chosen)
     budget, looked, left = core.cfg.step_tokens, 0, len(core.running)
-    if core.cfg.pp_size > 1:
-        left = -((len(core.by_place[Place.TO_HOST]) - len(core.by_phase[Phase.DECODE])) // core.cfg.pp_size)
+    if turns > 1:
+        left = -((len(core.by_place[Place.TO_HOST]) - len(core.by_phase[Phase.DECODE])) // turns)
     for r in list(core.running):
         if not (budget and left):
             break

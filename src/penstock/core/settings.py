@@ -69,6 +69,7 @@ class CoreConfig:
     max_len: int = 1 << 20              # prompt + output tokens of one request
     overlap: bool = False
     pp_size: int = 1
+    pp_together: int = 1                # of several stages: so many rows that decode take no turns
     role: str = "unified"               # or one side of a pair: "prefill", "decode"
     peers: int = 1                      # engines of the other role, if it is a side of a pair
     draft_tokens: int = 0               # a decoding row computes, and may return, up to 1 more than this

@@ -425,6 +425,7 @@ REFUSED: tuple[Refusal[Machine], ...] = (
             ("device.debug_cpu_isa", "device.device"), "applies to CPU kernels: take --device cpu"),
     _outside("device.threads", 1, 1024, "1 to 1024 threads"),
     _outside("device.pp", 1, 64, "1 to 64 stages"),
+    _outside("device.pp_together", 1, 1 << 20, "1 request or more"),
     _outside("device.tp", 1, 64, "1 to 64 TP ranks"),
     Refusal(lambda c, _: c.device.ep < 0 or (c.device.tp >= 1 and c.device.tp % c.device.expert_ranges > 0),
             ("device.ep", "device.tp"), "expert groups are spread over the TP ranks: take a divisor of --tp, or 0"),
