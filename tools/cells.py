@@ -18,7 +18,8 @@ DIMENSIONS: dict[str, dict[str, str]] = {
     "kind": {"ordinary": "full attention", "selecting": "sparse decode (`--sparse-top-k`)",
              "fp8kv": "fp8 KV (`--kv-cache-dtype fp8`; with `--sparse-top-k` from host memory)",
              "latent": "MLA with an indexer (DSA)", "experts": "MoE",
-             "windows": "layers with a window, and sinks (gpt-oss)", "states": "hybrid with recurrent states"},
+             "windows": "layers with a window, and sinks (gpt-oss)", "states": "hybrid with recurrent states",
+             "minimax-m3": "full attention, each KV head's indexer selects blocks (MiniMax-M3)"},
     "place": {"resident": "device", "hosted": "host memory"},          # where decode reads KV from
     "feature": {"plain": "-", "tier": "host tier", "cache": "prefix cache", "paused": "preemption by swap",
                 "stored": "storage in files"},

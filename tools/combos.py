@@ -35,7 +35,8 @@ from penstock.model.weights import gguf_config
 _MACHINE = Machine(system="Linux", machine="x86_64", python="3", cpu="any", features=("avx2", "fma"), cores=8,
                    memory_total=1 << 40, memory_available=1 << 40, gpus=("any",), torch_cuda="any")
 _FAMILY = {"ordinary": "llama", "selecting": "llama", "fp8kv": "llama", "latent": "deepseek_v32",
-           "experts": "qwen3_moe", "windows": "gpt_oss", "states": "qwen3_next"}
+           "experts": "qwen3_moe", "windows": "gpt_oss", "states": "qwen3_next", "minimax-m3": "minimax_m3"}
+_MOE = ("latent", "experts", "windows", "minimax-m3")
 _DTYPE = {"float32": "float32", "bfloat16": "bfloat16", "packed": "gguf"}         # else auto
 
 
@@ -75,9 +76,10 @@ def options(cell: Cell) -> dict[str, object]:
 
 def facts(cell: Cell) -> ModelFacts:
     """What a model of its kind says of itself."""
-    latent, files = cell.kind == "latent", "gguf" if cell.weights in ("gguf", "packed") else "safetensors"
-    return ModelFacts(name="NAME", load_format=files, layers=32, topk=2048 if latent else 0,
-                      kv_heads=not latent, experts=64 * (cell.kind in ("latent", "experts", "windows")),
+    latent, blocks = cell.kind == "latent", cell.kind == "minimax-m3"
+    return ModelFacts(name="NAME", load_format="gguf" if cell.weights in ("gguf", "packed") else "safetensors",
+                      layers=32, topk=2048 if latent or blocks else 0, block=128 if blocks else 1,
+                      kv_heads=not latent, experts=64 * (cell.kind in _MOE),
                       state_bytes=(1 << 18) * (cell.kind == "states"))
 
 

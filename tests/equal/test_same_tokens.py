@@ -157,7 +157,7 @@ KINDS = {
     "granite": Kind(make=of_config(GRANITE), options={"state_interval": 32}),
     "nemotron": Kind(make=of_config(NEMOTRON), options={"state_interval": 32}),
     "mistral4": Kind(make=of_config(MISTRAL_4)),
-    "minimax-m3": Kind(make=of_config(MINIMAX_M3), selects={}, always=True),
+    "minimax-m3": Kind(make=of_config(MINIMAX_M3), covers=("minimax-m3", "minimax-m3"), selects={}, always=True),
     "gemma4": Kind(make=of_config(GEMMA_4), covers=("windows", "windows"), selects=TOPK),
     "blocks": Kind(make=lambda folder: (fp8_checkpoint(folder, ODD),) * 2, covers=("ordinary", "ordinary"),
                    weights="fp8"),
