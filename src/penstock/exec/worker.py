@@ -40,7 +40,7 @@ from penstock.exec.step.eager import Eager, Steps
 from penstock.exec.step.latent import Latent
 from penstock.exec.step.links import Links, Sampled
 from penstock.exec.step.step_batch import Inputs, StepBatch
-from penstock.exec.step.tables import RowTables
+from penstock.exec.step.tables import Digests, RowTables
 from penstock.kernels.attention.paged_attention import Prepare
 from penstock.kernels.triton import compiles
 from penstock.memory import pinned
@@ -88,7 +88,7 @@ class _Flight:
     done        CUDA event after the step and its sampling; None on a CPU
     reads       returns `Stepped.reads`, after `done`, from the counts in `answers`
     prompts     become `Stepped.prompts`, after `done`
-    tables      `Stepped.tables`, taken at launch: a plan that is launched before this lands changes them
+    tables      returns `Stepped.tables`, after `done`, as they were at launch
     """
 
     plan: StepPlan
@@ -96,7 +96,7 @@ class _Flight:
     done: torch.cuda.Event | None
     reads: ReadCounts
     prompts: list[Read]
-    tables: tuple[tuple[int, str], ...]
+    tables: Digests
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,8 +320,8 @@ class Worker:
         reads = self._attending.reads(list(rows), answers.counted)
         several = self._links != Links() or self._model.stage.tp_rank.size > 1
         compared = several and plan.step % DIGEST_STEPS == 0
-        self._flights.append(_Flight(plan, answers, self._done(), reads, prompts,
-                                     self._tables.digests() if compared else ()))
+        tables = self._tables.digests() if compared else _not_compared
+        self._flights.append(_Flight(plan, answers, self._done(), reads, prompts, tables))
         if not self._ahead or self._links.shows is not None:
             self._choose(self._flights[-1])
         if answers.states and self._links.shows is not None:
@@ -427,7 +427,7 @@ class Worker:
         if self._drafts is not None and self._counts:
             self._drafts.host.count(answers.drafts)
         return Stepped(plan.step, tuple(answers.tokens), tuple(answers.logprobs), tuple(answers.faults),
-                       flight.tables, flight.reads(answers.counts),
+                       flight.tables(), flight.reads(answers.counts),
                        landed(flight.prompts), tuple(answers.drafts))
 
     def stats(self) -> dict[str, float]:
@@ -453,6 +453,10 @@ class Worker:
             name = self._groups[pool.group].name
             out[f'pool_bytes{{tier="{pool.tier.value}",group="{name}"}}'] = pool.nbytes
         return out
+
+
+def _not_compared() -> tuple[()]:
+    return ()
 
 
 def right_of(plan: StepPlan, tokens: Sequence[Sequence[int]]) -> dict[Row, int]:

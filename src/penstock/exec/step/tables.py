@@ -8,9 +8,10 @@ rows, positions and pages, not requests or sampling.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from penstock.kernels.types.ragged import Ragged, on_device
 from penstock.memory.pool import PagePool
 
 NONE = -1       # entry of a table without a page in that tier
+# (row id, digest of its pages in every group) of each row that was ever bound: the same on every rank.
+Digests: TypeAlias = Callable[[], tuple[tuple[int, str], ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +113,12 @@ class GroupTable:
         """Whether each page of `row` has a device page."""
         return not self._absent[row]
 
-    def record(self, row: int) -> tuple[int, bytes]:
-        """Entries of `row` (-1: never bound) and their bytes, of both tiers."""
-        held = self._held[row]
-        columns = [table[row, :held or 0] for table in (self.device_RM, self.host_RM) if table is not None]
-        return -1 if held is None else held, b"".join(c.cpu().numpy().tobytes() for c in columns)
+    def copied(self) -> tuple[list[int | None], list[Tensor]]:
+        """Entries of each row (None: never bound), and of the tables of both tiers as many columns as any row has,
+        on the host: complete once the device has come here."""
+        most = max([held or 0 for held in self._held])
+        return [*self._held], [table[:, :most].contiguous().to("cpu", non_blocking=True, copy=True)
+                               for table in (self.device_RM, self.host_RM) if table is not None]
 
     def check(self, row: int, end: int) -> None:
         """Asserts that `row` is bound and has an entry for each position before `end`."""
@@ -171,15 +175,22 @@ class RowTables:
         assert 0 <= remap.group < len(self.groups) and remap.entries, f"no table entries for {remap}"
         self.groups[remap.group].remap(self.index(remap.row), remap.entries, remap.device, remap.host)
 
-    def digests(self) -> tuple[tuple[int, str], ...]:
-        """(row id, digest of its pages in every group) of each bound row: the same on every rank."""
-        out = []
-        for row in range(self._rows):
-            records = [table.record(row) for table in self.groups]
-            if records[0][0] >= 0:
-                digest = hashlib.blake2b(repr(records).encode(), digest_size=8).hexdigest()
-                out.append((self._base + row, digest))
-        return tuple(out)
+    def digests(self) -> Digests:
+        """As of the steps that have been launched, and complete once the device has come here."""
+        groups = [table.copied() for table in self.groups]
+
+        def told() -> tuple[tuple[int, str], ...]:
+            out = []
+            for row, bound in enumerate(groups[0][0]):
+                if bound is not None:
+                    digest = hashlib.blake2b(digest_size=8)
+                    for held, tables in groups:
+                        digest.update(b"%d " % (held[row] or 0))
+                        for table in tables:
+                            digest.update(table[row, :held[row] or 0].numpy().tobytes())
+                    out.append((self._base + row, digest.hexdigest()))
+            return tuple(out)
+        return told
 
     def sampled(self, rows: Sequence[int], tokens_B: Tensor) -> None:
         """Remember the newest token of each row, given by table index. Stays on the device."""
