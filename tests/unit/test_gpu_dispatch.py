@@ -69,7 +69,7 @@ def test_names_chosen_on_a_hopper_gpu(installed: None) -> None:
         "linear": "cuda", "paged_attention": "fa4", "layer": "triton", "write_kv": "triton", "select": "cuda",
         "resolve": "cuda", "gather": "triton", "sparse_attention": "triton", "chunk_attention": "fa4",
         "merge": "triton", "index_pair": "triton", "index_select": "cuda", "block_select": "cuda",
-        "latent_attention": "gluon", "experts": "triton", "draw": "triton", "mask": "triton", "scan": "triton"}
+        "latent_attention": "gluon", "experts": "cuda", "draw": "triton", "mask": "triton", "scan": "triton"}
 
 
 # Of operations with kernels for Hopper alone, what another GPU runs.
@@ -191,7 +191,7 @@ def scaled(name: str, rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
      ["attend_rows", "join_units"]),
     (latent, "latent_attention", "gluon", (64, 576, 512, F32), ["attend_rows", "join_units"],
      ["attend_rows", "join_units"]),
-    (scaled, "linear", "cuda", (8, 128), ["C++ scaled_rows"], ["packed_rows"]),
+    (scaled, "linear", "cuda", (8, 128), ["C++ packed_rows"], ["packed_rows"]),
     (scaled, "linear", "cuda", (17, 128), ["packed_rows"], ["packed_rows"]),
     (scaled, "linear", "cuda", (8, 128, F32), ["packed_rows"], ["packed_rows"]),
     (scaled, "linear", "cuda", (8, 16), ["packed_rows"], ["packed_rows"])])

@@ -132,7 +132,8 @@ class Packed:
         code_OI, four, offset_RJ, scale_RJ = self.code_OI, self.four, self.offset_RJ, self.scale_RJ
         if self.kind == "u8" and offset_RJ is None:
             offset_RJ = torch.full_like(scale_RJ, ZERO["u8"], dtype=torch.int16)
-        if self.kind == "u8" and self.shape[1] % 2 == 0 and bool((code_OI < 16).all()):
+        if self.kind == "u8" and self.shape[1] % 2 == 0 and bool((code_OI < 16).all()) and (
+                offset_RJ is None or offset_RJ.is_floating_point() or bool((offset_RJ <= ZERO["u8"]).all())):
             code_OI, four = code_OI[:, ::2] | code_OI[:, 1::2] << 4, "u4"
         zero = ZERO[four or self.kind]
         if offset_RJ is not None and offset_RJ.is_floating_point():

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.kernels.c import device
 from penstock.kernels.gemm.experts import reference
 from penstock.kernels.op import DEVICES, Implementation, Op
 from penstock.kernels.triton.lazy import lazy
@@ -100,6 +101,7 @@ class ExpertOps(Protocol):
 
 
 OP: Op[ExpertOps] = Op("experts", (
-    lazy("triton", "penstock.kernels.gemm.experts.triton_experts"),
+    lazy("cuda", "penstock.kernels.gemm.experts.triton_experts", device.probe),
+    lazy("triton", "penstock.kernels.gemm.experts.triton_experts:TRITON"),
     Implementation("reference", reference.ExpertsReference(), reference.probe, DEVICES),
 ))

@@ -1,4 +1,5 @@
-"""Routing and experts' MLPs in Triton, for any number of tokens, over grids that follow from that number.
+"""Routing and experts' MLPs in Triton, for any number of tokens, over grids that follow from that number; of a few
+tokens packed weights in C++.
 
 A program makes some outputs of one expert, for all tokens that visit it, so each weight that is needed is
 read once. Of a few tokens there is a program for each visit: the first of an expert's does the work of all,
@@ -12,6 +13,8 @@ Imported only where a CUDA device was asked for.
 """
 from __future__ import annotations
 
+import struct
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.gemm.experts import Clamped, Gate, TanhGelu
+from penstock.kernels.gemm.linear.triton_packed import InCpp, in_cpp
+from penstock.kernels.triton.lazy import alone
 from penstock.kernels.triton.tiles import add_product, parts_of, tile_cols
 from penstock.kernels.types.packed import Packed
 
@@ -205,9 +210,10 @@ def route(logit_TE: Tensor, bias_E: Tensor | None, rule: Rule) -> tuple[Tensor, 
     return expert_TC, weight_TC
 
 
-FEW_MAX = 64            # tokens; not measured on a device yet
+FEW_MAX = 64            # tokens, as packed_rows.cu has it; not measured on a device yet
 WIDE_MIN = 8            # tokens from which a program has 64 outputs: measured on an H200
 BLOCK_VISITS = 64
+_DOWN = 5               # as packed_rows.cu numbers what becomes of sums
 
 
 def blocks(expert_TC: Tensor, first: int, num_experts: int, size: int) -> tuple[Tensor, Tensor]:
@@ -255,17 +261,27 @@ def mlp(x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor, gate_up: Tensor | Pa
         tables = expert_TC, *blocks(expert_TC, first, num_experts, size)
         grid = len(tables[1])
     inner_SI, part_SD = x_TD.new_empty(visits, width), x_TD.new_empty(visits, dim)
-    out_TD = torch.empty_like(x_TD)
     exact = x_TD.dtype == torch.float32
     rows = 32 if tokens < WIDE_MIN or (few and exact) else 64
     most = 128 if few and not exact else 64
     same = dict(C=chosen, C_PAD=triton.next_power_of_2(chosen), VISITS=size, ROWS=rows, FEW=few,
                 EXACT=exact, num_warps=4, num_stages=3)
     bias_in, bias_out = biases or (None, None)
+    # Of a few visits to each expert. As packed_rows.cu numbers gates.
+    kind = 4 if not gated else 3 if isinstance(gate, Clamped) else 2 if isinstance(gate, TanhGelu) else 1
+    tiles = 1 if tokens <= 8 or visits <= 4 * num_experts else 2
+    numbers = (gate.alpha, gate.limit) if isinstance(gate, Clamped) else (0.0, 0.0)
+    into, down_to = (in_cpp(x_TD, gate_up, tiles, kind), in_cpp(inner_SI, down, tiles, _DOWN)) if few else (None, None)
+    if into is not None and down_to is not None:
+        assert isinstance(gate_up, Packed) and isinstance(down, Packed)
+        visit = expert_TC, weight_TC, num_experts, first
+        _in_cpp(into, x_TD, gate_up, bias_in, inner_SI, *visit, numbers)
+        _in_cpp(down_to, inner_SI, down, bias_out, part_SD, *visit)
+        return _summed(part_SD, expert_TC, first, num_experts)
     element, scale, offset, scales, constants = parts_of(gate_up)
     experts_in[(triton.cdiv(width, rows), grid)](
         x_TD, element, scale, offset, x_TD if bias_in is None else bias_in, *tables, inner_SI, tokens, first,
-        num_experts, dim, scales, width, *((gate.alpha, gate.limit) if isinstance(gate, Clamped) else (0.0, 0.0)),
+        num_experts, dim, scales, width, *numbers,
         INPUTS=dim, COLS=tile_cols(gate_up, most, exact=exact), BIAS=bias_in is not None,
         CLAMPED=isinstance(gate, Clamped), GELU=isinstance(gate, TanhGelu), GATED=gated, **same, **constants)
     element, scale, offset, scales, constants = parts_of(down)
@@ -273,7 +289,30 @@ def mlp(x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor, gate_up: Tensor | Pa
         inner_SI, element, scale, offset, x_TD if bias_out is None else bias_out, *tables, weight_TC, part_SD, tokens,
         first, num_experts, scales, dim, INPUTS=width, COLS=tile_cols(down, most, exact=exact),
         BIAS=bias_out is not None, **same, **constants)
+    return _summed(part_SD, expert_TC, first, num_experts)
+
+
+def _in_cpp(kernel: InCpp, x: Tensor, weight: Packed, bias: Tensor | None, out_SO: Tensor, expert_TC: Tensor,
+            weight_TC: Tensor, experts: int, first: int, numbers: tuple[float, float] = (0.0, 0.0)) -> None:
+    """Products of each visit's row with its expert, gated or weighted, into its row of out."""
+    tokens, chosen = expert_TC.shape
+    outputs, inputs = weight.shape[0] // experts, weight.shape[1]
+    groups = triton.cdiv(outputs, 16)           # of eight pairs, where what goes up is gated
+    each = triton.cdiv(groups * min(tokens * chosen, experts), kernel.blocks)
+    kernel.launch((triton.cdiv(groups, each), tokens * chosen), kernel.threads, x, weight.code_OI, weight.scale_RJ,
+                  0 if weight.offset_RJ is None else weight.offset_RJ, 0 if bias is None else bias, out_SO, expert_TC,
+                  weight_TC, tokens, outputs, inputs, x.stride(0), *kernel.of_weight, chosen, first, experts,
+                  *struct.unpack("2I", struct.pack("2f", *numbers)))
+
+
+def _summed(part_SD: Tensor, expert_TC: Tensor, first: int, num_experts: int) -> Tensor:
+    """out_TD: what a token's visits to experts that are here gave."""
+    (tokens, chosen), dim = expert_TC.shape, part_SD.shape[1]
+    out_TD = part_SD.new_empty(tokens, dim)
     block = min(1024, triton.next_power_of_2(dim))
     sum_visits[(tokens, triton.cdiv(dim, block))](
         part_SD, expert_TC, out_TD, first, num_experts, dim, C=chosen, BLOCK=block, num_warps=4)
     return out_TD
+
+
+TRITON = SimpleNamespace(route=route, mlp=alone(mlp))       # without kernels in C++

@@ -1,5 +1,5 @@
-"""y = x W^T with packed W, in Triton, and of a few rows of bfloat16 with W in e4m3 in C++: codes are read once, and
-become floats in registers.
+"""y = x W^T with packed W, in Triton, and of a few rows of bfloat16 in C++: codes are read once, and become floats in
+registers.
 
 Imported only where a CUDA device was asked for.
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -79,9 +80,11 @@ FEW_MAX = 64                    # rows of one tile
 TILE_MAX = 256                  # rows of several, before cuBLAS is faster
 PROGRAMS = 384                  # fewer leave processors of an H200 without work
 PIECE = 1 << 25                 # elements of what is dequantised at once
-CPP_MAX, CHUNK = 16, 64         # rows of the kernel in C++, and inputs that it multiplies at once
+CPP_MAX = 16                    # rows of the kernel in C++
+# As packed_rows.cu numbers them.
+_KINDS, _SCALES = ("e4m3", "u4", "e2m1", "u8"), (torch.float32, torch.float16, torch.bfloat16)
 # Of seven ways the best in a step of Qwen3-30B-A3B on an H100, blocks: two for each of its processors.
-_WARPS, _AHEAD, _BLOCKS = 8, 4, 264
+_AHEAD, _BLOCKS = 4, 264
 
 
 def cut_of(tokens: int, weight: Packed, *, exact: bool) -> TileShape:
@@ -93,22 +96,53 @@ def cut_of(tokens: int, weight: Packed, *, exact: bool) -> TileShape:
     return TileShape(32 if weight.kind == "e4m3" and tokens <= CPP_MAX else 64, 128, 4, 4)
 
 
-def _in_cpp(x_TI: Tensor, weight: Packed, element: Tensor, bias_O: Tensor | None, out_TO: Tensor) -> bool:
-    """Whether out_TO has been written: not of many rows, of float32, of odd blocks, or without NVRTC."""
-    tokens, (outputs, inputs) = x_TI.shape[0], weight.shape
-    several = weight.cols // CHUNK
-    if (weight.kind != "e4m3" or weight.scale_RJ.dtype != torch.float32 or not 0 < tokens <= CPP_MAX
-            or x_TI.dtype != torch.bfloat16 or inputs % CHUNK
-            or weight.cols != several * CHUNK or several & (several - 1) or x_TI.stride(0) % 8
-            or x_TI.data_ptr() % 16 or element.data_ptr() % 16):
-        return False
-    launch = device.launcher(Path(__file__).with_name("scaled_rows.cu"), "scaled_rows", WARPS=_WARPS,
-                             AHEAD=_AHEAD, TILES=triton.cdiv(tokens, 8))
+class InCpp(NamedTuple):
+    """packed_rows.cu for a weight: how it is launched, its threads, blocks that all of a GPU holds at once, and its
+    last arguments."""
+
+    launch: device.Launch
+    threads: int
+    blocks: int
+    of_weight: tuple[int, int, int]
+
+
+def in_cpp(x_TI: Tensor, weight: Tensor | Packed, tiles: int, gate: int = 0) -> InCpp | None:
+    """The kernel for 8 `tiles` rows at once. gate: as it numbers what becomes of sums. None: x or the weight's blocks
+    are not what it takes, or NVRTC is missing."""
+    if not isinstance(weight, Packed) or x_TI.dtype != torch.bfloat16 or weight.code_OI.data_ptr() % 16:
+        return None
+    scale, offset, inputs = weight.scale_RJ, weight.offset_RJ, weight.shape[1]
+    chunk = 128 if weight.four else 64              # inputs that it multiplies at once
+    several = 1 << 30 if scale.shape[1] == 1 else weight.cols // chunk
+    small = 0 if several else weight.cols           # columns of a block, where a chunk has several
+    if inputs % chunk or x_TI.stride(0) % 8 or x_TI.data_ptr() % 16 or scale.dtype not in _SCALES:
+        return None
+    if small and not (weight.four and small in (16, 32, 64)):
+        return None
+    if several & (several - 1) or (scale.shape[1] > 1 and not small and weight.cols % chunk):
+        return None
+    if offset is not None and (weight.kind != "u4" or offset.is_floating_point()):
+        return None
+    warps = 8 if inputs // chunk > 16 else 4
+    ahead = _AHEAD // 2 if tiles > 1 and (weight.four or gate) else _AHEAD          # registers are few
+    launch = device.launcher(
+        Path(__file__).with_name("packed_rows.cu"), "packed_experts" if gate else "packed_rows", WARPS=warps,
+        AHEAD=ahead, TILES=tiles, KIND=_KINDS.index(weight.kind), SCALE=_SCALES.index(scale.dtype),
+        ZEROS=0 if offset is None else offset.element_size() * 8, SMALL=small, GATE=gate)
     if launch is None:
+        return None
+    return InCpp(launch, 32 * warps, _BLOCKS * 8 // warps,
+                 (weight.rows, max(0, several.bit_length() - 1), scale.shape[1]))
+
+
+def _few(x_TI: Tensor, weight: Packed, bias_O: Tensor | None, out_TO: Tensor) -> bool:
+    """Whether out_TO has been written, in C++."""
+    tokens, (outputs, inputs) = x_TI.shape[0], weight.shape
+    if not 0 < tokens <= CPP_MAX or (found := in_cpp(x_TI, weight, triton.cdiv(tokens, 8))) is None:
         return False
-    launch((min(triton.cdiv(outputs, 16), _BLOCKS), 1), 32 * _WARPS, x_TI, element, weight.scale_RJ,
-           0 if bias_O is None else bias_O, out_TO, tokens, outputs, inputs, x_TI.stride(0), weight.rows,
-           several.bit_length() - 1, weight.scale_RJ.shape[1])
+    found.launch((min(triton.cdiv(outputs, 16), found.blocks), 1), found.threads, x_TI, weight.code_OI, weight.scale_RJ,
+                 0 if weight.offset_RJ is None else weight.offset_RJ, 0 if bias_O is None else bias_O, out_TO, tokens,
+                 outputs, inputs, x_TI.stride(0), *found.of_weight)
     return True
 
 
@@ -130,7 +164,7 @@ def run(x_TI: Tensor, weight: Packed, bias_O: Tensor | None, cut: TileShape | No
     assert x_TI.stride(1) == 1 and x_TI.shape[1] == inputs, "rows must be dense and fit"
     out_TO = torch.empty((tokens, outputs), dtype=x_TI.dtype, device=x_TI.device)
     element, scale, offset, scales, constants = parts_of(weight)
-    if cut is None and _in_cpp(x_TI, weight, element, bias_O, out_TO):
+    if cut is None and _few(x_TI, weight, bias_O, out_TO):
         return out_TO
     exact = x_TI.dtype == torch.float32
     cut = cut or cut_of(tokens, weight, exact=exact)
