@@ -42,10 +42,10 @@ BLOCKS = Format("e4m3", 128, 128)
 TOLERANCE = 2e-2
 
 
-def models_of(config: dict[str, Any], twin: bool) -> list[Any]:
+def models_of(config: dict[str, Any], backend: str, twin: bool) -> list[Any]:
     """In fp8, and with `twin` the same dequantised."""
     made = [families.build(config, dtype=torch.bfloat16, linear=partial(linear.pack, backend="cuda"),
-                           ops=layer.OP.use("triton"), experts=None if is_twin else experts.OP.use("triton"))
+                           ops=layer.OP.use("triton"), experts=None if is_twin else experts.OP.use(backend))
             for is_twin in (False, True)[:1 + twin]]
     for name, weight in families.dummy_tensors(config, 0, device="cuda",
                                                formats=lambda n: BLOCKS if quantises(n) else None):
@@ -109,9 +109,10 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new", type=int, default=96)
     parser.add_argument("--steps", type=int, default=20, help="of the profile")
+    parser.add_argument("--experts", default="cuda", choices=["cuda", "triton"])
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    pair = models_of(QWEN3_30B_A3B | {"num_hidden_layers": 1}, twin=True)
+    pair = models_of(QWEN3_30B_A3B | {"num_hidden_layers": 1}, args.experts, twin=True)
     for tokens in (1, 8, 32, 64, 300):
         rows.append(one_layer(tokens, pair))
         print(rows[-1], flush=True)
@@ -119,7 +120,7 @@ def main() -> None:
     torch.cuda.empty_cache()
     config = QWEN3_30B_A3B | {"num_hidden_layers": args.layers}
     started = time.perf_counter()
-    [model] = models_of(config, twin=False)
+    [model] = models_of(config, args.experts, twin=False)
     torch.cuda.synchronize()
     rows.append({"layers": args.layers, "weights_s": time.perf_counter() - started,
                  "weights_bytes": torch.cuda.memory_allocated()})

@@ -151,27 +151,30 @@ def dense(args: argparse.Namespace, speed: float) -> list[dict[str, Any]]:
 def moe(args: argparse.Namespace, speed: float) -> list[dict[str, Any]]:
     """A layer of Qwen3-30B-A3B's experts: 128, of which a token visits 8, 2,048 x 768."""
     dim, width, count, chosen = 2048, 768, 128, 8
-    lines, ops = [], EXPERTS.use("triton")
+    lines, backends = [], {name: EXPERTS.use(name) for name in ("cuda", "triton")}
     for kind in args.kinds:
         if kind not in ("int4-g128", "int4-g32", "nvfp4", "mxfp4", "fp8-blocks", "fp8-channel", "int8-channel"):
             continue
         gate_up, down = (joined([weight_of(kind, *shape) for _ in range(count)])
                          for shape in ((2 * width, dim), (dim, width)))
         plain = [part.floats().bfloat16() for part in (gate_up, down)]
-        for tokens in (1, 8, 32, 64, 512, 2048, 8192):
+        for tokens in args.visits:
             x = torch.randn(tokens, dim, device="cuda").bfloat16()
             expert = torch.rand(tokens, count, device="cuda").topk(chosen).indices
             weigh = torch.rand(tokens, chosen, device="cuda")
-            packed, floats = (partial(ops.mlp, x, expert, weigh, *pair) for pair in ((gate_up, down), plain))
-            off = gap(packed(), floats())
-            assert off <= TOLERANCE, f"experts {kind} {tokens}: differs by {off:.2g}"
-            took, plain_s = seconds([packed]), seconds([floats])
+            floats = partial(backends["triton"].mlp, x, expert, weigh, *plain)
+            plain_s = seconds([floats])
             hit = len(expert.unique()) / count * (gate_up.num_bytes + down.num_bytes)
-            line = {"experts": kind, "tokens": tokens, "us": took * 1e6, "bf16_us": plain_s * 1e6,
-                    "bytes_share": hit / speed / took, "gap": off}
-            lines.append(line)
-            print(f"experts {kind:12} {tokens:5} {took * 1e6:9.1f} us, {line['bytes_share']:.2f} of the byte bound, "
-                  f"bf16 {plain_s * 1e6:.1f} us, gap {off:.1e}", flush=True)
+            for way, ops in backends.items():
+                packed = partial(ops.mlp, x, expert, weigh, gate_up, down)
+                off = gap(packed(), floats())
+                assert off <= TOLERANCE, f"experts {kind} {tokens}: differs by {off:.2g}"
+                took = seconds([packed])
+                line = {"experts": kind, "tokens": tokens, "way": way, "us": took * 1e6, "bf16_us": plain_s * 1e6,
+                        "bytes_share": hit / speed / took, "gap": off}
+                lines.append(line)
+                print(f"experts {kind:12} {tokens:5} {way:7} {took * 1e6:9.1f} us, {line['bytes_share']:.2f} of the "
+                      f"byte bound, bf16 {plain_s * 1e6:.1f} us, gap {off:.1e}", flush=True)
     return lines
 
 
@@ -184,6 +187,8 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", type=int, default=list(ROWS))
     parser.add_argument("--sweep", action="store_true", help="tiles of the kernel in Triton")
     parser.add_argument("--experts", action="store_true", help="experts alone")
+    parser.add_argument("--visits", nargs="*", type=int, default=[1, 8, 32, 64, 512, 2048, 8192],
+                        help="tokens of experts")
     args = parser.parse_args()
     torch.manual_seed(0)
     began, speed = time.perf_counter(), hbm_bytes_s()

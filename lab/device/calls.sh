@@ -3,7 +3,6 @@
 #   lists [COMMIT]     both lists of `make gpu`, two GPUs: log and cells in OUT
 #   again TEST ...     these tests with --device cuda
 #   trees [PROGRAM]    .carry/before.tgz (git archive COMMIT src bench) and this tree in turns on one GPU, twice
-#   packed             .carry/packed.tgz (git archive BRANCH src bench tests): its kernels' tests and times beside this tree's
 # Wheels are in .whl (lab/device/pack.py). OUT: where results go.
 set -u
 OUT=${OUT:-/tmp/out}
@@ -48,18 +47,6 @@ trees() {
                 program "$tree" "$turn-$(basename "$tree")-$name" "$name"
                 echo "$turn $name $tree: $SECONDS s"
             done
-        done
-    done
-}
-
-packed() {
-    rm -rf /tmp/packed && mkdir /tmp/packed && tar xzf .carry/packed.tgz -C /tmp/packed
-    (cd /tmp/packed && PYTHONPATH=/tmp/packed/src:$SITE python3 -m pytest -p no:cacheprovider --device cuda -q --tb=short \
-        -W ignore -n 8 tests/parity/test_kernels.py -k "linear or experts" 2>&1 | tail -15)
-    for tree in /tmp/packed "$PWD"; do
-        for program in "packed.py $OUT/$(basename "$tree") --shapes square --rows 1 4 8 16" "experts.py $OUT/$(basename "$tree")"; do
-            # shellcheck disable=SC2086
-            PYTHONPATH=$tree/src:$SITE timeout 150 python3 "$tree"/bench/device/$program 2>&1 | tail -25
         done
     done
 }

@@ -138,7 +138,8 @@ def in_cpp(x_TI: Tensor, weight: Tensor | Packed, tiles: int, gate: int = 0) -> 
 def _few(x_TI: Tensor, weight: Packed, bias_O: Tensor | None, out_TO: Tensor) -> bool:
     """Whether out_TO has been written, in C++."""
     tokens, (outputs, inputs) = x_TI.shape[0], weight.shape
-    if not 0 < tokens <= CPP_MAX or (found := in_cpp(x_TI, weight, triton.cdiv(tokens, 8))) is None:
+    most = CPP_MAX // 2 if weight.kind == "u4" else CPP_MAX         # where Triton is as fast
+    if not 0 < tokens <= most or (found := in_cpp(x_TI, weight, triton.cdiv(tokens, 8))) is None:
         return False
     found.launch((min(triton.cdiv(outputs, 16), found.blocks), 1), found.threads, x_TI, weight.code_OI, weight.scale_RJ,
                  0 if weight.offset_RJ is None else weight.offset_RJ, 0 if bias_O is None else bias_O, out_TO, tokens,
