@@ -153,8 +153,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     device = "gpu" if items and items[0].config.getoption("--device") == "cuda" else "cpu"
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        if found := cells.of_marks([mark.kwargs for mark in item.iter_markers("covers")], params, device):
-            item.user_properties.append(("cells", [" ".join(cell) for cell in found]))
+        marks = [mark.kwargs for mark in item.iter_markers("covers")]
+        if found := cells.of_marks(marks, params, device):
+            item.user_properties.append(("cells", [
+                *map(" ".join, found), *cells.families_of(marks, device)]))
         for mark in item.iter_markers("when_changed"):
             if unchanged.same(item.path, mark.args):
                 item.add_marker(pytest.mark.sweep)

@@ -60,7 +60,7 @@ def covered(**words: str) -> list[Cell]:
 def of_marks(marks: Iterable[Mapping[str, object]], params: Mapping[str, object], device: str) -> list[Cell]:
     """What a case of a test covers, by the arguments of its marks and its parameters."""
     found: list[Cell] = []
-    for mark in marks:
+    for mark in ({name: given for name, given in mark.items() if name != "family"} for mark in marks):
         words = {name: str(params[name]) for name in DIMENSIONS
                  if isinstance(params.get(name), str) and params[name] in DIMENSIONS[name]}
         for name, given in mark.items():
@@ -71,8 +71,14 @@ def of_marks(marks: Iterable[Mapping[str, object]], params: Mapping[str, object]
     return found
 
 
+def families_of(marks: Iterable[Mapping[str, object]], device: str) -> list[str]:
+    """As the report has them: the `model_type` of a mark's argument `family`, whose models the case runs, there."""
+    return [f"{mark['family']} {device}" for mark in marks if "family" in mark]
+
+
 def report(text: str | None = None) -> list[dict]:
-    """Runs, the newest first: `commit`, `date`, `device` and `cells`, of each its test."""
+    """Runs, the newest first: `commit`, `date`, `device` and `cells`, of each its test; these are combinations, and
+    what `families_of` returns."""
     return json.loads(REPORT.read_text() if text is None else text)
 
 
@@ -121,7 +127,18 @@ def cover(allowed: Iterable[Cell], done: Iterable[Cell] = ()) -> list[Cell]:
     return found
 
 
+def combinations(run: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Of a run's cells those that are no families."""
+    return [cell for cell in run["cells"] if len(cell.split()) == len(DIMENSIONS)]
+
+
 def ran(runs: list[dict] | None = None) -> dict[Cell, str]:
     """Of each cell that works, its test and its run."""
-    return {Cell._make(cell.split()): f"{test} ({run['commit']}, {run['date']}, {run['device']})"
-            for run in reversed(report() if runs is None else runs) for cell, test in run["cells"].items()}
+    return {Cell._make(cell.split()): f"{run['cells'][cell]} ({run['commit']}, {run['date']}, {run['device']})"
+            for run in reversed(report() if runs is None else runs) for cell in combinations(run)}
+
+
+def families_ran(device: str, runs: list[dict] | None = None) -> set[str]:
+    """Families of which a test has run models there, of those that a mark names."""
+    cells = [cell.split() for run in (report() if runs is None else runs) for cell in run["cells"]]
+    return {family for family, *where in cells if where == [device]}

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from cells import DIMENSIONS, REPORT, Cell, Pair, cells, covered, merged, pairs, ran, report, written
+from cells import DIMENSIONS, REPORT, Cell, Pair, cells, combinations, covered, merged, pairs, ran, report, written
 from flags_reference import flags_of
 
 from penstock.config.base.machine import Machine
@@ -216,7 +216,7 @@ def document() -> str:
     lines += ["", "## Weights, with nothing else", ""]
     lines += _table(("kind", "weights"), reasons)
     lines += ["", "## Runs", "", "| commit | date | device | combinations |", "|---|---|---|---|"]
-    lines += [f"| {run['commit']} | {run['date']} | {run['device']} | {len(run['cells'])} |" for run in report()]
+    lines += [f"| {run['commit']} | {run['date']} | {run['device']} | {len(combinations(run))} |" for run in report()]
     lines += ["", "## Refusals", "", *(f"- {reasons(text)}: {text}" for text in reasons.texts)]
     lines += ["", "## Not built", "", "Refused by name; [flags.md](flags.md) has the spellings.", ""]
     lines += [f"- {feature}" for feature in dict.fromkeys(entry.feature for entry in UNBUILT) if feature]

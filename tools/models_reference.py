@@ -10,6 +10,8 @@ import re
 import sys
 from pathlib import Path
 
+from cells import families_ran
+
 from penstock.config.base.errors import ConfigError
 from penstock.config.settings.cli import from_options
 from penstock.config.settings.refuse_model import ModelFacts, check_model
@@ -176,7 +178,7 @@ def example(family: str) -> Spec:
 def _row(family: str) -> str:
     spec = example(family)
     cells = (f"`{family}`", f"`{registry.FAMILIES[family][0]}`", ", ".join(EXAMPLES.get(family, ())) or "-",
-             _layers(spec), "tested", _gpu(spec), _tp(spec), _sparse(spec),
+             _layers(spec), "tested", _gpu(family), _tp(spec), _sparse(spec),
              _weights(family))
     return f"| {' | '.join(cells)} |"
 
@@ -209,12 +211,15 @@ def _layers(spec: Spec) -> str:
     return ", ".join([*kinds, *(["MoE"] if spec.moe else [])])
 
 
-def _gpu(spec: Spec) -> str:
-    """No test has run on a GPU what these fields ask for."""
-    attention = spec.attention
-    not_run = attention.growth or spec.scaled or spec.gate or (
+def _gpu(family: str) -> str:
+    """Whether the report of runs has the family, or another of the same layers; of one that no test names, whether
+    these fields ask for nothing that has not run on a GPU."""
+    spec = example(family)
+    attention, (_, layers) = spec.attention, registry.FAMILIES[family]
+    own = attention.growth or spec.scaled or spec.gate or (
         isinstance(attention, GqaSpec) and (attention.sinks or attention.norm_width))
-    return "not tested" if not_run else "tested"
+    ran = {registry.FAMILIES[one][1] for one in families_ran("gpu")}
+    return "not tested" if own and layers not in ran else "tested"
 
 
 def _sparse(spec: Spec) -> str:
@@ -249,7 +254,7 @@ def view() -> str:
         ggufs = [family for family in families if _weights(family).endswith("GGUF")]
         gguf = "yes" if ggufs == families else ", ".join(ggufs) or "no"
         shown = [EXAMPLES[family][0] for family in families if family in EXAMPLES][:2]
-        not_run = [family for family in families if _gpu(example(family)) != "tested"]
+        not_run = [family for family in families if _gpu(family) != "tested"]
         gpu = "not tested" if not_run == families else f"tested, but {', '.join(not_run)}" if not_run else "tested"
         row = (layers, ", ".join(families), ", ".join(shown) or "-", "tested", gpu, *cells, gguf)
         lines.append(f"| {' | '.join(row)} |")

@@ -120,11 +120,13 @@ def runs_of_words() -> Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A model and its requests. make: it, and one whose tokens it has. covers: its word in tools/cells.py, by place.
-    selects: the options with which decode selects; always: from the device too."""
+    """A model and its requests. make: it, and one whose tokens it has. covers: its word in tools/cells.py, by place;
+    family: the `model_type` of which only this kind shows what it alone does. selects: the options with which decode
+    selects; always: from the device too."""
 
     make: Callable[[Path], tuple[str, str]]
     covers: tuple[str, str] | None = None
+    family: str = ""
     weights: str = "float32"
     options: Options = field(default_factory=dict)
     hosted: Options = field(default_factory=dict)
@@ -150,15 +152,16 @@ KINDS = {
     "shared": Kind(make=of_config(SHARED), covers=("ordinary", "selecting"), selects=TOPK),
     "latent": Kind(make=of_config(LATENT), covers=("latent", "latent"), selects={}, always=True),
     "experts": Kind(make=of_config(MOE), covers=("experts", "experts"), selects=TOPK),
-    "windows": Kind(make=of_config(SINKS), covers=("windows", "windows"), selects=TOPK),
+    "windows": Kind(make=of_config(SINKS), covers=("windows", "windows"), family="gpt_oss", selects=TOPK),
     "windows-interval": Kind(make=of_config(SINKS), selects=TOPK, options={"window_interval": 48}),
     "states": Kind(make=of_config(STATES), covers=("states", "states"), selects=TOPK, options={"state_interval": 32}),
     "states-3": Kind(make=of_config(STATES_3), selects=TOPK, options={"state_interval": 32}),
     "granite": Kind(make=of_config(GRANITE), options={"state_interval": 32}),
     "nemotron": Kind(make=of_config(NEMOTRON), options={"state_interval": 32}),
     "mistral4": Kind(make=of_config(MISTRAL_4)),
-    "minimax-m3": Kind(make=of_config(MINIMAX_M3), covers=("minimax-m3", "minimax-m3"), selects={}, always=True),
-    "gemma4": Kind(make=of_config(GEMMA_4), covers=("windows", "windows"), selects=TOPK),
+    "minimax-m3": Kind(make=of_config(MINIMAX_M3), covers=("minimax-m3", "minimax-m3"), family="minimax_m3",
+                       selects={}, always=True),
+    "gemma4": Kind(make=of_config(GEMMA_4), covers=("windows", "windows"), family="gemma4_text", selects=TOPK),
     "blocks": Kind(make=lambda folder: (fp8_checkpoint(folder, ODD),) * 2, covers=("ordinary", "ordinary"),
                    weights="fp8"),
     "blocks-experts": Kind(make=lambda folder: (fp8_checkpoint(folder, MOE),) * 2, covers=("experts", "experts"),
@@ -260,6 +263,7 @@ ALSO_GPU = {f"{kind}-{place}-{layout}" for kind, place, layouts in (
     ("experts", "hosted", "pp2 tp2 pp2.n2 one>one pp2>tp2 tp2.ep0 tp3.ep3.pp2 tp4.ep2"),
     ("latent", "resident", "one pp2 tp2 pp2.n2 one>one pp2>tp2"),
     ("latent", "hosted", "pp2 pp2.n2 one>one pp2>tp2 tp2.n2 tp2+ngram tp2.ep0 tp3.ep3.pp2 tp4.ep2"),
+    ("minimax-m3", "resident", "one tp2>pp2"), ("minimax-m3", "hosted", "one pp2.l13 one>one tp2>pp2"),
     ("states", "resident", "one pp2 one>one"), ("states", "hosted", "pp2 one>one"),
     ("recall", "hosted", "tp2 one>one one>pp2"),
     *((form, "resident", "tp2 pp2") for form in ("int4", "gptq", "nvfp4", "fp8", "int8")),
@@ -303,7 +307,7 @@ def row(kind: str, place: str, layout: str, marks: Sequence[pytest.MarkDecorator
         features = " ".join([*(rounds[one] for one in one.rounds), *(["stored"] if stored(kind, layout) else ())])
         marks.append(pytest.mark.covers(kind=one.covers[place == "hosted"], place=place, weights=one.weights,
                                         feature=features if "plain" in features else f"plain {features}",
-                                        across=across(ends)))
+                                        across=across(ends), **({"family": one.family} if one.family else {})))
     return pytest.param(kind, place, layout, marks=marks, id=name)
 
 

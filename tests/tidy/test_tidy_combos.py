@@ -9,6 +9,8 @@ import cells
 import combos
 import pytest
 
+from penstock.model import registry
+
 ROOT = Path(__file__).parents[2]
 RUNS = cells.report()
 TESTS = sorted({test for run in RUNS for test in run["cells"].values()})
@@ -37,7 +39,8 @@ def test_every_combination_has_one_answer() -> None:
     """Refused or shown to work, not both: `answer` asserts it."""
     known = list(cells.cells())
     assert {combos.answer(cell).status for cell in known} <= {"yes", "covered", "refused", "not tested"}
-    assert {cell for run in RUNS for cell in run["cells"]} <= {" ".join(cell) for cell in known}
+    assert {cell for run in RUNS for cell in cells.combinations(run)} <= {" ".join(cell) for cell in known}
+    assert {*cells.families_ran("cpu"), *cells.families_ran("gpu")} <= registry.FAMILIES.keys()
     assert cells.REPORT.read_text() == cells.written(RUNS) and all({*run} == {
         "commit", "date", "device", "cells"} for run in json.loads(cells.REPORT.read_text()))
 

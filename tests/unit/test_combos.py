@@ -114,6 +114,16 @@ def test_a_run_takes_the_place_of_those_before_it() -> None:
     assert cells.report(cells.written(runs)) == runs
 
 
+def test_a_run_says_of_which_families_models_ran_on_a_device() -> None:
+    cell, family = "windows resident plain tp gpu float32", cells.families_of([{"family": "gemma4_text"}, {}], "gpu")
+    assert [" ".join(one) for one in cells.of_marks([{
+        "kind": "windows", "across": "tp", "family": "gemma4_text"}], {}, "gpu")] == [cell]
+    runs = cells.merged([], run("2026-01-01", dict.fromkeys((cell, *family), "a"), device="a GPU"))
+    assert cells.families_ran("gpu", runs) == {"gemma4_text"} and not cells.families_ran("cpu", runs)
+    assert [*map(" ".join, cells.ran(runs))] == cells.combinations(runs[0]) == [cell]
+    assert not cells.families_ran("gpu", cells.merged(runs, run("2026-01-02", {}, failed=tuple(family))))
+
+
 def test_a_run_is_older_than_the_newest_release() -> None:
     runs = [run("2026-01-01", {}), run("2026-02-01", {})]
     log = "# Changes\n\n## Not released yet (0.3.0)\n\n## 0.2.0 (2026-01-15)\n\n## 0.1.0 (2025-12-01)\n"
