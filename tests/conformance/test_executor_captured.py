@@ -14,9 +14,11 @@ from drafters import Dice
 from driven import PAGE
 from hosted import NEW, Engine, hosted_work, kind, play, resident
 
+from penstock.config.settings.tree import KVConfig
 from penstock.core.plan import Paused, RequestId, Spilled
 from penstock.exec.graphs import capture, halves
 from penstock.exec.graphs.capture import DecodeGraphs
+from penstock.exec.load.sizing import groups_of
 from penstock.exec.sparse import attending as sparse
 from penstock.exec.sparse.layers import HOST
 from penstock.kernels.attention.latent_attention import PagedContext
@@ -108,14 +110,25 @@ def test_answers_say_what_rows_have_read(captured, name, monkeypatch):
     assert found[0] == found[1] and sum(reads["hot_misses"] for reads in found[0][1].values()) > 0
 
 
-def test_rows_of_mla_entries_without_an_indexer_decode_as_without(captured, monkeypatch):
+@pytest.mark.parametrize("kept", ["auto", "fp8_e4m3"])
+def test_rows_of_mla_entries_without_an_indexer_decode_as_without(captured, kept, monkeypatch):
     """A query is given its row of the table and how far it sees, not a slot for each token that a row may have."""
-    engine, graphs = captured(prompts_engine.Engine(family="mla", step_tokens=9, hbm_pages=22))
+    groups = groups_of(prompts_engine.model("mla"), None, KVConfig(kv_cache_dtype=kept))
+
+    def launched(prompt, new, family):
+        alone = prompts_engine.Engine(family=family, groups=groups)
+        alone.add(1, prompt, new)
+        alone.drain()
+        return tuple(alone.got[1])
+    if kept != "auto":
+        monkeypatch.setattr(prompts_engine, "dense", launched)
+    engine, graphs = captured(prompts_engine.Engine(family="mla", groups=groups, step_tokens=9, hbm_pages=22))
     latent, given = engine.rank._attending, []
     attend = latent.attend
-    latent.attend = lambda q, pool, seen, **of: (given.append(seen), attend(q, pool, seen, **of))[1]
+    latent.attend = lambda q, pool, seen, **of: (given.append((seen, pool.dtype)), attend(q, pool, seen, **of))[1]
     prompts_engine.play(engine, lambda turn: [Paused(RequestId(1 + turn % 7))] if turn % 9 == 8 else ())
-    assert len(graphs.used) > 10 and sum(isinstance(seen, PagedContext) for seen in given) > 20
+    assert len(graphs.used) > 10 and sum(isinstance(seen, PagedContext) for seen, _ in given) > 20
+    assert {dtype for _, dtype in given} == {torch.uint8 if kept == "fp8_e4m3" else torch.float32}
 
 
 @pytest.mark.parametrize("name", ["bounds", "shared"])

@@ -10,15 +10,13 @@ import on_a_device
 import pytest
 import torch
 import where
-from prompts_engine import PROMPTS, Engine, dense, model, play
+from prompts_engine import PROMPTS, Engine, dense, play
 
-from penstock.config.settings.tree import KVConfig
 from penstock.core import schedule
 from penstock.core.plan import Aborted, Paused, RequestId, Row, StepId, StepPlan
 from penstock.exec.graphs import mixed
 from penstock.exec.graphs.mixed import MixedGraphs
 from penstock.exec.graphs.steps import WHY, cause, uncaptured
-from penstock.exec.load.sizing import groups_of
 from penstock.exec.step.step_batch import MIXED, StepBatch, pad, parts, sizes
 from penstock.kernels.attention.paged_attention import flash, triton_decode
 
@@ -127,10 +125,7 @@ def test_what_waits_for_copies_or_is_too_large_is_launched_and_counted(captured,
     assert any("executor_launched_total" in name for name in engine.ex.stats())
 
 
-CODES = KVConfig(kv_cache_dtype="fp8_e4m3")
 LEFT = {        # by cause: an engine whose steps it leaves, and what they are
-    "codes": (lambda: Engine(family="mla", groups=groups_of(model("mla"), None, CODES)),
-              "all, as KV of MLA layers is fp8"),
     "drafts": (lambda: Engine(family="mtp", draft_tokens=3), "prompts, as a layer drafts behind each step"),
     "latent": (lambda: Engine(family="mla"), "prompts, as layers are MLA"),
     "selects": (hosted.Engine, "prompts, as requests select what they read"),
@@ -150,10 +145,9 @@ def test_each_cause_says_which_steps_are_not_captured_and_why(name, monkeypatch)
         ahead = engine.rank._drafts.graphs.ahead
     engine.rank._eager.cause = ""
     assert engine.rank.uncaptured == "" and WHY.keys() - LEFT.keys() == {"off", "stages", "shared", "layer", "fp8"}
-    assert cause("prompts", engine.rank._attending, ahead) == name
-    assert cause("decodes", engine.rank._attending, ahead) == ("codes" if name == "codes" else "")
+    assert cause(engine.rank._attending, ahead) == name
     engine.rank._eager.cause = name
-    assert engine.rank.uncaptured == why and why.partition(", as ")[0] in ("all", "prompts")
+    assert engine.rank.uncaptured == why and why.startswith("prompts, as ")
     engine.add(1, PROMPTS[4], 1)
     engine.drain()
     assert engine.ex.stats()[f'executor_launched_total{{cause="{name}"}}'] == len([p for p in engine.plans if p.rows])

@@ -99,9 +99,8 @@ def test_padding_of_a_stage_that_shares_a_choice_has_chosen_nothing(captured, mo
 def test_a_last_stage_that_drafts_takes_what_others_hand_on_while_they_capture():
     given = []
     model = SimpleNamespace(drafting=object())
-    attending = SimpleNamespace(uncaptured=lambda steps: "")
+    attending = SimpleNamespace(uncaptured=lambda: "")
     links = Links(before=SimpleNamespace(take=given.append))
     assert steps.captured(model, None, attending, None, BUCKETS, 0.0, links=links) == ([], None)
     assert given == [0, 0]
-    assert [steps.cause(of, attending, None, links, layer) for of in ("decodes", "prompts") for layer in (False, True)
-            ] == ["", "layer", "stages", "layer"]
+    assert [steps.cause(attending, None, links, layer) for layer in (False, True)] == ["stages", "layer"]

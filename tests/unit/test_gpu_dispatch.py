@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels import registry
+from penstock.kernels.attention.latent_attention import PagedContext
 from penstock.kernels.attention.paged_attention import AttentionSpec, cuda, flash
 from penstock.kernels.c import device
 from penstock.kernels.choose import clusters
@@ -175,6 +176,14 @@ def latent(name: str, heads: int, dim: int, value: int, dtype: torch.dtype = BF1
                                   torch.zeros(2, 256, dtype=torch.int32), value_dim=value, scale=1.0)
 
 
+def coded(name: str, heads: int, dtype: torch.dtype = BF16) -> None:
+    """All of two rows' context in codes, of a table that is wider."""
+    seen = PagedContext(torch.zeros(3, 64, dtype=torch.int32), *torch.ones(2, 2, dtype=torch.int32))
+    use("latent_attention", name)(torch.zeros(2, heads, 576, dtype=dtype),
+                                  torch.zeros(4, 64, fp8.width(576, 512), dtype=torch.uint8), seen, value_dim=512,
+                                  scale=1.0)
+
+
 def scaled(name: str, rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
     weight = Packed(torch.zeros(64, 256).to(E4M3), torch.ones(1, 256 // cols), 64, cols)
     use("linear", name)(weight, None)(torch.zeros(rows, 256, dtype=dtype))
@@ -191,6 +200,9 @@ def scaled(name: str, rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
      ["attend_rows", "join_units"]),
     (latent, "latent_attention", "gluon", (64, 576, 512, F32), ["attend_rows", "join_units"],
      ["attend_rows", "join_units"]),
+    (coded, "latent_attention", "gluon", (64,), ["attend_whole", "join_units"], ["attend_rows", "join_units"]),
+    (coded, "latent_attention", "gluon", (16,), ["attend_rows", "join_units"], ["attend_rows", "join_units"]),
+    (coded, "latent_attention", "gluon", (64, F32), ["attend_rows", "join_units"], ["attend_rows", "join_units"]),
     (scaled, "linear", "cuda", (8, 128), ["C++ packed_rows"], ["packed_rows"]),
     (scaled, "linear", "cuda", (17, 128), ["packed_rows"], ["packed_rows"]),
     (scaled, "linear", "cuda", (8, 128, F32), ["packed_rows"], ["packed_rows"]),

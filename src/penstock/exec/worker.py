@@ -217,7 +217,7 @@ class Worker:
             self._steps[:-1], graphs = captured(
                 self._model, self._tables, self._attending, draws, buckets, seconds, width,
                 WIDE["cuda"], ahead, rehearses, self._links)
-        self._eager.cause = cause("prompts", self._attending, ahead, self._links, self._model.drafting is not None)
+        self._eager.cause = cause(self._attending, ahead, self._links, self._model.drafting is not None)
         if self._drafts is not None:
             self._drafts.captured(graphs)
 

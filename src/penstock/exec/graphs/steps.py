@@ -24,7 +24,6 @@ from penstock.exec.step.tables import RowTables
 from penstock.model.base import Model
 
 WHY = {         # by cause: which steps are launched kernel by kernel
-    "codes": "all, as KV of MLA layers is fp8",
     "drafts": "prompts, as a layer drafts behind each step",
     "fp8": "prompts, as KV is fp8",
     "latent": "prompts, as layers are MLA",
@@ -48,13 +47,14 @@ def uncaptured(ranks: Sequence[str], *, graphs: bool, alone: bool) -> str:
         f"rank {i}: {why or 'none'}" for i, why in enumerate(ranks))
 
 
-def cause(steps: str, attending: Attending, ahead: Ahead | None, links: Links = ALONE, layer: bool = False) -> str:
-    """Why steps of this kind are not captured, of WHY; "": they are. layer: one drafts behind each step here."""
+def cause(attending: Attending, ahead: Ahead | None, links: Links = ALONE, layer: bool = False) -> str:
+    """Why steps with prompts are not captured, or all, of WHY; "": they are. layer: one drafts behind each step of
+    this stage."""
     if links != ALONE:
-        return attending.uncaptured("decodes") or ("layer" if layer else "stages" if steps == "prompts" else "")
-    if steps == "prompts" and ahead is not None and ahead.drafter.layer:        # which writes behind each step
-        return attending.uncaptured("decodes") or "drafts"
-    return attending.uncaptured(steps)
+        return "layer" if layer else "stages"
+    if ahead is not None and ahead.drafter.layer:
+        return "drafts"
+    return attending.uncaptured()
 
 
 @torch.inference_mode()
@@ -67,8 +67,8 @@ def captured(model: Model, tables: RowTables, attending: Attending, draws: Draws
     drafts that the device makes it also captures those in which a row has up to `width` positions, up to `wide` in all,
     or only these. One of several pipeline stages captures decode steps, while all others do. rehearses: as
     `Worker.capture`."""
-    if why := cause("decodes", attending, ahead, links, model.drafting is not None):
-        if why == "layer" and links.before is not None:
+    if links != ALONE and model.drafting is not None:
+        if links.before is not None:
             for _ in buckets:
                 links.before.take(CAPTURED)
         return [], None
@@ -86,7 +86,7 @@ def captured(model: Model, tables: RowTables, attending: Attending, draws: Draws
     given = model, tables, attending, draws, replays
     decodes = None if always else DecodeGraphs(*given, buckets)
     drafts = DraftGraphs(*given, wider, ahead) if ahead is not None and wider else None
-    prompts = None if cause("prompts", attending, ahead) else MixedGraphs(*given, rows, seconds)
+    prompts = None if cause(attending, ahead) else MixedGraphs(*given, rows, seconds)
     for graphs in (decodes, drafts, prompts):
         if graphs is not None:
             graphs.capture()

@@ -118,8 +118,8 @@ class Sparse(Attending):
         if self._budget_R is not None:
             self._budget_R[self._tables.index(bind.row)] = units
 
-    def uncaptured(self, steps: str) -> str:
-        return "selects" if steps == "prompts" else ""
+    def uncaptured(self) -> str:
+        return "selects"
 
     def kind(self, rows: Sequence[int]) -> str:
         """Whether every row selects, and whether any lacks a device page."""

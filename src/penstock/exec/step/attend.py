@@ -72,8 +72,8 @@ class Attending(Protocol):
         """That of a captured step with prompts. given: `StepBatch.mixed`, padded."""
         raise AssertionError("such steps are not captured here")
 
-    def uncaptured(self, steps: str) -> str:
-        """The cause, of `graphs.steps.WHY`, for which "decodes" or "prompts" are not captured; "": they are."""
+    def uncaptured(self) -> str:
+        """The cause, of `graphs.steps.WHY`, for which steps with prompts are not captured; "": they are."""
         return ""
 
     def kind(self, rows: Sequence[int]) -> str:

@@ -125,10 +125,8 @@ class Dense(Attending):
         addresses = [pool.data_ptr() for layer in sorted(self._places) for pool in self._places[layer][1:]]
         self._pools = (ctypes.c_void_p * len(addresses))(*addresses)
 
-    def uncaptured(self, steps: str) -> str:
+    def uncaptured(self) -> str:
         """What prompts attend to is captured where it is read out of pages in one call, whatever their lengths."""
-        if steps != "prompts":
-            return ""
         if any(spec.coded for spec in self.specs.values()):
             return "fp8"
         one_call = all(spec.plain and flash.ready(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype,

@@ -35,15 +35,14 @@ class Latent(Attending):
         check_pools(groups, device)
         [pool], [self._table] = device, tables
         self.by_layer, self.attend, self.first = reads, ops.attend, first
-        self._coded = pool.layout.dtype == torch.uint8
         # Of each layer its pool [P, G, H].
         self.rows = {layer: pool.pages[:, i, 0, 0] for layer, (_, i) in places_of(reads, groups).items()}
         self.looks = Looks((self._table.place,))
         self._write_kv = write_kv.OP.use("triton" if pool.pages.is_cuda else "reference")
 
-    def uncaptured(self, steps: str) -> str:
-        """Codes become floats of all that a table may have."""
-        return "codes" if self._coded else "latent" if steps == "prompts" else ""
+    def uncaptured(self) -> str:
+        """A prompt's slots are named by how long its row is."""
+        return "latent"
 
     def step(self, lowered: Lowered) -> Attend:
         [ragged] = lowered.ragged

@@ -4,8 +4,9 @@ A part is a fixed number of rows in float32, whatever the batch: a query's resul
 runs beside it. In bfloat16, where the step's other products depend on that too, there are as many parts as
 fill a device. A program has some heads and, where values are wide, one half of them: their sums must stay in
 registers. It scores with the row's two halves and its rest one by one, and adds these in an order that
-is the same in either half. Rows of codes become floats of the queries' type first, by a kernel of their own,
-but for those that `gluon_latent` decodes itself. Imported only where a CUDA device was asked for.
+is the same in either half. Chosen rows of codes become floats of the queries' type first, by a kernel of their own,
+but for those that `gluon_latent` decodes itself; those of a context are decoded as they are read. Imported only where
+a CUDA device was asked for.
 
     B queries   N query heads   H row dim   R value dim   P pages   G page size   S chosen rows
 """
@@ -62,13 +63,44 @@ def decode_rows(pool, scales, rests, slot, out, own, pool_page, NUM, SIZE: tl.co
 
 
 @triton.jit
-def attend_rows(q, pool, slot, of, context, part, peak, scale, pool_page, HEADS, CHOSEN, SIZE: tl.constexpr,
-                DIM: tl.constexpr, VALUE: tl.constexpr, HALVES: tl.constexpr, HALF: tl.constexpr,
-                REST_PAD: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-                EXACT: tl.constexpr, FIRST: tl.constexpr):
+def _values(pool, scales, begin, first, here, VALUE: tl.constexpr, HALF: tl.constexpr):
+    """HALF value dims, 256 at most, from `first` on of the rows that begin at these elements of `pool`, zeros where
+    there are none. scales: the pool seen as f32 where rows are codes, else None."""
+    d = first + tl.arange(0, HALF)
+    inside = here[:, None] & (d < VALUE)[None, :]
+    if scales is None:
+        x = tl.load(pool + begin[:, None] + d[None, :], mask=inside, other=0.0)
+    else:
+        code = tl.load(pool + begin[:, None] + d[None, :], mask=inside, other=0)
+        line = scales + begin // 4 + VALUE // 4 + first // 128
+        scale = tl.load(line, mask=here, other=0.0)[:, None]
+        if HALF > 128:              # a tile of them would take as much memory as four of codes
+            second = tl.load(line + 1, mask=tl.where(first + 128 < VALUE, here, False), other=0.0)[:, None]
+            scale = tl.where((tl.arange(0, HALF) < 128)[None, :], scale, second)
+        x = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
+    return x
+
+
+@triton.jit
+def _rests(rests, scales, begin, rest, here, DIM: tl.constexpr, VALUE: tl.constexpr):
+    """The dims `rest`, which are no values, of such rows. rests: the pool as it is, or seen as bf16 behind codes."""
+    if scales is None:
+        behind = begin + VALUE
+    else:
+        behind = begin // 2 + (VALUE // 2 + 2 * ((VALUE + 127) // 128))
+    return tl.load(rests + behind[:, None] + (rest - VALUE)[None, :], mask=here[:, None] & (rest < DIM)[None, :],
+                   other=0.0)
+
+
+@triton.jit
+def attend_rows(q, pool, scales, rests, slot, of, context, part, peak, scale, pool_page, HEADS, CHOSEN,
+                SIZE: tl.constexpr, ROW: tl.constexpr, DIM: tl.constexpr, VALUE: tl.constexpr, HALVES: tl.constexpr,
+                HALF: tl.constexpr, REST_PAD: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+                BLOCKS: tl.constexpr, EXACT: tl.constexpr, FIRST: tl.constexpr):
     """Part `s` of query `b`, GROUP heads, HALF value dims: the mean of its values into `part`, log2 of the
     weights' sum into `peak`, -inf for a part without rows. With rows and contexts `slot` is a block table,
-    CHOSEN its width, and FIRST as `PagedContext` has it; a context is cut evenly."""
+    CHOSEN its width, and FIRST as `PagedContext` has it; a context is cut evenly. ROW: elements that a row has in the
+    pool; `scales` and `rests` as `decode_rows` has them, or None and the pool itself."""
     follow()
     s, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
     half, group = tl.program_id(1) % HALVES, tl.program_id(1) // HALVES
@@ -102,16 +134,13 @@ def attend_rows(q, pool, slot, of, context, part, peak, scale, pool_page, HEADS,
             page = tl.load(where + i // SIZE, mask=i < end, other=0)
             at = tl.where(i < end, page * SIZE + i % SIZE, -1)
         here = at >= 0
-        begin = (at // SIZE).to(tl.int64) * pool_page + at % SIZE * DIM
-        row = pool + begin[:, None]
-        v_iV = tl.load(row + mine[None, :], mask=here[:, None] & (mine < VALUE)[None, :], other=0.0)
-        v_iV = v_iV.to(q.dtype.element_ty)
-        r_iH = tl.load(row + rest[None, :], mask=here[:, None] & (rest < DIM)[None, :], other=0.0)
-        r_iH = r_iH.to(q.dtype.element_ty)
+        begin = (at // SIZE).to(tl.int64) * pool_page + at % SIZE * ROW
+        v_iV = _values(pool, scales, begin, half * HALF, here, VALUE, HALF).to(q.dtype.element_ty)
+        r_iH = _rests(rests, scales, begin, rest, here, DIM, VALUE).to(q.dtype.element_ty)
         score = tl.dot(q_mine, tl.trans(v_iV), input_precision=precision)
         if HALVES == 2:
-            o_iV = tl.load(row + other[None, :], mask=here[:, None] & (other < VALUE)[None, :], other=0.0)
-            score += tl.dot(q_other, tl.trans(o_iV.to(q.dtype.element_ty)), input_precision=precision)
+            o_iV = _values(pool, scales, begin, (HALVES - 1 - half) * HALF, here, VALUE, HALF).to(q.dtype.element_ty)
+            score += tl.dot(q_other, tl.trans(o_iV), input_precision=precision)
         score += tl.dot(q_rest, tl.trans(r_iH), input_precision=precision)
         score = tl.where(here[None, :], score * (scale * _LOG2E), float("-inf"))
         new_n = tl.maximum(top_n, tl.max(score, 1))
@@ -132,6 +161,7 @@ def attend_rows(q, pool, slot, of, context, part, peak, scale, pool_page, HEADS,
 
 
 BLOCK, BLOCKS, WARPS = 64, 4, 4     # rows of a block, blocks of a part
+CODES = 32                      # rows of a block of codes: of 64 heads less shared memory than 64 rows of bfloat16
 GROUP, WIDE = 64, 256           # heads and value dims that one program sums
 SUMS = 1 << 24                  # of parts, in memory at once
 CUTS = 64                       # parts of a context, at most
@@ -194,14 +224,12 @@ def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor | PagedCon
     groups = triton.cdiv(heads, group)
     whole = (group, value_dim, dim) == (GROUP, 2 * WIDE, 2 * WIDE + 64) and not is_alone() and (
         _in_gluon())
-    if coded and seen is not None and not (whole and q_BNH.dtype == torch.bfloat16):
-        return latent_attention(q_BNH, pool_PGH, seen.slots(size), value_dim=value_dim, scale=scale)
     if coded and seen is None:
         most = DECODED // (dim * q_BNH.dtype.itemsize)
         # A pool that lies together, as a prompt's does, is decoded once where queries name more than it has.
         # One page is contiguous to torch whatever its stride: what a start measures would not decode.
         every = pool_PGH.stride(0) == size * row and len(pool_PGH) * size <= min(most, places.numel())
-        if every or not (whole and q_BNH.dtype == torch.bfloat16):
+        if every or not whole:
             return _over_codes(q_BNH, pool_PGH, places, value_dim, scale, most, every=every)
     halves = 1 if whole or pad <= WIDE else 2
     rows = BLOCK * BLOCKS
@@ -234,11 +262,13 @@ def latent_attention(q_BNH: Tensor, pool_PGH: Tensor, slot_BS: Tensor | PagedCon
             join(part, peak, out_BNR[turn], lse_BN[turn])
             continue
         attend_rows[(parts, groups * halves, num)](
-            q_BNH[turn], pool_PGH, at, None if of is None else of.row_B, None if of is None else of.context_B,
-            part, peak, scale, pool_PGH.stride(0), heads, at.shape[1], FIRST=0 if of is None else of.first,
-            SIZE=size, DIM=dim, VALUE=value_dim, HALVES=halves, HALF=pad // halves,
-            REST_PAD=max(16, triton.next_power_of_2(max(1, dim - value_dim))), GROUP=group, BLOCK=BLOCK,
-            BLOCKS=rows // BLOCK, EXACT=exact, num_warps=WARPS, num_stages=1 if exact else 2, **early())
+            q_BNH[turn], pool_PGH, pool_PGH.view(torch.float32) if coded else None,
+            pool_PGH.view(torch.bfloat16) if coded else pool_PGH, at, None if of is None else of.row_B,
+            None if of is None else of.context_B, part, peak, scale, pool_PGH.stride(0), heads, at.shape[1],
+            FIRST=0 if of is None else of.first, SIZE=size, ROW=row, DIM=dim, VALUE=value_dim, HALVES=halves,
+            HALF=pad // halves, REST_PAD=max(16, triton.next_power_of_2(max(1, dim - value_dim))), GROUP=group,
+            BLOCK=CODES if coded else BLOCK, BLOCKS=rows // BLOCK, EXACT=exact, num_warps=WARPS,
+            num_stages=1 if exact else 2, **early())
         join(part, peak, out_BNR[turn], lse_BN[turn])
     return out_BNR, lse_BN
 
