@@ -187,3 +187,40 @@ def test_dummy_weights_of_such_a_config_are_in_fp8_where_its_checkpoints_are(tmp
         assert (floats - plain[name]).abs().max() <= 0.07 * plain[name].abs().max(), name
     router = [name for name in weights if name.endswith("mlp.gate.weight")]
     assert router and not isinstance(weights[router[0]], Packed)
+
+
+def _compressed(bits: int, groups: int = 1, **weights: object) -> dict[str, object]:
+    one = {"targets": ["Linear"], "weights": {"num_bits": bits, "type": "int", "strategy": "group", "group_size": 16,
+                                              **weights}}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized",
+            "ignore": ["lm_head", "re:.*self_attn.*", "language_model.model.layers.0.mlp.up_proj"],
+            "config_groups": {f"group_{i}": one for i in range(groups)}}
+
+
+@pytest.mark.parametrize("given, bits", [
+    (_compressed(4), 4), (_compressed(8), 8), (_compressed(4, strategy="channel", group_size=None), 0),
+    (_compressed(4, groups=2), 0),
+    ({"quant_method": "awq", "bits": 4, "group_size": 16}, 4),
+    ({"quant_method": "gptq", "bits": 8, "group_size": 16}, 8),
+    ({"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True}, 0),
+    ({"quant_method": "gptq", "bits": 4, "group_size": -1}, 0)])
+def test_dummy_weights_of_a_config_of_integers_are_packed_as_it_says(tmp_path, given, bits) -> None:
+    """All projections but those that `ignore` names; as floats where the config does not say groups of all."""
+    config = MOE | {"quantization_config": given}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    kept = open_checkpoint(locate(str(tmp_path), load_format="dummy"), ["e4m3", "e2m1", "u4", "u8"])
+    weights = dict(registry.dummy_tensors(config, 1, formats=kept.format))
+    plain = dict(registry.dummy_tensors(config, 1))
+    packed = {name for name, weight in weights.items() if isinstance(weight, Packed)}
+    left = {name for name in weights if "self_attn" in name or "layers.0.mlp.up_proj" in name}
+    assert packed == {name for name in weights if bits and quantises(name) and (
+        "ignore" not in given or name not in left)}
+    for name in packed:
+        assert (weights[name].kind, weights[name].cols) == ("u4" if bits == 4 else "u8", 16)
+        step = plain[name].abs().max() / (7 if bits == 4 else 127)
+        assert (weights[name].floats() - plain[name]).abs().max() <= 0.51 * step, name
+    model = build(config, torch.float32, together=True)         # takes them all, and joins some
+    for name, weight in weights.items():
+        model.load(name, weight)
+    model.finish()
+    assert logits(model).isfinite().all() and len(left) > 3

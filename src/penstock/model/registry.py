@@ -140,7 +140,7 @@ def cuts_of(config: dict[str, Any], stage: Stage | None = None) -> Iterator[tupl
 def _between_blocks(config: dict[str, Any], stage: Stage | None) -> Stage | None:
     """Cut weights that may stay packed between blocks."""
     form = format_of(config, "config.json")
-    if stage is None or form is None:
+    if stage is None or form is None or form.kind == "u8":          # groups may be cut
         return stage
     return replace(stage, tp_rank=replace(stage.tp_rank, block=form.cols))
 

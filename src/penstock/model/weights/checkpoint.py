@@ -7,6 +7,7 @@ pinned memory. Knows no family's layers.
 from __future__ import annotations
 
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -70,6 +71,9 @@ class ConfigOnly:
         self._files, self.config, self.eos_ids = files, files.config, files.eos_ids
         found = format_of(self.config, f"{files.folder}/config.json")
         self._format = found if _stays(found, keeps) else None
+        given = self.config.get("quantization_config")
+        said = given.get("ignore") if isinstance(given, dict) else None
+        self._ignored = [str(pattern) for pattern in said] if isinstance(said, list) else []
         self.dequantised = ""
 
     def tensors(self, wants: Wants = everything, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
@@ -77,10 +81,21 @@ class ConfigOnly:
         return iter(())
 
     def format(self, name: str) -> Format | None:
-        return self._format if quantises(name) else None
+        module = name.removesuffix(".weight")
+        return self._format if quantises(name) and not any(_is_of(module, p) for p in self._ignored) else None
 
     def unread(self, ignores: Callable[[str], bool]) -> list[str]:
         return [f"text of {self._files.name}; {self._files.towers({})}"] if self._files.wrapper else []
+
+
+def _is_of(module: str, pattern: str) -> bool:
+    """Whether `ignore` of compressed-tensors names a module: as it is, maybe below a wrapper, or by an expression."""
+    if not pattern.startswith("re:"):
+        return f".{pattern}".endswith(f".{module}")
+    try:
+        return re.match(pattern[3:], module) is not None
+    except re.error:
+        raise ConfigError(f"config.json: ignore has {show(pattern)}, which is no regular expression") from None
 
 
 class SafetensorsCheckpoint:

@@ -50,6 +50,8 @@ class CompressedReader(WeightReader):
         self._said: dict[str, Any] = {"size": 0, "bits": 0, "rows": 0, "cols": 0}
         for group in groups.values():
             self._group(group["weights"], group.get("format") or top, what)
+        if len(groups) == 1 and self._said["size"] > 0:
+            self.format = integers(self._said["bits"], 1, self._said["size"], self._said["size"])
 
     def _group(self, weights: Mapping[str, Any], kind: object, what: str) -> None:
         bits, of, said = weights.get("num_bits"), weights.get("type"), self._said

@@ -66,6 +66,8 @@ class AwqReader(WeightReader):
                               f"zero_point {show(given.get('zero_point'))}; supported: gemm, 4 bits, zero "
                               "points; take such a checkpoint, or the unquantised one")
         self._size = _number(given, "group_size") or _number(given, "q_group_size")
+        if self._size > 0:
+            self.format = integers(4, 1, self._size, self._size)
 
     def parts(self, module: Mapping[str, StoredTensor], where: str) -> tuple[str, ...]:
         if "qweight" not in module:
@@ -108,6 +110,8 @@ class GptqReader(WeightReader):
                               + " of 4 or 8 bits; take such a checkpoint, or the unquantised one")
         self.label = "GPTQ" if method == "gptq" else "AutoRound"
         self._size, self._plus, self._ordered = _number(given, "group_size"), _PLUS[form], bool(given.get("desc_act"))
+        if self._size > 0 and not self._ordered and not given.get("dynamic"):
+            self.format = integers(bits, 1, self._size, self._size)
 
     def parts(self, module: Mapping[str, StoredTensor], where: str) -> tuple[str, ...]:
         if "qweight" not in module:

@@ -49,7 +49,7 @@ class WeightReader(Protocol):
     beside    parts that store a weight
     stacked   the first axis of each part is the expert
     kind      in which weights may stay packed; None: they become floats
-    format    of all quantised weights, where the config says it
+    format    of all quantised weights, where the config says it; of integers those that are random have it
     """
 
     label: str
