@@ -6,9 +6,9 @@
 
 Six layers of DeepSeek-V3.2's shape with MLA KV in host memory (first_steps.py's `latent-offloaded`), dummy weights,
 prompts as token ids. A row has of each layout the first token of a prompt of 32,768 tokens, and the gap between
-tokens while all requests of its kind decode; `first_32` is the mean of the 32 gaps behind a request's first token,
-`busy`: the percentage of that time in which each GPU computed, as its driver says. `bound`: the time that a GPU's
-part of a step's weights and KV takes to be read, of a model of MLA KV on the device.
+tokens while all requests of its kind decode; `begins_ms`: the first gaps of one request, `first_32`: the mean of the
+first 32 of each, `busy`: the percentage of that time in which each GPU computed, as its driver says, `bound`: the time
+that a GPU's part of a step's weights and KV takes to be read, of a model of MLA KV on the device.
 
 --shared: first tokens of prompts of so many tokens, and of others that share all but the last 256, once the device has
 had to give the first one's pages up; where their KV was, and how many answers of 24 tokens are those of the first
@@ -95,6 +95,7 @@ async def gaps(url: str, bodies: list[dict[str, Any]], busy: Busy) -> dict[str, 
     said = [each for at, each in [*busy] if since + .4 <= at <= until]         # each is of some time before
     return spread(found) | {"gaps": len(found), "first_ms": 1e3 * max(at[1] - at[0] for at in times),
                             "first_32": mean([1e3 * (at[33] - at[1]) / 32 for at in times if len(at) > 33] or [0.0]),
+                            "begins_ms": [round(1e3 * (b - a), 3) for a, b in pairwise(times[0][1:14])],
                             "tokens_s": sum(since <= x <= until for at in times for x in at) / (until - since),
                             "busy": [median(of) for of in zip(*said, strict=False)]}
 
