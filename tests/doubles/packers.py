@@ -188,13 +188,14 @@ FORMATS: dict[str, tuple[dict[str, Any], Packer]] = {
 }
 
 
-def packed_checkpoint(folder: Path, config: dict[str, Any], form: str) -> tuple[str, str]:
+def packed_checkpoint(folder: Path, config: dict[str, Any], form: str,
+                      change: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor) -> tuple[str, str]:
     """A model whose matrices of layers are packed, and one of what they mean."""
     given, packer = FORMATS[form]
     packed: dict[str, Tensor] = {}
     plain: dict[str, Tensor] = {}
     for name, tensor in registry.dummy_tensors(config, 3):
-        plain[name] = packed[name] = tensor if "norm" in name else tensor * 8
+        plain[name] = packed[name] = change(name, tensor if "norm" in name else tensor * 8)
         if name.endswith("_proj.weight"):
             parts, plain[name] = packer(packed.pop(name))
             packed |= {f"{name.removesuffix('weight')}{part}": t for part, t in parts.items()}

@@ -54,14 +54,16 @@ STATES = {
 GGUF_NAMES = {"model.layers.": "blk.", "model.embed_tokens": "token_embd", "model.norm": "output_norm",
               "self_attn.o_proj": "attn_output", "self_attn.": "attn_", "mlp.": "ffn_", "_proj": "",
               "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+Change = Callable[[str, torch.Tensor], torch.Tensor]        # of a tensor by its name
 PROMPTS = {rid: tuple((rid * 31 + i * i * 7 + i) % 97 for i in range(40 + 35 * rid)) for rid in range(1, 6)}
 
 
-def checkpoint(folder: Path, config: dict[str, object] = CONFIG, *, drafts: bool = False) -> str:
-    """Weights whose greedy choices are clear-cut."""
+def checkpoint(folder: Path, config: dict[str, object] = CONFIG, *, drafts: bool = False,
+               change: Change = lambda name, tensor: tensor) -> str:
+    """Weights whose greedy choices are clear-cut, but for what `change` makes of them."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: (t if "norm" in name or name.endswith(registry.FACTORS) else t * 8).contiguous()
+    save_file({name: change(name, t if "norm" in name or name.endswith(registry.FACTORS) else t * 8).contiguous()
                for name, t in registry.dummy_tensors(config, 3, drafts=drafts)}, folder / "model.safetensors")
     return str(folder)
 
@@ -90,18 +92,19 @@ def large_checkpoint(folder: Path, config: dict[str, object]) -> str:
     return str(folder)
 
 
-def fp8_checkpoint(folder: Path, config: Mapping[str, Any]) -> str:
+def fp8_checkpoint(folder: Path, config: Mapping[str, Any], change: Change = lambda name, tensor: tensor) -> str:
     """The same with the matrices of its layers in fp8, each block of 16 by 16 with a scale."""
     folder.mkdir(exist_ok=True)
     blocks = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]}
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": blocks}))
     tensors: dict[str, torch.Tensor] = {}
     for name, t in registry.dummy_tensors(dict(config), 3):
+        t = change(name, t if "norm" in name else t * 8)
         if name.endswith("_proj.weight"):
-            scaled = quantised(t * 8, 16, 16)
+            scaled = quantised(t, 16, 16)
             tensors |= {name: scaled.code_OI.contiguous(), f"{name}_scale_inv": scaled.scale_RJ}
         else:
-            tensors[name] = (t if "norm" in name else t * 8).contiguous()
+            tensors[name] = t.contiguous()
     save_file(tensors, folder / "model.safetensors")
     return str(folder)
 

@@ -2,7 +2,8 @@
 
 `cells.cover` chooses among all that is not refused. An engine's tokens are those of one rank that reads all from its
 device, with the same weights, and so are its logprobs. Kernels round as layouts cut: where weights are not float32 the
-first token that differs is one that the rank gives nearly the logprob of its own.
+first token that differs is one that the rank gives nearly the logprob of its own. That holds where rounding changes no
+choice, so models with an indexer have the weights of `steady`.
 """
 from __future__ import annotations
 
@@ -16,13 +17,14 @@ from combos import refusals_of
 from packers import packed_checkpoint
 from pair_engines import Engines, engines
 from pipeline_engine import SINKS, STATES, checkpoint, fp8_checkpoint, gguf_checkpoint
+from steady import WIDE, steady
 from test_same_tokens import ATTEMPTS, KINDS, LATENT, MINIMAX_M3, MOE, ODD, pools, read
 
 from penstock.core.plan import Paused
 from penstock.engine.wire import Flush, TokenLogprob
 
-CONFIGS = {"ordinary": ODD, "selecting": ODD, "fp8kv": {**ODD, "head_dim": 16}, "latent": LATENT, "experts": MOE,
-           "windows": SINKS, "states": STATES, "minimax-m3": MINIMAX_M3}
+CONFIGS = {"ordinary": ODD, "selecting": ODD, "fp8kv": {**ODD, "head_dim": 16}, "latent": {**LATENT, **WIDE},
+           "experts": MOE, "windows": SINKS, "states": STATES, "minimax-m3": {**MINIMAX_M3, **WIDE}}
 LAYOUTS = {"one": "one", "pp": "pp2", "tp": "tp2", "nodes": "pp2.n2", "pair": "one>one", "both": "pp2>tp2"}
 FORMS = {"channel": "fp8", "int4": "int4", "nvfp4": "nvfp4"}
 LATER = ("minimax-m3",)
@@ -30,6 +32,11 @@ FEATURES = "plain tier cache paused stored"
 # Logprobs may differ by so much: of float32, of others.
 EXACT, NEAR = (1e-3, 0.1) if where.DEVICE == "cpu" else (2e-2, 0.2)
 ASKED = [(prompt, 12) for prompt, _ in KINDS["ordinary"].asked()]
+
+
+def indexed(kind: str) -> bool:
+    """An indexer of the model's own selects: its weights are those of `steady`."""
+    return "index_n_heads" in CONFIGS[kind]
 
 
 def chosen(device: str) -> list[Cell]:
@@ -43,17 +50,18 @@ def chosen(device: str) -> list[Cell]:
 def made(folder: Path, cell: Cell) -> tuple[str, dict[str, object]]:
     """A checkpoint, and the options that its weights need."""
     config = CONFIGS[cell.kind]
+    more = {"change": steady(config)} if indexed(cell.kind) else {}
     match cell.weights:
         case "fp8":
-            return fp8_checkpoint(folder / "model", config), {}
+            return fp8_checkpoint(folder / "model", config, **more), {}
         case "gguf" | "packed":
             wide = {**config, "intermediate_size": 96, "moe_intermediate_size": 32, "hidden_size": 64}
             return (gguf_checkpoint(folder / "model.gguf", wide),
                     {"dtype": "gguf" if cell.weights == "packed" else "float32"})
         case "channel" | "int4" | "nvfp4":
-            return packed_checkpoint(folder, config, FORMS[cell.weights])[0], {}
+            return packed_checkpoint(folder, config, FORMS[cell.weights], **more)[0], {}
         case _:
-            return checkpoint(folder / "model", config), {"dtype": cell.weights}
+            return checkpoint(folder / "model", config, **more), {"dtype": cell.weights}
 
 
 Said = list[tuple[list[int], list[TokenLogprob]]]
@@ -115,10 +123,12 @@ def test_what_is_combined_says_what_one_rank_says(cell: Cell, tmp_path: Path) ->
 
 @pytest.mark.soak
 @pytest.mark.also_gpu
-@pytest.mark.parametrize("weights", ["bfloat16", "int4"])
-def test_a_page_of_other_tokens_says_something_else(weights: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "weights"), [
+    ("ordinary", "bfloat16"), ("ordinary", "int4"),
+    *((kind, weights) for kind in CONFIGS if indexed(kind) for weights in ("bfloat16", "int4"))])
+def test_a_page_of_other_tokens_says_something_else(kind: str, weights: str, tmp_path: Path) -> None:
     """So what is alike has read all of its KV."""
-    cell = chosen("cpu")[0]._replace(kind="ordinary", weights=weights)
+    cell = chosen("cpu")[0]._replace(kind=kind, weights=weights)
     model, own = made(tmp_path, cell)
     with engines(model, tmp_path, ({},), **own, kv_cache_memory_bytes="4M") as rank:
         rank.say(ASKED, logprobs=5)
