@@ -117,11 +117,15 @@ def measure(args: argparse.Namespace, shape: Shape, config: dict[str, Any], mode
     size = kv.page_tokens(own.block if own else 1)
     selection = indexer_selection(own.tokens, own.block) if own else None
     caches = caches_of(groups_of(model, selection, kv), size, model.dtype)
-    max_len, room = args.tokens + args.steps + SPREAD * rows + 128, rows + len(args.prompts) + 2
-    host = room * sum(caches.slabs_for(-(-max_len // size) + 1, g) for g in range(len(caches.groups)))
+    # Rows that decode, and prompts that are timed: how many, of how many tokens at most.
+    room = ((rows + 2, args.tokens + args.steps + SPREAD * rows + 128), (len(args.prompts) + 1, max(args.prompts) + 64))
+    max_len = max(longest for _, longest in room)
+    host = sum(count * caches.slabs_for(-(-longest // size) + 1, g) for count, longest in room
+               for g in range(len(caches.groups)))
     engine = Direct(
         model, rows=rows, max_len=max_len, buckets=batches, hot_tokens=hot, hosted=bool(hot), page_size=size,
-        hbm_tokens=device_tokens(caches, room, max_len, hot, args.step_tokens), step_tokens=args.step_tokens,
+        hbm_tokens=sum(device_tokens(caches, *given, hot, args.step_tokens) for given in room),
+        step_tokens=args.step_tokens,
         dram_tokens=int(1.1 * host) * caches.slabs.slab_pages[0] * size if hot else 0, prefix_cache=True, kv=kv,
         backends=chosen, device=args.device)
     rng = random.Random(0)
@@ -212,7 +216,8 @@ def main() -> None:
     args.tokens, args.prompts = args.tokens or shape.context, shape.prompts
     if args.tiny:
         config, args.device, dtype = config | shape.tiny, "cpu", torch.float32
-        args.tokens, args.prompts, args.step_tokens, args.steps = 1024, (512,) * len(shape.prompts), 256, 48
+        args.prompts, args.tokens = tuple(1024 * n // args.tokens for n in args.prompts), 1024
+        args.step_tokens, args.steps = 256, 48
     if args.layers:
         config |= {"num_hidden_layers": args.layers} | {
             name: config[name][:args.layers] for name in ("layer_types", "mlp_layer_types") if name in config}
