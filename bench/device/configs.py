@@ -69,6 +69,18 @@ SHAPES = {
         context=8192, prompts=(8192,) * 8, cells=("resident:1,32",),
         tiny={**COMMON, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 32,
               "layer_types": alternating("sliding_attention", "full_attention", 2, 6)}),
+    "kimi-k2": Shape(           # six layers, all dense: decode over MLA entries; 4 GB
+        config={
+            "model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 6, "first_k_dense_replace": 6,
+            "num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": 1536, "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "intermediate_size": 18432,
+            "moe_intermediate_size": 2048, "n_routed_experts": 384, "num_experts_per_tok": 8, "n_shared_experts": 1,
+            "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "rope_theta": 50000.0,
+            "tie_word_embeddings": False, "vocab_size": 163840},
+        context=32768, prompts=(8192,) * 2, cells=("resident:1,8,32",),
+        tiny={**COMMON, "first_k_dense_replace": 6, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32,
+              "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4,
+              "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
     "qwen3.5-35b-a3b": Shape(
         config={
             "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "hidden_size": 2048,

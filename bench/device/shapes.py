@@ -4,6 +4,7 @@
     PYTHONPATH=src python bench/device/shapes.py OUT --shape gpt-oss-20b [--mxfp4]
     PYTHONPATH=src python bench/device/shapes.py OUT --shape qwen3.5-35b-a3b [--backends scan=triton]
     PYTHONPATH=src python bench/device/shapes.py OUT --shape gemma-4-31b
+    PYTHONPATH=src python bench/device/shapes.py OUT --shape kimi-k2 [--kv-cache-dtype fp8_e4m3] [--heads 8]
     PYTHONPATH=src python bench/device/shapes.py OUT --shape NAME --tiny      # the same on a CPU, in seconds
 
 Published shapes, some with fewer layers. A cell has all KV on the device, or, hosted, in host memory but for hot
@@ -111,7 +112,7 @@ def measure(args: argparse.Namespace, shape: Shape, config: dict[str, Any], mode
     assert kind == "resident" or own is not None, "a model that selects by itself"
     rows, hot = batches[-1], HOT_BUDGETS * own.tokens if kind == "hosted" else 0
     # What a hit at the end of the context needs, and no more, stays of windows and states.
-    kv = from_options("NAME", {"device": args.device, **{
+    kv = from_options("NAME", {"device": args.device, "kv_cache_dtype": args.kv_cache_dtype, **{
         name: args.tokens for name, there in (("window_interval", any(group.window for group in model.groups)),
                                               ("state_interval", model.spec.states is not None)) if there}}).kv
     size = kv.page_tokens(own.block if own else 1)
@@ -175,6 +176,7 @@ def measure(args: argparse.Namespace, shape: Shape, config: dict[str, Any], mode
         out.append({
             "shape": args.shape, "layers": config["num_hidden_layers"], "cell": kind, "batch": batch,
             "context": args.tokens, "distinct_prompts": distinct, "mxfp4": args.mxfp4, "page_size": size,
+            "kv_cache_dtype": args.kv_cache_dtype, "heads": config["num_attention_heads"],
             "cached": [one.hbm_tokens + one.dram_tokens for one in ran.started.values()],
             "backends": {op: choice.name for op, choice in chosen.items()}, "weights_bytes": model.num_bytes,
             "step_ms": step, "steps": late - FIRST - 6, "tokens_s": 1e3 * batch / step["median"],
@@ -202,6 +204,8 @@ def main() -> None:
     parser.add_argument("--shape", required=True, choices=list(SHAPES))
     parser.add_argument("--cells", nargs="+", metavar="PLACE:ROWS,...", help="resident:1,32 or hosted:1,8")
     parser.add_argument("--layers", type=int, help="the first ones only")
+    parser.add_argument("--heads", type=int, help="of MLA: those of one TP rank")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--tokens", type=int, help="of context")
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--step-tokens", type=int, default=8192)
@@ -218,6 +222,8 @@ def main() -> None:
         config, args.device, dtype = config | shape.tiny, "cpu", torch.float32
         args.prompts, args.tokens = tuple(1024 * n // args.tokens for n in args.prompts), 1024
         args.step_tokens, args.steps = 256, 48
+    if args.heads:
+        config |= {"num_attention_heads": args.heads, "num_key_value_heads": args.heads}
     if args.layers:
         config |= {"num_hidden_layers": args.layers} | {
             name: config[name][:args.layers] for name in ("layer_types", "mlp_layer_types") if name in config}
