@@ -166,7 +166,7 @@ def test_a_fault_that_is_switched_off_is_missed(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("mode", [
     "admissions=1", "dram_pages=0", "pp_size=3,overlap=1,ranks=3", "step_tokens=1",
-    "pair=1,cuts=8,deaths=4,keep=1"])
+    "pp_size=2,overlap=1,pp_together=4", "pair=1,cuts=8,deaths=4,keep=1"])
 def test_fixed_dimensions_find_nothing(mode: str) -> None:
     assert not sweep(range(15), mode).failures
 

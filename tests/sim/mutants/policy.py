@@ -2,9 +2,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
-from mutants.registry import Real, holding, instead_of
+from mutants.registry import Real, instead_of
 from penstock.core import schedule
 from penstock.core.core import Core
 from penstock.core.kv import allocate, promote, sealing
@@ -116,11 +115,10 @@ def promotion_has_no_price(real: Real, core: Core, r: Request) -> float:
 
 
 @instead_of(schedule, "_of_turn", counter=IDLE)
-def every_row_in_one_step(real: Real, core: Core, free: StepId) -> tuple[list[ScheduledRow], int]:
+def every_row_in_one_step(real: Real, core: Core, free: StepId, turns: int) -> tuple[list[ScheduledRow], int]:
     """All rows that may decode do so at once, and the other stages have none."""
-    with holding(core, "cfg", replace(core.cfg, pp_size=1)):
-        chosen: tuple[list[ScheduledRow], int] = real(core, free)
-        return chosen
+    chosen: tuple[list[ScheduledRow], int] = real(core, free, 1)
+    return chosen
 
 
 @instead_of(Pairing, "arrived", counter=UNSERVED)
