@@ -69,6 +69,7 @@ def compressed_int8(weight: Tensor, channel: bool = True) -> tuple[dict, Tensor]
 
 def compressed_fp8(weight: Tensor, channel: bool = True) -> tuple[dict, Tensor]:
     scale = (weight.abs().amax(1, keepdim=True) if channel else weight.abs().amax().view(1)) / 448
+    scale = scale.clamp_min(1e-12)          # a row may be zeros
     code = (weight / scale).to(torch.float8_e4m3fn)
     return {"weight": code, "weight_scale": scale}, code.float() * scale
 
