@@ -1,5 +1,5 @@
-"""Routing and experts' MLPs in Triton, for any number of tokens, over grids that follow from that number; of a few
-tokens packed weights in C++.
+"""Routing and experts' MLPs in Triton, for any number of tokens, over grids that follow from that number; of one
+token packed weights in C++.
 
 A program makes some outputs of one expert, for all tokens that visit it, so each weight that is needed is
 read once. Of a few tokens there is a program for each visit: the first of an expert's does the work of all,
@@ -210,7 +210,8 @@ def route(logit_TE: Tensor, bias_E: Tensor | None, rule: Rule) -> tuple[Tensor, 
     return expert_TC, weight_TC
 
 
-FEW_MAX = 64            # tokens, as packed_rows.cu has it; not measured on a device yet
+FEW_MAX = 64            # tokens, as packed_rows.cu has it
+CPP_MAX = 1             # tokens whose visits packed_rows.cu takes: of 8 Triton is faster, measured on an H200
 WIDE_MIN = 8            # tokens from which a program has 64 outputs: measured on an H200
 BLOCK_VISITS = 64
 _DOWN = 5               # as packed_rows.cu numbers what becomes of sums
@@ -267,11 +268,12 @@ def mlp(x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor, gate_up: Tensor | Pa
     same = dict(C=chosen, C_PAD=triton.next_power_of_2(chosen), VISITS=size, ROWS=rows, FEW=few,
                 EXACT=exact, num_warps=4, num_stages=3)
     bias_in, bias_out = biases or (None, None)
-    # Of a few visits to each expert. As packed_rows.cu numbers gates.
+    # As packed_rows.cu numbers gates.
     kind = 4 if not gated else 3 if isinstance(gate, Clamped) else 2 if isinstance(gate, TanhGelu) else 1
-    tiles = 1 if tokens <= 8 or visits <= 4 * num_experts else 2
     numbers = (gate.alpha, gate.limit) if isinstance(gate, Clamped) else (0.0, 0.0)
-    into, down_to = (in_cpp(x_TD, gate_up, tiles, kind), in_cpp(inner_SI, down, tiles, _DOWN)) if few else (None, None)
+    into = down_to = None
+    if tokens <= CPP_MAX:
+        into, down_to = in_cpp(x_TD, gate_up, 1, kind), in_cpp(inner_SI, down, 1, _DOWN)
     if into is not None and down_to is not None:
         assert isinstance(gate_up, Packed) and isinstance(down, Packed)
         visit = expert_TC, weight_TC, num_experts, first
