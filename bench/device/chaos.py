@@ -6,10 +6,10 @@ MODEL: the recall model (tests/data/recall), whose answers a wrong row of KV cha
 and a decode instance, on a GPU of its own where there are two; decode reads KV from host memory behind small hot
 buffers, an MTP layer drafts, device and host hold a part of the prompts, and both write pages to one folder. Clients
 ask greedily for known prompts, streamed and not, some leave at once; what a server refuses or breaks off is asked of
-any again. Every few seconds one process of one server is killed: its engines, ranks and helpers, or the server itself,
-which is then started again. Answers must be those of one engine before that, which reads all KV from its device in the
-same type; at the end nothing may be held by a server, and none of its processes, no shared memory and no unfinished
-file may be left.
+any again. Every few seconds, while both serve, one process of one server is killed: its engines, ranks and helpers, or
+the server itself, which is then started again. Answers must be those of one engine before that, which reads all KV from
+its device in the same type, up to the first token whose two best are close, as GPUs round by what runs together; at the
+end nothing may be held by a server, and none of its processes, no shared memory and no unfinished file may be left.
 """
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ import signal
 import tempfile
 import threading
 import time
+import urllib.request
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,6 +40,7 @@ HOSTED = ("--kv-cache-memory-bytes", "4M", "--kv-offloading-size", "24M", "--hot
           "--max-waiting", "200", "--kv-storage-policy", "wait_complete")
 LEFT = re.compile("in_use|in_flight|fenced|requests_(running|waiting)")
 NEW, LEAVES = 24, .1
+CLEAR = .25             # of the two best logprobs, what they are apart where rounding decides nothing
 
 
 def prompts(seed: int) -> list[str]:
@@ -98,12 +100,28 @@ class Site:
                     return
 
 
-def ask(url: str, prompt: str, *, streamed: bool = False, leaves: bool = False) -> tuple[str, str]:
-    """What became of it, and the answer."""
+def reference(url: str, asked: list[str]) -> dict[str, tuple[int, str]]:
+    """Of each prompt that has any: how many tokens are clear, and their text."""
+    def clear(prompt: str) -> int:
+        body = {"prompt": prompt, "max_tokens": NEW, "temperature": 0, "ignore_eos": True, "logprobs": 2}
+        request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(),
+                                         {"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            best = [sorted(one.values())[-2:] for one in json.load(answer)["choices"][0]["logprobs"]["top_logprobs"]]
+        return next((n for n, (other, top) in enumerate(best) if top - other < CLEAR), NEW)
+    with ThreadPoolExecutor(8) as pool:
+        tokens = {prompt: n for prompt, n in zip(asked, pool.map(clear, asked), strict=True) if n}
+        given = [*pool.map(lambda prompt: ask(url, prompt, tokens[prompt]), tokens)]
+    assert given and all(what == "answered" for what, _ in given), given
+    return {prompt: (tokens[prompt], text) for prompt, (_, text) in zip(tokens, given, strict=True)}
+
+
+def ask(url: str, prompt: str, new: int, *, streamed: bool = False, leaves: bool = False) -> tuple[str, str]:
+    """What became of it, and the answer of `new` tokens."""
     link = http.client.HTTPConnection(url.removeprefix("http://"), timeout=120)
     try:
         link.request("POST", "/v1/completions", json.dumps({
-            "prompt": prompt, "max_tokens": NEW, "temperature": 0, "ignore_eos": True, "stream": streamed}),
+            "prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True, "stream": streamed}),
             {"content-type": "application/json"})
         answer = link.getresponse()
         if answer.status != 200:
@@ -127,22 +145,23 @@ def ask(url: str, prompt: str, *, streamed: bool = False, leaves: bool = False) 
     return "answered", "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk.get("choices"))
 
 
-def client(number: int, sites: list[Site], want: dict[str, str], over: threading.Event, seen: Counter[str],
+def client(number: int, sites: list[Site], want: dict[str, tuple[int, str]], over: threading.Event, seen: Counter[str],
            errors: list[str]) -> None:
     rng = random.Random(number)
     while not over.is_set():
         prompt = rng.choice(list(want))
+        new, right = want[prompt]
         while not over.is_set():
             server = rng.choice(sites).server
             if server is None:
                 time.sleep(.05)
                 continue
-            what, text = ask(server.url, prompt, streamed=rng.random() < .5, leaves=rng.random() < LEAVES)
-            if what == "answered" and text != want[prompt]:
+            what, text = ask(server.url, prompt, new, streamed=rng.random() < .5, leaves=rng.random() < LEAVES)
+            if what == "answered" and text != right:
                 what = "wrong"
             seen[what] += 1
             if what in ("wrong", "silent for 120 s") or re.match("status [45]0[0-24-9]", what):
-                errors.append(f"{what}: {text[:200]!r}, not {want[prompt][:200]!r}")
+                errors.append(f"{what}: {text[:200]!r}, not {right[:200]!r}")
             if what in ("answered", "left", "wrong"):
                 break
             time.sleep(rng.random() / 5)
@@ -154,7 +173,7 @@ def hunt(sites: list[Site], rng: random.Random, every: float, until: float) -> C
     while time.perf_counter() < until:
         time.sleep(rng.uniform(.5, 1.5) * every)
         server = (site := rng.choice(sites)).server
-        if server is None or time.perf_counter() > until:
+        if any(one.server is None for one in sites) or server is None or time.perf_counter() > until:
             continue
         found = family(server.process.pid)
         site.pids |= found.keys()
@@ -194,25 +213,26 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--every", type=float, default=6, help="seconds from one kill to the next, on average")
+    parser.add_argument("--every", type=float, default=6, help="seconds between kills, on average")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    kept, memory = ("--dtype", "float32", "--max-model-len", "1024"), left_in_memory()
+    device = "cuda" if torch.cuda.device_count() else "cpu"
+    kept, memory = ("--device", device, "--dtype", "float32", "--max-model-len", "1024"), left_in_memory()
     asked, began = prompts(args.seed), time.perf_counter()
-    with serving(*kept, "--kv-cache-memory-bytes", "64M", "--kv-offloading-size", "0", model=args.model) as one, \
-            ThreadPoolExecutor(8) as pool:
-        first = [*pool.map(lambda prompt: ask(one.url, prompt), asked)]
-    assert all(what == "answered" for what, _ in first), first
-    want = dict(zip(asked, (text for _, text in first), strict=True))
-    print(f"{len(want)} prompts, {len(set(want.values()))} answers", flush=True)
     seen: Counter[str] = Counter()
     errors: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         store = ("--kv-storage", f"file://{folder}/pages")
         sites = [Site(n, args.model, (*kept, *HOSTED, *store), args.out) for n in (0, 1)]
         with ThreadPoolExecutor(2) as pool:
-            list(pool.map(Site.start, sites))
+            starts = pool.map(Site.start, sites)
+            with serving(*kept, "--kv-cache-memory-bytes", "64M", "--kv-offloading-size", "0", model=args.model) as one:
+                want = reference(one.url, asked)
+            tokens = sum(new for new, _ in want.values())
+            print(f"{len(want)} prompts, {len(set(want.values()))} answers of {tokens} tokens", flush=True)
+            list(starts)
+        print(f"both serve after {time.perf_counter() - began:.0f} s", flush=True)
         over, closed = threading.Event(), threading.Event()
         threads = [threading.Thread(target=client, args=(n, sites, want, over, seen, errors))
                    for n in range(args.clients)]
