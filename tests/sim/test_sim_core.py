@@ -186,6 +186,14 @@ def test_a_promotion_goes_on_in_the_turn_in_which_all_that_it_loads_has_come() -
     assert not sweep([309], FORCED).failures
 
 
+def test_a_copy_that_reads_what_a_failed_load_had_read_counts_as_a_failed_one() -> None:
+    assert not sweep([53], FORCED + ",page_size=2,wait_pages=1000,requests=14,hbm_pages=20,dram_pages=104").failures
+
+
+def test_slabs_are_made_whole_of_what_waiting_requests_have_pinned() -> None:
+    assert not sweep([834], FORCED + ",always_hosted=0,copy=8").failures
+
+
 @pytest.mark.parametrize("kind", sorted(ANOMALIES))
 def test_the_nth_failure_of_a_kind_harms_nobody_else(kind: str) -> None:
     runs = 0

@@ -241,17 +241,20 @@ def headroom(core: CoreState, r: Request, place: Place) -> Headroom | None:
     tired = r.setbacks.preemptions >= PREEMPTIONS_MAX - 1 or bool(core.tired and core.tired[-1].key > r.key)
     if tired and (core.running or reclaim.is_away(core)) and not capacity.all_end(core, r, place):
         return None
-    if tired and not core.running and not _is_clear(core):
+    if tired and not core.running and not _is_clear(core, r):
         return None
     return capacity.growing(core)
 
 
-def _is_clear(core: CoreState) -> bool:
-    """Nobody runs: make all slabs whole. Pages of several groups that lie scattered over them are more than
-    was counted. False: some are still behind fences, and whoever came now would have to lie around them."""
+def _is_clear(core: CoreState, r: Request) -> bool:
+    """Nobody runs: make all slabs whole, also of what others than `r` have pinned. Pages of several groups that lie
+    scattered over them are more than was counted. False: some are still behind fences, and whoever came now would
+    have to lie around them."""
     kv = core.kv
     if len(core.cfg.groups) == 1:
         return True
+    for other in [q for q, entering in kv.entering.items() if q is not r and (entering.pins or entering.optional)]:
+        kv.abandon(other)
     kv.tree.evict_all((*kv.device, *kv.host))
     kv.drain()
     return not any(pool.in_limbo > pool.away for tier in (Tier.HBM, Tier.DRAM)

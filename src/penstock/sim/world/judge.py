@@ -356,7 +356,7 @@ class Judge(Watcher):
         self._about = [(r, r.state, r.visit) for r in states.met(self.view, event)]
         if isinstance(event, Moved):
             move, good = self.moves.pop(event.id, None), event.good
-            self.failing = not event.ok
+            self.failing = not event.ok or self.view.is_tainted(event.id)
             if not event.ok and move is not None and move.dst is not Tier.PEER:
                 self.torn.update(move.dst_pages[good:])
                 if HEIGHT[move.dst] > HEIGHT[move.src]:

@@ -169,6 +169,11 @@ class View:
         """Whether `move` reads one of these pages, and is not known to have failed by that."""
         return not all([src.bad for src, _ in self._kv.moves.flying[move].pairs if src.page in suspect])
 
+    def is_tainted(self, move: MoveId) -> bool:
+        """Whether `move` ends as a failed one however it went, as it has read what a failed load had read."""
+        flight = self._kv.moves.flying.get(move)
+        return flight is not None and any([source.bad for source, _ in flight.pairs])
+
     def touched(self, move: MoveId) -> list[Live]:
         """Whose own copy it is, or whose tables name a page of it."""
         flight = self._kv.moves.flying.get(move)
