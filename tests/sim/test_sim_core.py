@@ -218,7 +218,7 @@ TIGHT = ("pair=0,model=1,hot_pages=1,hbm_pages=8,dram_pages=12,rows=12,page_size
                                             (1115, TIGHT), (5142, "take_pages=1"), (5211, "take_pages=1"),
                                             (33015, ""), (30324, ""), (43677, ""), (11958, ""), (8457, ""),
                                             (13272, ""), (15477, ""), (15594, ""), (401411, ""),
-                                            (3872240, "")])
+                                            (3872240, ""), (17, "pp_size=2")])
 def test_a_seed_that_once_failed(seed: int, mode: str) -> None:
     """A promotion and a page that somebody else loads, twice; a spill that pins what was promised; room for a
     late page that is made of the page before it; growth that takes what drafts of another row wait for, and
@@ -229,7 +229,8 @@ def test_a_seed_that_once_failed(seed: int, mode: str) -> None:
     host when those before it have given up their pages, and a window's page that goes during a second look;
     loads of a hit with which a call without events went on, twice; a trial of earlier turns
     that would load what is on the device since; loads of private pages with which a call without events
-    went on; a page that, for readers of KV events, left the host before it was on the device."""
+    went on; a page that, for readers of KV events, left the host before it was on the device; a promotion that
+    ended without a page whose load had begun before its row was hosted."""
     start(draw(seed, mode)).play()
 
 

@@ -99,6 +99,8 @@ def _reload_entry(kv: Pages, r: Request, g: int, i: int) -> bool:
             kv.use_booked(r, g, 1)
             give_up(copy, r)
             pin(copy)
+        elif not copy.ready:                   # a load of before it was hosted, which its steps wait for
+            r.promotion.loading.append((g, i))
         return True
     node = kv.node(r, t, i)
     found = node.good(space) if node is not None else None
