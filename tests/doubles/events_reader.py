@@ -95,11 +95,17 @@ class Subscriber:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._socket.connect(endpoint)
         self._replay = replay
         self.index, self.next, self.batches = Index(), 0, list[Batch]()
         self.first = 0                         # number of the first batch of this engine
         self.topics: set[bytes] = set()
+
+    def connected(self) -> None:
+        """Until an engine that runs will send to this: what it sent before is lost without a replay."""
+        assert self._monitor.poll(1000 * WAIT_S), "no engine publishes there"
+        time.sleep(0.2)                        # it has the subscription after the handshake
 
     def poll(self, timeout_s: float = 0.0) -> int:
         """Apply what has come; a gap is filled by a replay. Returns how many messages there were."""

@@ -67,6 +67,7 @@ def test_a_worker_registers_answers_reports_and_ends(model) -> None:
         sources = await engine.kv_event_sources()
         assert [source.dp_rank for source in sources] == [0, 1] and sources[0].endpoint != sources[1].endpoint
         events = Subscriber(sources[1].endpoint)
+        events.connected()
         tokens, chunks = await answer(engine, request(routing={"dp_rank": 1}))
         assert len(tokens) == 12 and chunks[-1]["finish_reason"] == "length"
         assert all("finish_reason" not in c for c in chunks[:-1])
