@@ -126,11 +126,16 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
          dict(BINS=8192, BLOCK=block, NEAR=2048, BLOCKS_PAD=64, TOPK_PAD=2048), warps, 3)
         for block, warps in ((1024, 4), (2048, 8))],
     ("attention.latent_attention.triton_latent", "attend_rows"): [
-        (dict(q=kind, pool=kind, slot=I32, part=F32, peak=F32, scale="fp32", pool_page="i32", HEADS="i32",
-              CHOSEN="i32", **(PLACES if paged else {})),
-         dict(SIZE=64, DIM=576, VALUE=512, HALVES=2, HALF=256, REST_PAD=64, GROUP=group, BLOCK=64, BLOCKS=4,
-              EXACT=kind == F32, FIRST=int(paged), **({} if paged else NO_PLACES)), 4, stages)
-        for kind, group, stages in ((BF16, 64, 2), (F32, 16, 1)) for paged in (False, True)],
+        (dict(q=kind, pool=pool, rests=BF16 if pool == U8 else kind, slot=I32, part=F32, peak=F32, scale="fp32",
+              pool_page="i32", HEADS="i32", CHOSEN="i32", **({"scales": F32} if pool == U8 else {}),
+              **(PLACES if paged else {})),
+         dict(SIZE=64, ROW=656 if pool == U8 else 576, DIM=576, VALUE=512, HALVES=2, HALF=256, REST_PAD=64,
+              GROUP=group, BLOCK=32 if pool == U8 else 64, BLOCKS=4, EXACT=kind == F32, FIRST=int(paged),
+              **({} if pool == U8 else {"scales": None}), **({} if paged else NO_PLACES)), 4, stages)
+        for kind, pool, group, stages, places in (
+            (BF16, BF16, 64, 2, (False, True)), (F32, F32, 16, 1, (False, True)), (BF16, U8, 64, 2, (True,)),
+            (BF16, U8, 16, 2, (True,)), (F32, U8, 16, 1, (True,)))
+        for paged in places],
     ("attention.latent_attention.triton_latent", "decode_rows"): [
         (dict(pool=U8, scales=F32, rests=BF16, out=out, own=I32, pool_page="i32", NUM="i32",
               **({"slot": I32} if named else {})),
@@ -269,7 +274,7 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
 
 # Bytes of stack that a thread of the worst way takes, of kernels that have any: what registers do not hold.
 TRITON = "3.9.0"
-STACK = {"attend_rows": 11312, "score_keys": 336, "take_keys": 8, "experts_in": 1832, "experts_out": 272,
+STACK = {"attend_rows": 11320, "score_keys": 336, "take_keys": 8, "experts_in": 1832, "experts_out": 272,
          "attend_units": 64, "attend_parts": 176, "choose_units": 32, "packed_rows": 32, "walk": 24}
 FRAME_SIZE, SIZED = 0x11, 4         # of an entry of .nv.info: its kind, and the form with a length
 
