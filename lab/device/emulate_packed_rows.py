@@ -1,6 +1,6 @@
 """packed_rows.cu on a CPU: each thread of a block is a thread here, shuffles and matrix products wait for a warp.
 
-    PYTHONPATH=src python lab/device/emulate_packed_rows.py        after 2026-11-30-packed-rows.patch is applied
+    PYTHONPATH=src python lab/device/emulate_packed_rows.py
 
 Prints the largest relative error of dense products and of experts, for kinds, blocks, gates and numbers of rows.
 """

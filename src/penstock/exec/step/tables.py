@@ -179,7 +179,7 @@ class RowTables:
         """As of the steps that have been launched, and complete once the device has come here."""
         groups = [table.copied() for table in self.groups]
 
-        def told() -> tuple[tuple[int, str], ...]:
+        def digested() -> tuple[tuple[int, str], ...]:
             out = []
             for row, bound in enumerate(groups[0][0]):
                 if bound is not None:
@@ -190,7 +190,7 @@ class RowTables:
                             digest.update(table[row, :held[row] or 0].numpy().tobytes())
                     out.append((self._base + row, digest.hexdigest()))
             return tuple(out)
-        return told
+        return digested
 
     def sampled(self, rows: Sequence[int], tokens_B: Tensor) -> None:
         """Remember the newest token of each row, given by table index. Stays on the device."""
