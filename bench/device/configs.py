@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from direct import QWEN3_8B
 from torch import Tensor
 
 from penstock.exec.load.backends import packer
@@ -13,11 +14,14 @@ from penstock.kernels.fused import layer
 from penstock.kernels.gemm import experts
 from penstock.kernels.registry import Choice
 from penstock.kernels.state import scan
-from penstock.kernels.types.packed import quantised
+from penstock.kernels.types.packed import Kind, quantised
 from penstock.model import registry as families
 from penstock.model.weights.formats.reader import Format
 
-EMBED, EXPERTS, MXFP4 = "model.embed_tokens.weight", ".experts.", Format("e2m1", 1, 32, 4)
+EMBED, EXPERTS = "model.embed_tokens.weight", ".experts."
+# Weights that stay packed, by what `--weights` says, and whether these are experts only.
+PACKED: dict[str, tuple[Format, Kind, bool]] = {
+    "mxfp4": (Format("e2m1", 1, 32, 4), "e2m1", True), "int4": (Format("u8", 1, 128, 4), "u4", False)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +73,8 @@ SHAPES = {
         context=8192, prompts=(8192,) * 8, cells=("resident:1,32",),
         tiny={**COMMON, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 32,
               "layer_types": alternating("sliding_attention", "full_attention", 2, 6)}),
+    "qwen3-8b": Shape(
+        config=QWEN3_8B, context=8192, prompts=(8192,) * 3, cells=("resident:1,8,32",), tiny=COMMON),
     "kimi-k2": Shape(           # six layers, all dense: decode over MLA entries; 4 GB
         config={
             "model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 6, "first_k_dense_replace": 6,
@@ -115,14 +121,18 @@ SHAPES = {
 }
 
 
-def form_of(name: str, mxfp4: bool) -> Format | None:
-    return MXFP4 if mxfp4 and EXPERTS in name and name.endswith(".weight") else None
+def form_of(name: str, size: tuple[int, ...], weights: str) -> tuple[Format, Kind] | None:
+    """How a weight is packed; None: in no way. size: its shape; weights: of `PACKED`, or bfloat16."""
+    if weights not in PACKED or len(size) != 2 or not name.startswith("model.layers.") or ".gate.weight" in name:
+        return None
+    form, kind, experts_only = PACKED[weights]
+    return (form, kind) if EXPERTS in name or not experts_only else None
 
 
 def build_model(shape: Shape, config: dict[str, Any], chosen: dict[str, Choice], device: str, dtype: torch.dtype,
-                mxfp4: bool) -> Any:
-    """Weights of variance one over their inputs, what a half adds to the stream smaller. chosen: back-ends; mxfp4:
-    experts stay packed."""
+                weights: str) -> Any:
+    """Weights of variance one over their inputs, what a half adds to the stream smaller. chosen: back-ends; weights:
+    what stays packed, see `PACKED`."""
     model = families.build(
         config, dtype=dtype, linear=packer(chosen), ops=layer.OP.use(chosen["layer"].name),
         experts=experts.OP.use(chosen["experts"].name) if "experts" in chosen else None,
@@ -143,8 +153,8 @@ def build_model(shape: Shape, config: dict[str, Any], chosen: dict[str, Choice],
         else:
             gain = 0.2 if name.endswith(("o_proj.weight", "down_proj.weight", "out_proj.weight")) else 1.0
             tensor = normal(*size, scale=gain / math.prod(size[1:]) ** 0.5)
-        form = form_of(name, mxfp4)
-        model.load(name, tensor.to(dtype) if form is None else
-                   quantised(tensor, form.rows, form.cols, form.kind).regular())
+        packed = form_of(name, size, weights)
+        model.load(name, tensor.to(dtype) if packed is None else
+                   quantised(tensor, packed[0].rows, packed[0].cols, packed[1]).regular())
     model.finish()
     return model

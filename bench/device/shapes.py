@@ -1,7 +1,8 @@
 """Decode and prompts of models with experts, windows, states and blocks, with random weights made on the device.
 
     PYTHONPATH=src python bench/device/shapes.py OUT --shape minimax-m3 [--cells hosted:1,8 resident:1,8]
-    PYTHONPATH=src python bench/device/shapes.py OUT --shape gpt-oss-20b [--mxfp4]
+    PYTHONPATH=src python bench/device/shapes.py OUT --shape gpt-oss-20b [--weights mxfp4]
+    PYTHONPATH=src python bench/device/shapes.py OUT --shape qwen3-8b [--weights int4]
     PYTHONPATH=src python bench/device/shapes.py OUT --shape qwen3.5-35b-a3b [--backends scan=triton]
     PYTHONPATH=src python bench/device/shapes.py OUT --shape gemma-4-31b
     PYTHONPATH=src python bench/device/shapes.py OUT --shape kimi-k2 [--kv-cache-dtype fp8_e4m3] [--heads 8]
@@ -25,7 +26,7 @@ from statistics import mean, median
 from typing import Any
 
 import torch
-from configs import EMBED, EXPERTS, SHAPES, Shape, build_model, form_of
+from configs import EMBED, EXPERTS, PACKED, SHAPES, Shape, build_model, form_of
 from direct import LINK_BYTES_S, Direct, hbm_bytes_s, kernels_of, show_kernels, spread, write
 from hosted import counts
 from torch import Tensor
@@ -66,12 +67,12 @@ class Visits:
         return mean(found) if found else 0.0
 
 
-def weights_read(model: Any, config: dict[str, Any], visited: float, mxfp4: bool) -> float:
+def weights_read(model: Any, config: dict[str, Any], visited: float, weights: str) -> float:
     """Bytes of weights that a step reads, of which experts it visits this share."""
     total = of_experts = unread = 0.0
     for name, size in families.tensor_shapes(config):
-        form = form_of(name, mxfp4)
-        nbytes = math.prod(size) * model.dtype.itemsize if form is None else form.num_bytes(size)
+        packed = form_of(name, size, weights)
+        nbytes = math.prod(size) * model.dtype.itemsize if packed is None else packed[0].num_bytes(size)
         total += nbytes
         of_experts += nbytes if EXPERTS in name else 0
         unread += nbytes if name == EMBED and not config["tie_word_embeddings"] else 0
@@ -170,12 +171,12 @@ def measure(args: argparse.Namespace, shape: Shape, config: dict[str, Any], mode
         offloaded = sum(layout.page_bytes / layout.page_size for group, layout in zip(
             caches.groups, caches.layouts, strict=True) if group.hosted) if hot else 0.0
         missed_bytes = offloaded * (own.tokens if own else 0) * missed
-        memory = (weights_read(model, config, visited, args.mxfp4) + batch * kv_read(model, caches, context)
+        memory = (weights_read(model, config, visited, args.weights) + batch * kv_read(model, caches, context)
                   ) / (hbm_bytes_s() if on_gpu else 1e10)
         link = batch * missed_bytes / LINK_BYTES_S
         out.append({
             "shape": args.shape, "layers": config["num_hidden_layers"], "cell": kind, "batch": batch,
-            "context": args.tokens, "distinct_prompts": distinct, "mxfp4": args.mxfp4, "page_size": size,
+            "context": args.tokens, "distinct_prompts": distinct, "weights": args.weights, "page_size": size,
             "kv_cache_dtype": args.kv_cache_dtype, "heads": config["num_attention_heads"],
             "cached": [one.hbm_tokens + one.dram_tokens for one in ran.started.values()],
             "backends": {op: choice.name for op, choice in chosen.items()}, "weights_bytes": model.num_bytes,
@@ -188,7 +189,7 @@ def measure(args: argparse.Namespace, shape: Shape, config: dict[str, Any], mode
             "share_of_bound": 1e3 * max(memory, link) / step["median"],
             "prompts": timed, "prompt_tokens_s": timed[0][0] / median(s for _, s in timed), "firsts_s": firsts,
             "kernels": kernels, "capture_s": engine.capture_s, "wall_s": time.perf_counter() - began})
-        write(f"shapes-{args.shape}{'-mxfp4' * args.mxfp4}", args.out, out, shown=False)
+        write(f"shapes-{args.shape}{f'-{args.weights}' * (args.weights in PACKED)}", args.out, out, shown=False)
         row = out[-1]
         print(f"{args.shape} {kind} {batch}: step {step['median']:.3f} ms ({step['least']:.3f} to "
               f"{step['largest']:.3f}), {row['tokens_s']:.0f} tokens/s, bound {1e3 * memory:.3f} and {1e3 * link:.3f} "
@@ -211,7 +212,7 @@ def main() -> None:
     parser.add_argument("--step-tokens", type=int, default=8192)
     parser.add_argument("--prompt-seconds", type=float, default=20.0, help="of a cell: then rows share prompts")
     parser.add_argument("--backends", default="", help="as the engine's flag: scan=triton")
-    parser.add_argument("--mxfp4", action="store_true", help="experts stay packed")
+    parser.add_argument("--weights", default="bfloat16", choices=["bfloat16", *PACKED], help="what stays packed")
     parser.add_argument("--kernels", type=int, default=12, help="that are printed")
     parser.add_argument("--tiny", action="store_true", help="a small model, on the CPU")
     args = parser.parse_args()
@@ -230,7 +231,7 @@ def main() -> None:
     began = time.perf_counter()
     chosen = backends_of(from_options("NAME", {
         "device": args.device, **({"backends": args.backends} if args.backends else {})}), config, print)
-    model = build_model(shape, config, chosen, args.device, dtype, args.mxfp4)
+    model = build_model(shape, config, chosen, args.device, dtype, args.weights)
     print(f"{args.shape}: {model.num_bytes / 1e9:.1f} GB in {time.perf_counter() - began:.1f} s", flush=True)
     visits, rows = Visits(model), list[dict[str, Any]]()
     for cell in args.cells or shape.cells:
