@@ -48,7 +48,7 @@ PAIR = ("--prefill-replicas", "1", "--decode-replicas", "1")
 LAYOUTS = {
     "one": (), "one-4096": ("--max-num-batched-tokens", "4096"),
     "pp": ("--pp", "2"), "pp-4096": ("--pp", "2", "--max-num-batched-tokens", "4096"),
-    "pp-together": ("--pp", "2", "--pp-together", "32"), "tp-ep": ("--tp", "2", "--ep", "2"),
+    "pp-turns": ("--pp", "2", "--pp-together", "1"), "tp-ep": ("--tp", "2", "--ep", "2"),
     "pp-launched": ("--pp", "2", "--enforce-eager"),
     "pp-drafts": ("--pp", "2", "--speculative-method", "ngram"), "one-drafts": ("--speculative-method", "ngram"),
     "tp": ("--tp", "2"), "pair": PAIR, "pair-pp": (*PAIR, "--pp", "2"), "pair-tp": (*PAIR, "--tp", "2"),

@@ -40,6 +40,8 @@ def resolve(raw: Config, machine: Machine) -> Config:
         device = replace(device, device="cuda" if on_gpu else "cpu")
     if schedule.max_num_batched_tokens is None and device.device == "cpu":         # on a GPU the model tells
         schedule = replace(schedule, max_num_batched_tokens=512)
+    if device.pp_together is None:          # a step of few rows takes a stage's GPU less time than its host
+        device = replace(device, pp_together=32 if device.device == "cuda" and raw.nodes.num == 1 else 1)
     if device.threads is None:
         device = replace(device, threads=max(1, min(machine.cores, 1024) // max(1, raw.num_engines)))
     if kv.kv_storage is not None and kv.kv_offloading_size is None:

@@ -240,8 +240,9 @@ class DeviceConfig:
     pp: Annotated[int, "pipeline parallelism: number of stages, each a process with layers of its own",
                   Alias("--pipeline-parallel-size", "--pp-size", "-pp")] = 1
     pp_layers: Annotated[tuple[str, ...], "layers of each pipeline stage, e.g. 10,12,8 (default: even)"] = ()
-    pp_together: Annotated[int, "with --pp, up to so many requests decode in one step, one stage behind the other; "
-                           "more take turns, so that all stages compute at once"] = 1
+    pp_together: Annotated[int | None, "with --pp, up to so many requests decode in one step, one stage behind the "
+                           "other; more take turns, so that all stages compute at once (default: 32 on the GPUs of one "
+                           "machine, else 1)"] = None
     tp: Annotated[int, "tensor parallelism: ranks (processes) of each stage, which split heads, MLP columns, "
                   "experts, vocabulary; MLA KV is on each",
                   Alias("--tensor-parallel-size", "--tp-size", "-tp")] = 1

@@ -228,7 +228,7 @@ def size_pools(config: Config, caches: Caches, max_position: int, free: int | Se
         draft_tokens=config.schedule.num_drafts if config.pair.disaggregation_mode != "prefill" else 0,
         draft_positions=WIDE["cpu" if gpu is None else "cuda"] if config.schedule.num_drafts else 0,
         prefix_cache=kv.prefix_cache, groups=caches.groups, pp_size=config.device.pp,
-        pp_together=config.device.pp_together, role=config.pair.disaggregation_mode or "unified",
+        pp_together=config.device.pp_together or 1, role=config.pair.disaggregation_mode or "unified",
         peers=num_peer_slots(config)))
     stages = stages or (caches,)
     if selection is not None and hosts and dram:
