@@ -109,7 +109,8 @@ def fp8_checkpoint(folder: Path, config: Mapping[str, Any], change: Change = lam
     return str(folder)
 
 
-def gguf_checkpoint(path: Path, config: Mapping[str, Any] = CONFIG) -> str:
+def gguf_checkpoint(path: Path, config: Mapping[str, Any] = CONFIG,
+                    change: Change = lambda name, tensor: tensor) -> str:
     """The same in one file: matrices in blocks of four bits, one of each layer in eight, and those of rows
     that no block divides as they are. Of llama, of qwen3moe, or of gpt-oss."""
     sinks = config["model_type"] == "gpt_oss"
@@ -131,6 +132,7 @@ def gguf_checkpoint(path: Path, config: Mapping[str, Any] = CONFIG) -> str:
     made.add_float32(f"{name}.attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
     stacked: dict[str, list[torch.Tensor]] = {}
     for stored, tensor in registry.dummy_tensors(dict(config), 3):
+        tensor = change(stored, tensor)
         if ".experts." in stored:               # model.layers.0.mlp.experts.1.up_proj.weight
             layer, (part, kind) = stored.split(".")[2], stored.split(".")[-2:]
             stacked.setdefault(f"blk.{layer}.ffn_{part.removesuffix('_proj')}_exps.{kind}", []).append(tensor)

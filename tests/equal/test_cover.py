@@ -3,7 +3,7 @@
 `cells.cover` chooses among all that is not refused. An engine's tokens are those of one rank that reads all from its
 device, with the same weights, and so are its logprobs. Kernels round as layouts cut: where weights are not float32 the
 first token that differs is one that the rank gives nearly the logprob of its own. That holds where rounding changes no
-choice, so models with an indexer have the weights of `steady`.
+choice, so models with an indexer have the weights of `steady`; where fp8 KV makes much of what is rounded, `faint`.
 """
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 import where
 from cells import Cell, cells, cover
 from combos import refusals_of
 from packers import packed_checkpoint
 from pair_engines import Engines, engines
-from pipeline_engine import SINKS, STATES, checkpoint, fp8_checkpoint, gguf_checkpoint
-from steady import WIDE, steady
+from pipeline_engine import SINKS, STATES, Change, checkpoint, fp8_checkpoint, gguf_checkpoint
+from steady import WIDE, faint, steady
 from test_same_tokens import ATTEMPTS, KINDS, LATENT, MINIMAX_M3, MOE, ODD, pools, read
 
 from penstock.core.plan import Paused
@@ -48,16 +49,22 @@ def chosen(device: str) -> list[Cell]:
     return found + cover(allowed, found)
 
 
+def changed(cell: Cell) -> dict[str, Change]:
+    """What is changed of the weights that are drawn, if anything."""
+    if indexed(cell.kind):
+        return {"change": steady(CONFIGS[cell.kind])}
+    return {"change": faint} if cell.kind == "fp8kv" and cell.weights in ("gguf", "packed") else {}
+
+
 def made(folder: Path, cell: Cell) -> tuple[str, dict[str, object]]:
     """A checkpoint, and the options that its weights need."""
-    config = CONFIGS[cell.kind]
-    more = {"change": steady(config)} if indexed(cell.kind) else {}
+    config, more = CONFIGS[cell.kind], changed(cell)
     match cell.weights:
         case "fp8":
             return fp8_checkpoint(folder / "model", config, **more), {}
         case "gguf" | "packed":
             wide = {**config, "intermediate_size": 96, "moe_intermediate_size": 32, "hidden_size": 64}
-            return (gguf_checkpoint(folder / "model.gguf", wide),
+            return (gguf_checkpoint(folder / "model.gguf", wide, **more),
                     {"dtype": "gguf" if cell.weights == "packed" else "float32"})
         case "channel" | "int4" | "nvfp4":
             return packed_checkpoint(folder, config, FORMS[cell.weights], **more)[0], {}
@@ -122,16 +129,18 @@ def test_what_is_combined_says_what_one_rank_says(cell: Cell, tmp_path: Path) ->
         raise AssertionError("nothing was found in storage")
 
 
+OTHERS = [("ordinary", "bfloat16"), ("ordinary", "int4"), ("fp8kv", "packed"),
+          *((kind, weights) for kind in CONFIGS if indexed(kind) for weights in ("bfloat16", "int4"))]
+
+
 @pytest.mark.soak
 @pytest.mark.also_gpu
-@pytest.mark.parametrize(("kind", "weights"), [
-    ("ordinary", "bfloat16"), ("ordinary", "int4"),
-    *((kind, weights) for kind in CONFIGS if indexed(kind) for weights in ("bfloat16", "int4"))])
+@pytest.mark.parametrize(("kind", "weights"), OTHERS)
 def test_a_page_of_other_tokens_says_something_else(kind: str, weights: str, tmp_path: Path) -> None:
     """So what is alike has read all of its KV."""
     cell = chosen("cpu")[0]._replace(kind=kind, weights=weights)
     model, own = made(tmp_path, cell)
-    with engines(model, tmp_path, ({},), **own, kv_cache_memory_bytes="4M") as rank:
+    with engines(model, tmp_path, ({},), **KINDS[kind].options, **own, kv_cache_memory_bytes="4M") as rank:
         rank.say(ASKED, logprobs=5)
         want = said(rank)
         rank.say(ASKED, logprobs=5)
@@ -141,3 +150,31 @@ def test_a_page_of_other_tokens_says_something_else(kind: str, weights: str, tmp
             rank.say([([*prompt[:first], *prompt[end:end + 16], *prompt[end:]], new) for prompt, new in ASKED],
                      logprobs=5)
             assert differs(said(rank), want, NEAR), page
+
+
+@pytest.mark.soak
+@pytest.mark.also_gpu
+def test_codes_of_another_page_or_scale_say_something_else(tmp_path: Path) -> None:
+    """Of a page of fp8 KV of one prompt that is another's, and of scales that are those of the token before."""
+    model, own = made(tmp_path, chosen("cpu")[0]._replace(kind="fp8kv", weights="packed"))
+    options = {**KINDS["fp8kv"].options, **own, "kv_cache_memory_bytes": "4M", "kv_offloading_size": "0"}
+    with engines(model, tmp_path, ({},), **options) as rank:
+        [worker] = rank.asked.built.executor._ranks
+        pages_PLKCUW, table_RM = worker._hbm[0].pages, worker._tables.groups[0].device_RM
+        for fault in ("none", "page 0", "page 1", "page 2", "page 3", "scales"):
+            rank.asked.loop.handle(Flush())
+            rank.say(ASKED, logprobs=5)
+            want = said(rank)
+            rank.settle()
+            if fault.startswith("page"):
+                both = table_RM[:2, int(fault[-1])].long()
+                pages_PLKCUW[both] = pages_PLKCUW[both.flip(0)]
+            elif fault == "scales":
+                dim = CONFIGS["fp8kv"]["head_dim"]
+                scale = slice(dim, dim + 4)
+                pages_PLKCUW[..., 1:, scale] = pages_PLKCUW[..., :-1, scale].clone()
+            if where.DEVICE == "cuda":
+                torch.cuda.synchronize()
+            rank.say(ASKED, logprobs=5)
+            assert rank.cached("hbm") == sum((len(prompt) - 1) // 16 * 16 for prompt, _ in ASKED)
+            assert bool(differs(said(rank), want, NEAR)) == (fault != "none"), fault
