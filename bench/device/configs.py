@@ -103,6 +103,19 @@ SHAPES = {
               "linear_num_value_heads": 4, "linear_value_head_dim": 16, "moe_intermediate_size": 32,
               "shared_expert_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2,
               "layer_types": alternating("linear_attention", "full_attention", 4, 4)}),
+    "qwen3.5-27b": Shape(       # 54 GB
+        config={
+            "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_size": 5120,
+            "num_hidden_layers": 64, "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256,
+            "intermediate_size": 17408, "layer_types": alternating("linear_attention", "full_attention", 4, 64),
+            "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+            "linear_num_value_heads": 48, "linear_value_head_dim": 128, "max_position_embeddings": 262144,
+            "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "vocab_size": 248320,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}},
+        context=8192, prompts=(32768,) * 3, cells=("resident:1,32",), norms=0.0,
+        tiny={**COMMON, "num_hidden_layers": 4, "linear_key_head_dim": 16, "linear_num_key_heads": 2,
+              "linear_num_value_heads": 6, "linear_value_head_dim": 16,
+              "layer_types": alternating("linear_attention", "full_attention", 4, 4)}),
     "gemma-4-31b": Shape(       # 24 of 60 layers, 26 GB
         config={
             "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "hidden_size": 5376,

@@ -27,7 +27,7 @@ from penstock.core.settings import CoreConfig
 from penstock.exec.drafts.drafter import Drafter
 from penstock.exec.executor import Executor
 from penstock.exec.graphs.capture import buckets_of
-from penstock.exec.load.backends import parts_of, selector_for
+from penstock.exec.load.backends import block_of, parts_of, selector_for
 from penstock.exec.load.layout import caches_of
 from penstock.exec.load.sizing import WAIT_BYTES, groups_of
 from penstock.exec.sampling.grammar import Grammars
@@ -103,7 +103,7 @@ class Direct:
                          overlap=True, prefix_cache=prefix_cache, groups=caches.groups,
                          hot_pages=hot_tokens // page_size, hot_pages_max=hot_most // page_size,
                          budget=selection.budget if selection is not None else 0,
-                         always_hosted=hosted, draft_tokens=drafts)
+                         always_hosted=hosted, draft_tokens=drafts, chunk_multiple=block_of(backends or {}))
         self._params, self._attention, self._selects = GREEDY, 0, False
         selector, names = selector_for(selection, model), {}
         if selection is not None:

@@ -24,6 +24,7 @@ from penstock.core.plan import Aborted, Dropped, Outcome, Paused, RequestId
 from penstock.exec.drafts.drafter import NGram
 from penstock.exec.step import states
 from penstock.exec.worker import Stepped
+from penstock.kernels.types import states as types
 from penstock.memory.pool import PageLayout
 from penstock.model import scan
 
@@ -117,6 +118,58 @@ def test_states_of_mamba(config, kind, monkeypatch):
         assert tuple(engine.got[rid]) == dense(LONG, 4, "mamba")
     assert engine.started[21].hbm_tokens == 32
     assert not engine.ex.stats()["executor_nonfinite_rows_total"], "a step of damaged states was computed again"
+
+
+def in_blocks(monkeypatch):
+    """Of 8 positions, and felt: what a layer returns of them is half as much again."""
+    right = scan.Scanned.__call__
+
+    def call(self, *args):
+        real = self.scan
+
+        def felt(x_TX, step_TN, write_TN, weights, states, spec):
+            out_TNV = real(x_TX, step_TN, write_TN, weights, states, spec)
+            for t in [] if states.blocks is None else states.blocks.token_M.tolist():
+                out_TNV[t:t + 8] *= 1.5
+            return out_TNV
+        self.scan = felt
+        try:
+            return right(self, *args)
+        finally:
+            self.scan = real
+    monkeypatch.setattr(scan.Scanned, "__call__", call)
+    for module in (states, types):
+        monkeypatch.setattr(module, "BLOCK", 8)
+
+
+def test_no_step_pause_or_hit_changes_what_is_computed_in_blocks(monkeypatch):
+    monkeypatch.setattr(prompts_engine, "INTERVAL", 8)
+    in_blocks(monkeypatch)
+    prompts = [LONG, LONG[:39], (*LONG[:24], 1, 2, 3), (*LONG[:35], 4), LONG[:7], (*LONG[:16], *LONG[3:24])]
+
+    def said(step_tokens, multiple):
+        """Each alone."""
+        engines = [Engine(family="state", step_tokens=step_tokens, chunk_multiple=multiple) for _ in prompts]
+        for engine, prompt in zip(engines, prompts, strict=True):
+            engine.add(0, prompt, 6)
+            engine.drain()
+        return [engine.got[0] for engine in engines]
+
+    def together(kind, step_tokens):
+        engine = Engine(family="state", step_tokens=step_tokens, chunk_multiple=8, hbm_pages=30, dram_pages=200)
+        for rid, prompt in enumerate(prompts):
+            engine.add(rid, prompt, 6)
+            for turn in range(6 + 60 * (rid == 0)):
+                engine.inbox += [kind(RequestId(turn % 3))] if kind and turn % 3 == 0 and rid == 0 else []
+                engine.turn()
+        engine.drain()
+        assert kind is None or engine.core.stats()["pauses"]
+        assert kind is not None or any(found.hbm_tokens for found in engine.started.values())
+        return [engine.got[rid] for rid in range(len(prompts))]
+    want = said(64, 8)
+    assert said(9, 8) == said(8, 8) == said(23, 8) == want
+    assert together(Paused, 9) == together(None, 9) == together(None, 20) == want
+    assert said(9, 1) != want, "blocks are not felt"
 
 
 class Late:

@@ -179,6 +179,7 @@ class Engine(InProcess):
     hbm_pages: int = 64
     dram_pages: int = 64
     step_tokens: int = 64
+    chunk_multiple: int = 1
     wait_pages: int = 0
     take_pages: int = 3                         # most prompts have more
     overlap: bool = True
@@ -203,7 +204,8 @@ class Engine(InProcess):
                    layers=(1, 4) if ranks.NUM[0] > 1 and self.family == "gemma4" else (),
                    backend=None if rows and where.DEVICE == "cuda" else self.backend,
                    lateness=self.lateness, rows=self.rows, hbm_pages=self.hbm_pages,
-                   dram_pages=self.dram_pages, step_tokens=self.step_tokens, wait_pages=self.wait_pages,
+                   dram_pages=self.dram_pages, step_tokens=self.step_tokens, chunk_multiple=self.chunk_multiple,
+                   wait_pages=self.wait_pages,
                    take_pages=self.take_pages, overlap=self.overlap, storage=self.storage,
                    drafter=self.drafter or self._on_last(), draft_tokens=self.draft_tokens,
                    disk_pages=self.disk_pages, store_root=b"an engine" if self.disk_pages else b"")

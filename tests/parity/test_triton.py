@@ -261,11 +261,23 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
               page="i64"),
          dict(**SCANS[delta], SPLIT=1, BIAS=not delta, EPSILON=1e-6, BLOCK=128), 1, 3) for delta in (True, False)],
     ("state.scan.triton_scan", "walk"): [
-        (dict(x=BF16, y=F32, step=BF16, write=BF16, decay=F32, add=F32, skip=F32, pool=F32, start_B=I64,
-              from_B=I64, to_T=I64, out=BF16, x_token="i32", step_token="i32", write_token="i32", page="i64",
+        (dict(x=BF16, y=F32, step=BF16, write=BF16, decay=F32, add=F32, skip=F32, pool=F32, begin_B=I64, first_B=I64,
+              end_B=I64, from_B=I64, to_T=I64, out=BF16, x_token="i32", step_token="i32", write_token="i32", page="i64",
               least="fp32", most="fp32"),
          dict(HEADS=32, **SCANS[delta], ROUND=4, KEY_BLOCK=128, VALUE_BLOCK=32), 4, 3)
         for delta in (True, False)],
+    ("state.scan.triton_blocks", "solve_blocks"): [
+        (dict(y=F32, step=kind, write=kind, decay=F32, add=F32, token_M=I64, gate=F32, solved=F32, seen=F32,
+              step_token="i32", write_token="i32", least="fp32", most="fp32"),
+         dict(HEADS=32, CHANNELS=8192, KEYS=16, KEY_DIM=128, DELTA=delta, KEY_BLOCK=128, BLOCK=64, PART=16,
+              PRECISION=precision, EXACT="tf32x3"), 4, 3)
+        for delta in (True, False) for kind, precision in ((BF16, "tf32"), (F32, "tf32x3"))],
+    ("state.scan.triton_blocks", "advance"): [
+        (dict(x=kind, y="*fp32:16", gate="*fp32:16", solved="*fp32:16", seen="*fp32:16", skip=F32, pool=F32,
+              start_B=I64, rest_B=I64, row_R=I64, block_R=I64, from_B=I64, to_T=I64, out=kind, x_token="i32",
+              page="i64"),
+         dict(HEADS=32, **SCANS[delta], ROUND=4, KEY_BLOCK=128, VALUE_BLOCK=32, BLOCK=64, PRECISION=precision), 4, 2)
+        for delta in (True, False) for kind, precision in ((BF16, "tf32"), (F32, "tf32x3"))],
     ("triton.triton_ranks", "add_ranks"): [
         (dict(x=BF16, inboxes=I64, count=I64, num="i32"),
          dict(RANK=1, RANKS=ranks, PROGRAMS=64, DATA=256 * ranks, ROOM=1 << 19, BLOCK=4096), 16, 3)
@@ -275,7 +287,8 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
 # Bytes of stack that a thread of the worst way takes, of kernels that have any: what registers do not hold.
 TRITON = "3.9.0"
 STACK = {"attend_rows": 11320, "score_keys": 336, "take_keys": 8, "experts_in": 1832, "experts_out": 272,
-         "attend_units": 64, "attend_parts": 176, "choose_units": 32, "packed_rows": 32, "walk": 24}
+         "attend_units": 64, "attend_parts": 176, "choose_units": 32, "packed_rows": 32, "walk": 24,
+         "solve_blocks": 2040, "advance": 1272}
 FRAME_SIZE, SIZED = 0x11, 4         # of an entry of .nv.info: its kind, and the form with a length
 
 
@@ -421,7 +434,7 @@ def test_kernel_in_cpp_that_does_not_compile_says_why(tmp_path: Path) -> None:
 
 
 INTERPRETED = ["latent draw attention ranks ends", "hosted experts mask states heads", "faults",
-               "scaled layer linear gather chunks merge"]
+               "scaled layer linear gather chunks merge", "scan_blocks"]
 
 
 def test_every_interpreted_part_is_run() -> None:

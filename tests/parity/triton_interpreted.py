@@ -435,6 +435,40 @@ def states() -> None:
                 check(got, want, torch.float32, (spec, rows))
 
 
+def scan_blocks() -> None:
+    """One row has blocks and a rest, one goes on with a block in place, one decodes. Then the first one's prompt by
+    another cut, to the bit, and one whose keys are all alike and are hardly forgotten."""
+    from cases import scan as cases
+
+    from penstock.kernels.state.scan import reference, triton_blocks
+    from penstock.kernels.types.states import States
+
+    for name in ("delta split", "ssd bounded"):
+        spec, rows, at = cases._SHAPES[name], ((131, False, 128), (64, True, 64), (1, True, 1)), (0, 128, 9)
+        args, want = (cases.make(torch.float32, spec, rows, at=at) for _ in range(2))
+        out = triton_blocks.scan(*args)
+        check(out, reference.scan(*want), torch.float32, name)
+        check(args[4].pool_PE.nan_to_num(7.0), want[4].pool_PE.nan_to_num(7.0), torch.float32, name)
+        x, step, write, weights, states, _ = cases.make(torch.float32, spec, rows, at=at)
+        for first, end, before in ((0, 64, -1), (64, 131, 0)):
+            own = States.of(states.pool_PE[:2], (0, end - first), torch.tensor([before]),
+                            torch.tensor([0 if t in (63, 127) else 1 if t == 130 else -1 for t in range(first, end)]),
+                            (first,))
+            got = triton_blocks.scan(x[first:end], step[first:end], None if write is None else write[first:end],
+                                     weights, own, spec)
+            assert torch.equal(got, out[first:end]), (name, first)
+        assert torch.equal(states.pool_PE[1], args[4].pool_PE[args[4].to_T[130]]), name
+        x[:] = x[:1]
+        step[:] = -9.0
+        if write is not None:
+            write[:] = 9.0
+        row = [States.of(states.pool_PE[:1].clone(), (0, 64), torch.tensor([-1]), torch.tensor([-1] * 63 + [0]), (0,))
+               for _ in range(2)]
+        some = x[:64], step[:64], None if write is None else write[:64], weights
+        check(triton_blocks.scan(*some, row[0], spec), reference.scan(*some, row[1], spec), torch.float32, "alike")
+        check(row[0].pool_PE, row[1].pool_PE, torch.float32, "alike")
+
+
 def ends() -> None:
     """Of captured steps, over their own cases."""
     global count
@@ -449,7 +483,7 @@ def ends() -> None:
 
 
 PARTS = {part.__name__: part for part in (attention, heads, chunks, merge, gather, hosted, layer, linear, scaled,
-                                          faults, experts, draw, mask, latent, ranks, states, ends)}
+                                          faults, experts, draw, mask, latent, ranks, states, scan_blocks, ends)}
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:

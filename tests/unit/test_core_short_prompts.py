@@ -40,6 +40,22 @@ def counts(plan: StepPlan) -> dict[int, int]:
     return dict(zip(plan.rids, plan.count, strict=True))
 
 
+@pytest.mark.parametrize("step_tokens, last_tokens", [(64, 0), (200, 0), (130, 8)])
+def test_chunks_end_at_multiples_but_the_last_of_a_prompt(step_tokens: int, last_tokens: int) -> None:
+    """Rows that decode leave less than a multiple in some steps: prompts wait then."""
+    engine = Engine(step_tokens=step_tokens, chunk_multiple=64, last_tokens=last_tokens)
+    prompts = {1: 500, 2: 64, 3: 63, 4: 129, 5: 1000}
+    for rid, tokens in prompts.items():
+        engine.arrive(rid, tokens)
+    done = dict.fromkeys(prompts, 0)
+    for plan in engine.steps():
+        for rid, start, count in zip(plan.rids, plan.start, plan.count, strict=True):
+            if start < prompts[rid]:
+                done[rid] += count
+                assert start + count == done[rid] and (done[rid] % 64 == 0 or done[rid] == prompts[rid])
+    assert done == prompts
+
+
 def length(short: int) -> tuple[int, int]:
     """Steps from the arrival of 60 tokens behind 1,000,000 to their first, and of the long prompt."""
     engine, begun = Engine(page_size=64, step_tokens=8_192), 0

@@ -118,7 +118,7 @@ def _prompts(core: CoreState, decoding: list[ScheduledRow], budget: int) -> list
     for r in prompts:
         budget += ahead.get(r.rid, 0)
         if budget and r.phase is Phase.PREFILL:          # an older one may have taken its pages
-            n = _chunk(core, r, min(budget, _wanted(core, r)), taken)
+            n = _chunk(core, r, min(budget, _wanted(core, r)), budget, taken)
             if n:
                 last = n == r.todo
                 samples = last and not (core.prefills_only and r.num_output)
@@ -187,20 +187,32 @@ def _row(r: Request, width: int) -> ScheduledRow:
     return r.issued
 
 
-def _chunk(core: CoreState, r: Request, n: int, taken: reclaim.PlannedRows) -> int:
-    """How much of a prompt is computed: as much as has pages. It gets those of windows here, and what it was
-    promised."""
-    end = r.computed + n
+def _chunk(core: CoreState, r: Request, n: int, budget: int, taken: reclaim.PlannedRows) -> int:
+    """How much of a prompt is computed: `n` tokens, to a multiple of `chunk_multiple` or to its end, as far as it has
+    pages. It gets those of windows here, and what it was promised."""
+    multiple, todo = core.cfg.chunk_multiple, r.computed + r.todo
+    least = min(todo, r.computed + multiple - r.computed % multiple)
+    if least - r.computed > budget:
+        return 0
+    end = max(least, _cut(r.computed + n, todo, multiple))
     grown: Literal[True] | Shortage = True
     if any(r.held.reserved):
         core.kv.grow(r, end)                   # all at once, if it can
     while r.capacity < end and (grown := core.kv.grow(r, r.capacity + 1)):
         pass
-    if r.capacity == r.computed and not grown:
+    while r.capacity < least:
+        assert not grown
         reclaim.for_growth(core, r, grown.tier, taken)
-        if r.phase is not Phase.PREFILL or not core.kv.grow(r, r.computed + 1):
+        if r.phase is not Phase.PREFILL or not core.kv.grow(r, r.capacity + 1):
             return 0
-    return min(end, r.capacity) - r.computed
+        while r.capacity < least and (grown := core.kv.grow(r, r.capacity + 1)):
+            pass
+    return _cut(min(end, r.capacity), todo, multiple) - r.computed
+
+
+def _cut(end: int, todo: int, multiple: int) -> int:
+    """Return where a chunk ends that may end at `end`, of a prompt that ends at `todo`."""
+    return end if end == todo else end - end % multiple
 
 
 # ---------------------------------------------------------------- the plan

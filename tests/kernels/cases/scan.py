@@ -21,8 +21,18 @@ _STEPS: dict[str, tuple[_Row, ...]] = {
     "chunks": ((7, False, 3), (2, True, 5), (1, True, 1), (70, True, 16)),
     "a prompt": ((130, False, 64),),
 }
+# Of prompts, with the positions of the rows' first tokens: whole blocks of them are computed together, but not of rows
+# that begin inside one, nor of those that decode.
+_BLOCKS: dict[str, tuple[tuple[_Row, ...], tuple[int, ...]]] = {
+    "a block": (((64, False, 64),), (0,)),
+    "blocks and a rest": (((203, False, 64),), (0,)),
+    "blocks of a state that goes on": (((130, True, 128), (192, True, 64)), (64, 1024)),
+    "blocks of some rows": (((1, True, 1), (129, False, 128), (63, False, 64), (70, True, 64), (4, True, (0,)),
+                             (128, True, 128)), (77, 0, 0, 3, -1, 192)),
+}
 _SHAPES = {
     "delta": ScanSpec(heads=4, key_heads=2, key_dim=24, value_dim=20, taps=4, delta=True),
+    "delta large": ScanSpec(heads=2, key_heads=1, key_dim=128, value_dim=128, taps=4, delta=True),
     "delta wide": ScanSpec(heads=2, key_heads=2, key_dim=16, value_dim=144, taps=2, delta=True),
     "ssd": ScanSpec(heads=6, key_heads=2, key_dim=16, value_dim=8, taps=4, delta=False),
     "ssd bounded": ScanSpec(heads=2, key_heads=1, key_dim=9, value_dim=64, taps=3, delta=False, least=0.2,
@@ -36,13 +46,15 @@ def cases(device: str) -> Iterator[Case]:
     for dtype in (torch.float32, torch.bfloat16):
         for name, spec in _SHAPES.items():
             for step, rows in _STEPS.items():
-                yield Case(f"{dtype}-{name}-{step}", partial(_run, dtype, spec, rows, device),
+                yield Case(f"{dtype}-{name}-{step}", partial(_run, dtype, spec, rows, None, device),
                            TOLERANCE[dtype])
+            for step, (rows, at) in _BLOCKS.items():
+                yield Case(f"{dtype}-{name}-{step}", partial(_run, dtype, spec, rows, at, device), TOLERANCE[dtype])
 
 
 def make(dtype: torch.dtype, spec: ScanSpec, rows: tuple[_Row, ...], device: str = "cpu",
-         ) -> tuple[Tensor, Tensor, Tensor | None, ScanWeights, States, ScanSpec]:
-    """The arguments of `scan`. A row goes on in place, or from a page that it leaves."""
+         at: tuple[int, ...] | None = None) -> tuple[Tensor, Tensor, Tensor | None, ScanWeights, States, ScanSpec]:
+    """The arguments of `scan`. A row goes on in place, or from a page that it leaves. at: as `Blocks.of`."""
     draw = torch.Generator().manual_seed(len(rows) + spec.channels)
     starts, from_, to = [0], [], []
     pages = torch.randperm(200, generator=draw).tolist()
@@ -67,19 +79,19 @@ def make(dtype: torch.dtype, spec: ScanSpec, rows: tuple[_Row, ...], device: str
         step_N=torch.randn(spec.heads, generator=draw).to(device),
         skip_N=None if spec.delta else torch.randn(spec.heads, generator=draw).to(device))
     states = States.of(pool.to(device)[:, 1], tuple(starts), torch.tensor(from_, device=device),
-                       torch.tensor(to, device=device))
+                       torch.tensor(to, device=device), at)
     return x, step, write if spec.delta else None, weights, states, spec
 
 
-def _run(dtype: torch.dtype, spec: ScanSpec, rows: tuple[_Row, ...], device: str, run: Scan,
+def _run(dtype: torch.dtype, spec: ScanSpec, rows: tuple[_Row, ...], at: tuple[int, ...] | None, device: str, run: Scan,
          ) -> tuple[Tensor, ...]:
-    args = make(dtype, spec, rows, device)
+    args = make(dtype, spec, rows, device, at)
     out, states = run(*args), args[4]
     return out, states.pool_PE[states.to_T[states.to_T >= 0]]
 
 
 def workloads() -> Iterator[Workload]:
-    """A layer of Qwen3-Next and of Nemotron-H: decode, and a chunk of a prompt."""
+    """A layer of Qwen3-Next and of Nemotron-H: decode, and a chunk of a prompt, which begins with a block."""
     shapes = {"delta": ScanSpec(heads=32, key_heads=16, key_dim=128, value_dim=128, taps=4, delta=True),
               "ssd": ScanSpec(heads=128, key_heads=8, key_dim=128, value_dim=64, taps=4, delta=False)}
     for name, spec in shapes.items():
@@ -91,5 +103,5 @@ def workloads() -> Iterator[Workload]:
 
 
 def _prepare(spec: ScanSpec, rows: tuple[_Row, ...], run: Scan) -> Callable[[int], object]:
-    args = make(torch.float32, spec, rows)
+    args = make(torch.float32, spec, rows, at=(0,) * len(rows))
     return lambda layer: run(*args)

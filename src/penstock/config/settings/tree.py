@@ -121,7 +121,8 @@ class KVConfig:
     page_size: Annotated[int | None, "tokens per KV page: 1 to 256 (default: 16, or a block of a model that selects "
                          "larger ones)", Alias("--block-size")] = None
     state_interval: Annotated[int | None, "recurrent models: tokens between cached states, a multiple of --page-size "
-                              "(default: state bytes / (4 x KV bytes per token), at least 128)"] = None
+                              "(default: state bytes / (4 x KV bytes per token), to a multiple of 64, at least 128)"
+                              ] = None
     window_interval: Annotated[int, "sliding windows: tokens from one that the prefix cache keeps to the next; those "
                                "at prompts' ends and forks stay too. 0: all stay"] = 0
     kv_cache_memory_bytes: Annotated[int | None, "GPU memory for KV, per rank; without a GPU, CPU memory "

@@ -19,6 +19,7 @@ from penstock.kernels.gemm import linear
 from penstock.kernels.op import Unusable
 from penstock.kernels.platform import KernelError, Platform, limit, probe
 from penstock.kernels.types.packed import KINDS
+from penstock.kernels.types.states import BLOCK
 from penstock.model import registry as families
 from penstock.model.base import CacheShape, Model, Selector
 from penstock.model.weights.formats.gguf import PACKED
@@ -39,6 +40,11 @@ def backends_of(config: Config, model: dict[str, Any], log: Callable[[str], obje
     score = spec.selector.score if spec.selector else BOUNDS if selection_of(config.kv) else ""
     more = registry.SELECTING[score] if score else ()
     return choose_backends(config, ("linear", "layer", *ops, *more), log)
+
+
+def block_of(backends: Mapping[str, registry.Choice]) -> int:
+    """Tokens that layers with a state compute together of prompts (`kernels.types.states.Blocks`); 1: none do."""
+    return BLOCK if "scan" in backends and backends["scan"].name == "blocks" else 1
 
 
 def choose_backends(config: Config, ops: Sequence[str],

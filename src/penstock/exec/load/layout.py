@@ -1,6 +1,7 @@
 """The cache groups of a model as memory: page layouts, slabs, and what a number of bytes holds."""
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from penstock.config.base.sizes import counted
 from penstock.core.plan import Group
 from penstock.core.settings import CacheGroup, CoreConfig
+from penstock.kernels.types.states import BLOCK
 from penstock.memory import dram, hbm, slabs
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
@@ -214,10 +216,11 @@ def _layout(group: CacheShape, tokens: int, dtype: torch.dtype) -> PageLayout:
 
 def _interval(groups: Sequence[CacheShape], page_size: int, dtype: torch.dtype) -> int:
     """Tokens from a state that stays to the next, where nobody says: as many as have KV of a quarter of its
-    size, in whole pages, but STATE_TOKENS at least. Inner ones go before all else: more of them cost copies
+    size, in whole pages and blocks, but STATE_TOKENS at least. Inner ones go before all else: more of them cost copies
     to the host, and no memory that is short."""
     states = sum(_layout(group, 1, dtype).page_bytes for group in groups
                  if group.snapshot and not group.page_tokens)
     token = sum(_layout(group, group.unit, dtype).page_bytes // group.unit for group in groups
                 if not (group.snapshot or group.window))
-    return -(-max(STATE_TOKENS, states // max(1, 4 * token)) // page_size) * page_size
+    whole = math.lcm(page_size, BLOCK)
+    return -(-max(STATE_TOKENS, states // max(1, 4 * token)) // whole) * whole

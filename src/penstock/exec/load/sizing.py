@@ -196,7 +196,7 @@ def _kept(shape: CacheShape, dtype: str, coded: int, flag: str) -> CacheShape:
 
 def size_pools(config: Config, caches: Caches, max_position: int, free: int | Sequence[NodeMemory], *,
                selection: Selection | None = None, gpu: DeviceMemory | None = None,
-               stages: Sequence[Caches] = ()) -> Sizes:
+               stages: Sequence[Caches] = (), block: int = 1) -> Sizes:
     """The core's numbers.
 
     caches    of the model, or of the stage with the largest slabs: pools have as many on every stage
@@ -205,6 +205,7 @@ def size_pools(config: Config, caches: Caches, max_position: int, free: int | Se
     gpu       memory of the device, if that is not the host's
     selection what a decode step selects and reads; None: it reads all
     stages    all of them, of which each has the tables of its own layers; (): `caches` is the only one
+    block     tokens that layers with a state compute together of prompts, see `kernels.types.states.Blocks`
     Raises ConfigError when the pools do not fit into `free` or the context not into the pools.
     """
     kv = config.kv
@@ -219,7 +220,7 @@ def size_pools(config: Config, caches: Caches, max_position: int, free: int | Se
     sizes = Sizes(core=CoreConfig(
         page_size=caches.page_size, rows=config.schedule.max_num_seqs, hbm_pages=num_device,
         dram_pages=num_host, retained_pages=int(kv.retained_share * (num_host or num_device)),
-        step_tokens=config.schedule.num_step_tokens,
+        step_tokens=config.schedule.num_step_tokens, chunk_multiple=min(block, config.schedule.num_step_tokens),
         max_len=max_position, overlap=config.schedule.async_scheduling,
         last_tokens=LAST_TOKENS if gpu is not None and config.pair.disaggregation_mode == "prefill" else 0,
         wait_pages=WAIT_BYTES[gpu is not None] // caches.page_bytes if dram else 0,

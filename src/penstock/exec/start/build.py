@@ -21,7 +21,7 @@ from penstock.core.settings import CoreConfig
 from penstock.exec.executor import Executor
 from penstock.exec.graphs import mixed
 from penstock.exec.graphs.steps import uncaptured
-from penstock.exec.load.backends import selector_for
+from penstock.exec.load.backends import block_of, selector_for
 from penstock.exec.load.layout import Caches
 from penstock.exec.load.sizing import DeviceMemory, NodeMemory, Sizes, kv_layout, show_size, size_pools
 from penstock.exec.load.weights import LoadedModel, identity_of, kept_as, load, outline, show_dtype
@@ -242,7 +242,8 @@ def _start(config: Config, log: Callable[[str], object], lateness: Lateness | No
             info |= {"gpu": torch.cuda.get_device_name(), "gpu_bytes": gpu.total, "workspace_bytes": gpu.workspace}
         rooms = [NodeMemory(machine.probe().memory_available if not n else min(told[i].free_bytes for i in node),
                             len(node), own[node.start].host) for n, node in enumerate(nodes)]
-        sizes = size_pools(config, widest, max_position, rooms, selection=selection, gpu=gpu, stages=own)
+        sizes = size_pools(config, widest, max_position, rooms, selection=selection, gpu=gpu, stages=own,
+                           block=block_of(loaded.backends))
         core = sizes.core
         if isinstance(workers, WorkerGroup):
             workers.vocabulary(vocabulary, tp_size)

@@ -15,6 +15,7 @@ from penstock.exec.load.sizing import DeviceMemory
 from penstock.exec.sampling.sampler import Sampler
 from penstock.exec.start.kinds import context_max
 from penstock.exec.worker import Worker
+from penstock.kernels.types.states import BLOCK
 
 # Of the allocator's, for what a mixed step or another order of sizes takes more than the one measured.
 SLACK = 0.1
@@ -48,15 +49,17 @@ class MemoryProfile:
 
 
 def largest_step(executor: Executor, core: CoreConfig, step_tokens: int) -> None:
-    """The last chunk of a prompt of `core.max_len` tokens, on pools as `one_page` has them."""
+    """The last chunk of a prompt of about `core.max_len` tokens, which begins with a block, on pools as `one_page` has
+    them."""
     chunk, rid = min(step_tokens, core.max_len), RequestId(0)
+    start = (core.max_len - chunk) // BLOCK * BLOCK
     executor.open(rid, (0,) * core.max_len, SamplingParams(temperature=0.0))
     bind = Bind(Row(0), rid, tuple(
         (HbmPage(g * core.group_base + g * group.slab_pages),)
         * -(-core.max_len // (group.page_tokens or core.page_size))
         for g, group in enumerate(core.groups)), 0)
     executor.submit(StepPlan(
-        step=StepId(1), rows=(Row(0),), rids=(rid,), start=(core.max_len - chunk,), count=(chunk,),
+        step=StepId(1), rows=(Row(0),), rids=(rid,), start=(start,), count=(chunk,),
         samples=(True,), tokens=(0,) * chunk, grows=(), moves=(), binds=(bind,)))
     [retired, *_] = executor.poll(block=True)
     assert isinstance(retired, Retired)

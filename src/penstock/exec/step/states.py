@@ -24,7 +24,7 @@ from penstock.exec.step.step_batch import StepBatch
 from penstock.exec.step.tables import GroupTable, Lowered
 from penstock.kernels.fused.step import BlockTableRef
 from penstock.kernels.types.ragged import Ragged, on_device
-from penstock.kernels.types.states import Again, States, starts_of
+from penstock.kernels.types.states import BLOCK, Again, Blocks, States, starts_of
 from penstock.memory.pool import BlockPool
 from penstock.model.base import CacheShape, LocalLayer
 
@@ -104,6 +104,7 @@ class StepStates:
     def __init__(self, layers: Mapping[LocalLayer, tuple[int, Tensor]]) -> None:
         self._layers, self._places = layers, dict[int, tuple[Tensor, Tensor]]()
         self._starts: Starts | None = None
+        self._blocks: Blocks | None = None
         self._sizes, self._pages = dict[int, int](), dict[int, Tensor]()        # of each group; pages of all tokens
         self._drafting = dict[int, _Run]()              # of a step that is launched: rows that are not settled
         self._position_B: Tensor | None = None
@@ -114,6 +115,7 @@ class StepStates:
         device = next(iter(ragged.values())).page_T.device
         starts = (0, *(run.end for run in runs))
         self._starts = starts, *starts_of(starts, device)
+        self._blocks = Blocks.of(starts, [-1 if run.drafts else run.start for run in runs], device)
         self._places = {g: _places(of, runs) for g, of in ragged.items()}
         # As the tables are: a later step may change them.
         self._sizes, self._pages = ({g: of.page_size for g, of in ragged.items()},
@@ -148,8 +150,10 @@ class StepStates:
         assert self._starts is not None and tokens == self._starts[0][-1], f"{tokens} tokens in another step"
         group, pool_PE = self._layers[layer]
         starts, start_B, row_T = self._starts
+        # Where pages do not end with blocks, a state is left inside some of these.
         return States(pool_PE, starts, *self._places[group], start_B, row_T,
-                      None if self.again is None else self.again[layer])
+                      None if self.again is None else self.again[layer],
+                      self._blocks if self._sizes[group] % BLOCK == 0 else None)
 
     def settle(self, right: Mapping[int, int]) -> None:
         """As `StatePools.settle`."""

@@ -31,13 +31,15 @@ class Scan(Protocol):
         Returns    out_TNV, dtype of x, dense
         Reads      of the pool the pages that `states.from_B` names. Writes those of `states.to_T`.
         Exact      token by token in float32: what a token gets, and every state, depends on the tokens before
-                   it, not on how they were cut into steps, nor on the batch; bit for bit
+                   it, not on how they were cut into steps, nor on the batch; bit for bit. `blocks` computes
+                   `states.blocks` by matrix products, TF32 for bf16: there this holds for cuts at ends of blocks
         Source     Gated DeltaNet, arXiv:2412.06464; Mamba-2, arXiv:2405.21060
         """
 
 
 OP: Op[Scan] = Op("scan", (
     lazy("triton", "penstock.kernels.state.scan.triton_scan:scan"),
+    lazy("blocks", "penstock.kernels.state.scan.triton_blocks:scan"),
     Implementation("c", native.scan, native.probe),
     Implementation("reference", reference.scan, "one token at a time", DEVICES),
 ))

@@ -55,10 +55,11 @@ def convolve(x, conv, bias, pool, start_B, row_T, from_B, y, x_token, page, CHAN
 
 
 @triton.jit
-def _leave_inputs(x, pool, to_T, first, end, held, c, kept, own, x_token, page, WIDTH: tl.constexpr,
+def _leave_inputs(x, pool, to_T, begin, first, end, held, c, kept, own, x_token, page, WIDTH: tl.constexpr,
                   TAPS: tl.constexpr, ROUND: tl.constexpr):
-    """The inputs of these channels that a state ends with, into each page that a token leaves, where `kept` says.
-    The last ones first: the page that the row comes from, which earlier ones ask, is the first that it leaves."""
+    """The inputs of these channels that a state ends with, into each page that a token of [first, end) leaves, where
+    `kept` says. The last ones first: the page that the row comes from, which earlier ones ask, is the first that it
+    leaves. begin: the first token of the row."""
     w = tl.arange(0, ROUND)[:, None]
     for back in range(0, end - first):
         t = end - 1 - back
@@ -66,29 +67,29 @@ def _leave_inputs(x, pool, to_T, first, end, held, c, kept, own, x_token, page, 
         if to >= 0:
             at = t - (TAPS - 2) + w
             mine = (w < TAPS - 1) & own[None, :]
-            new = tl.load(x + at * x_token + c[None, :], mask=mine & (at >= first), other=0.0).to(tl.float32)
-            old = tl.load(pool + held * page + (at - first + TAPS - 1) * WIDTH + kept[None, :],
-                          mask=mine & (at < first) & (held + 0 * w >= 0), other=0.0)
+            new = tl.load(x + at * x_token + c[None, :], mask=mine & (at >= begin), other=0.0).to(tl.float32)
+            old = tl.load(pool + held * page + (at - begin + TAPS - 1) * WIDTH + kept[None, :],
+                          mask=mine & (at < begin) & (held + 0 * w >= 0), other=0.0)
             tl.debug_barrier()
-            tl.store(pool + to * page + w * WIDTH + kept[None, :], tl.where(at >= first, new, old), mask=mine)
+            tl.store(pool + to * page + w * WIDTH + kept[None, :], tl.where(at >= begin, new, old), mask=mine)
 
 
-@triton.jit(do_not_specialize_on_alignment=["start_B", "from_B", "to_T"])
-def walk(x, y, step, write, decay, add, skip, pool, start_B, from_B, to_T, out, x_token, step_token,
+@triton.jit(do_not_specialize_on_alignment=["begin_B", "first_B", "end_B", "from_B", "to_T"])
+def walk(x, y, step, write, decay, add, skip, pool, begin_B, first_B, end_B, from_B, to_T, out, x_token, step_token,
          write_token, page, least, most, HEADS: tl.constexpr, CHANNELS: tl.constexpr, KEYS: tl.constexpr,
          KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TAPS: tl.constexpr, EACH: tl.constexpr,
          WIDTH: tl.constexpr, SIZE: tl.constexpr, ROUND: tl.constexpr, DELTA: tl.constexpr, KEY_BLOCK: tl.constexpr,
          VALUE_BLOCK: tl.constexpr):
-    """One row, one head, some of its values."""
+    """Tokens [first, end) of one row, which begins at `begin`: one head, some of its values."""
     follow()
     row, n, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first, end = tl.load(start_B + row), tl.load(start_B + row + 1)
+    begin, first, end = tl.load(begin_B + row), tl.load(first_B + row), tl.load(end_B + row)
     held = tl.load(from_B + row)
     i, j = tl.arange(0, KEY_BLOCK), block * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK)
     own = (i < KEY_DIM)[:, None] & (j < VALUE_DIM)[None, :]
     own_s, own_v = (i < KEY_DIM)[:, None], (j < VALUE_DIM)[None, :]
-    begin = n // EACH * SIZE
-    at_z = begin + (TAPS - 1) * WIDTH + (n % EACH * KEY_DIM + i[:, None]) * VALUE_DIM + j[None, :]
+    part = n // EACH * SIZE
+    at_z = part + (TAPS - 1) * WIDTH + (n % EACH * KEY_DIM + i[:, None]) * VALUE_DIM + j[None, :]
     z = tl.load(pool + held * page + at_z, mask=own & (held + 0 * at_z >= 0), other=0.0)
     tl.debug_barrier()
     key = n // (HEADS // KEYS)
@@ -115,34 +116,50 @@ def walk(x, y, step, write, decay, add, skip, pool, start_B, from_B, to_T, out, 
         to = tl.load(to_T + t)
         if to >= 0:
             tl.store(pool + to * page + at_z, z, mask=own)
-    _leave_inputs(x, pool, to_T, first, end, held, c_v, begin + 2 * KEY_DIM + n % EACH * VALUE_DIM + j,
+    _leave_inputs(x, pool, to_T, begin, first, end, held, c_v, part + 2 * KEY_DIM + n % EACH * VALUE_DIM + j,
                   j < VALUE_DIM, x_token, page, WIDTH, TAPS, ROUND)
     if n % EACH + block == 0:           # of each part: those of one key head have its inputs all
-        _leave_inputs(x, pool, to_T, first, end, held, c_q, begin + i, i < KEY_DIM, x_token, page, WIDTH, TAPS,
+        _leave_inputs(x, pool, to_T, begin, first, end, held, c_q, part + i, i < KEY_DIM, x_token, page, WIDTH, TAPS,
                       ROUND)
-        _leave_inputs(x, pool, to_T, first, end, held, c_k, begin + KEY_DIM + i, i < KEY_DIM, x_token, page, WIDTH,
-                      TAPS, ROUND)
+        _leave_inputs(x, pool, to_T, begin, first, end, held, c_k, part + KEY_DIM + i, i < KEY_DIM, x_token, page,
+                      WIDTH, TAPS, ROUND)
 
 
 def scan(x_TX: Tensor, step_TN: Tensor, write_TN: Tensor | None, weights: ScanWeights, states: States,
          spec: ScanSpec) -> Tensor:
-    tokens, pool = len(x_TX), states.pool_PE
-    assert pool.dtype == torch.float32 and pool.stride(1) == x_TX.stride(1) == step_TN.stride(1) == 1
+    y_TX = convolved(x_TX, write_TN, weights, states, spec)
+    out_TNV = x_TX.new_empty(len(x_TX), spec.heads, spec.value_dim)
+    walked(x_TX, y_TX, step_TN, write_TN, weights, states, spec, out_TNV, states.start_B[:-1], states.from_B)
+    return out_TNV
+
+
+def convolved(x_TX: Tensor, write_TN: Tensor | None, weights: ScanWeights, states: States, spec: ScanSpec) -> Tensor:
+    """y_TX, float32."""
+    pool = states.pool_PE
+    assert pool.dtype == torch.float32 and pool.stride(1) == x_TX.stride(1) == 1
     assert (write_TN is not None) == spec.delta and spec.taps > 1
-    y_TX = torch.empty(tokens, spec.channels, dtype=torch.float32, device=x_TX.device)
-    out_TNV = x_TX.new_empty(tokens, spec.heads, spec.value_dim)
-    shape = {"CHANNELS": spec.channels, "KEYS": spec.key_heads, "KEY_DIM": spec.key_dim,
-             "VALUE_DIM": spec.value_dim, "TAPS": spec.taps, "DELTA": spec.delta,
-             "EACH": spec.each, "WIDTH": spec.part_channels, "SIZE": spec.part_elements}
-    convolve[tokens, 2 * spec.key_heads + spec.heads](
+    y_TX = torch.empty(len(x_TX), spec.channels, dtype=torch.float32, device=x_TX.device)
+    convolve[len(x_TX), 2 * spec.key_heads + spec.heads](
         x_TX, weights.conv_WX, weights.bias_X, pool, states.start_B, states.row_T, states.from_B, y_TX,
-        x_TX.stride(0), pool.stride(0), **shape, BIAS=weights.bias_X is not None, EPSILON=EPS,
+        x_TX.stride(0), pool.stride(0), **shape_of(spec), BIAS=weights.bias_X is not None, EPSILON=EPS,
         SPLIT=spec.split, BLOCK=triton.next_power_of_2(max(spec.key_dim, spec.value_dim)), num_warps=1, **early())
+    return y_TX
+
+
+def walked(x_TX: Tensor, y_TX: Tensor, step_TN: Tensor, write_TN: Tensor | None, weights: ScanWeights, states: States,
+           spec: ScanSpec, out_TNV: Tensor, first_B: Tensor, from_B: Tensor) -> None:
+    """Write the outputs and states of each row's tokens from `first_B` on, from the state in page `from_B`."""
+    assert step_TN.stride(1) == 1
     values = min(VALUES, triton.next_power_of_2(spec.value_dim))
     walk[len(states.starts) - 1, spec.heads, triton.cdiv(spec.value_dim, values)](
-        x_TX, y_TX, step_TN, write_TN, weights.decay_N, weights.step_N, weights.skip_N, pool, states.start_B,
-        states.from_B, states.to_T, out_TNV, x_TX.stride(0), step_TN.stride(0),
-        0 if write_TN is None else write_TN.stride(0), pool.stride(0), spec.least, min(spec.most, 3e38),
-        HEADS=spec.heads, **shape, ROUND=triton.next_power_of_2(spec.taps - 1),
+        x_TX, y_TX, step_TN, write_TN, weights.decay_N, weights.step_N, weights.skip_N, states.pool_PE, states.start_B,
+        first_B, states.start_B[1:], from_B, states.to_T, out_TNV, x_TX.stride(0), step_TN.stride(0),
+        0 if write_TN is None else write_TN.stride(0), states.pool_PE.stride(0), spec.least, min(spec.most, 3e38),
+        HEADS=spec.heads, **shape_of(spec), ROUND=triton.next_power_of_2(spec.taps - 1),
         KEY_BLOCK=triton.next_power_of_2(spec.key_dim), VALUE_BLOCK=values, num_warps=4, **early())
-    return out_TNV
+
+
+def shape_of(spec: ScanSpec) -> dict[str, int | bool]:
+    return {"CHANNELS": spec.channels, "KEYS": spec.key_heads, "KEY_DIM": spec.key_dim, "VALUE_DIM": spec.value_dim,
+            "TAPS": spec.taps, "DELTA": spec.delta, "EACH": spec.each, "WIDTH": spec.part_channels,
+            "SIZE": spec.part_elements}
