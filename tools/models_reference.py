@@ -59,8 +59,8 @@ refused with status 400. Where the levels of a config disagree about a tied head
 _FLOATS = "floats of `--dtype`"
 _CODES = "floats of `--dtype`; codes with `--dtype gguf`"
 _FORMATS = {
-    "fp8": ("e4m3 with `weight_block_size`, or with a scale per tensor or row and `activation_scheme`",
-            "blocks on a GPU: fp8, 1 byte; else floats of `--dtype`"),
+    "fp8": ("e4m3 with `weight_block_size`, or with a scale per tensor or row and `activation_scheme`", _FLOATS),
+    "mxfp8": ("e4m3 with a power of two for 32 columns, as MiniMax-M3-MXFP8 has it", _FLOATS),
     "fbgemm_fp8": ("e4m3 with a scale per row", _FLOATS),
     "compressed-tensors": ("`pack-quantized` int4 and int8 (group, channel, asymmetric, `actorder`); "
                            "`int-quantized` int8; `float-quantized` fp8 (tensor, channel, block); "

@@ -121,6 +121,12 @@ def mx(weight: Tensor, bits: int) -> tuple[dict, Tensor]:
     return {"weight": code, **stored}, code.float() * scale
 
 
+def mxfp8(weight: Tensor) -> tuple[dict, Tensor]:
+    """As MiniMax-M3's maker names the scales."""
+    tensors, twin = mx(weight, 8)
+    return {"weight": tensors["weight"], "weight_scale_inv": tensors["weight_scale"]}, twin
+
+
 def modelopt_blocks(weight: Tensor) -> tuple[dict, Tensor]:
     """FP8_PB_WO: 128 x 128 elements share a scale [R, 1, J, 1]."""
     up, left = (-(-n // 128) for n in weight.shape)
@@ -178,6 +184,8 @@ FORMATS: dict[str, tuple[dict[str, Any], Packer]] = {
     "nvfp4": (compressed_config("nvfp4-pack-quantized", **NVFP4), nvfp4),
     "mxfp4": (compressed_config("mxfp4-pack-quantized", **SMALL), partial(mx, bits=4)),
     "mxfp8": (compressed_config("mxfp8-quantized", **{**SMALL, "num_bits": 8}), partial(mx, bits=8)),
+    "mxfp8, minimax": ({"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32],
+                        "ignored_layers": ["lm_head"]}, mxfp8),
     "modelopt nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, partial(nvfp4, modelopt=True)),
     "modelopt fp8 blocks": ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, modelopt_blocks),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 8, "zero_point": True, "version": "gemm"},

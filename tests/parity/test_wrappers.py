@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 import transformers as hf
 from dense_attend import Dense
+from packers import FORMATS
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from penstock.config.base.errors import ConfigError
 from penstock.exec.load.weights import weight_bytes
@@ -239,6 +240,32 @@ def test_scales_of_published_names_are_found_under_ours(tmp_path: Path) -> None:
     assert checkpoint.format("model.layers.0.mlp.experts.1.down_proj.weight")
     assert weight_bytes(checkpoint, torch.float32) == sum(tensor.nbytes for tensor in stored.values())
     opened(locate(str(tmp_path)))
+
+
+@torch.inference_mode()
+def test_all_of_minimax_m3_but_its_router_may_be_packed(saves: Saves) -> None:
+    """As its maker and NVIDIA publish it: each expert's tensors by themselves, the indexer's projections packed too."""
+    folder, _ = saves("minimax_m3_vl")
+    file = folder / "model.safetensors"
+    config, stored = json.loads((folder / "config.json").read_text()), load_file(file)
+    for form in ("mxfp8, minimax", "modelopt nvfp4"):
+        given, packer = FORMATS[form]
+        parts, plain = dict(stored), dict(stored)
+        for name in stored:
+            if name.startswith("language_model.model.layers.") and name.endswith(("_proj.weight", *(
+                    f".w{n}.weight" for n in (1, 2, 3)))):
+                found, plain[name] = packer(parts.pop(name))
+                parts |= {name.removesuffix("weight") + part: t.contiguous() for part, t in found.items()}
+        assert sum("block_sparse_moe.experts." in name for name in parts) >= 2 * 6 * 3 * 2
+        assert any("index_q_proj.weight_scale" in name for name in parts)
+        logits = []
+        for tensors, more in ((parts, {"quantization_config": given}), (plain, {})):
+            (folder / "config.json").write_text(json.dumps(config | more))
+            save_file({name: t.contiguous() for name, t in tensors.items()}, file)
+            model = opened(locate(str(folder)))
+            ids_T, at_T = torch.arange(40) + 3, torch.arange(40)
+            logits.append(model.logits(model.forward(ids_T, at_T, Dense(model.reads, model.groups))))
+        assert logits[0].equal(logits[1]), form
 
 
 NAMES = {

@@ -9,6 +9,7 @@ from packers import read, refused, weight
 
 STATIC = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
 FBGEMM = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
+MX = {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32]}
 CODE = weight(6, 10).mul(40).to(torch.float8_e4m3fn)
 SCALES = {
     "Mistral's": (STATIC, {"weight_scale_inv": torch.tensor(.25), "activation_scale": torch.tensor(3.)}, .25),
@@ -16,6 +17,11 @@ SCALES = {
     "a row has one": (FBGEMM, {"weight_scale": torch.arange(1., 7)[:, None]}, torch.arange(1., 7)[:, None]),
     "a row has one, flat": ({**STATIC, "activation_scheme": "dynamic"}, {"weight_scale": torch.arange(1., 7)},
                             torch.arange(1., 7)[:, None]),
+    "powers of two": (MX, {"weight_scale_inv": torch.arange(124, 130, dtype=torch.uint8)[:, None]},
+                      torch.tensor([.125, .25, .5, 1, 2, 4])[:, None]),
+    "powers of two, by another name": ({"quant_method": "mxfp8"}, {
+        "weight_scale": torch.arange(124, 130, dtype=torch.uint8)[:, None]},
+        torch.tensor([.125, .25, .5, 1, 2, 4])[:, None]),
 }
 
 

@@ -82,7 +82,7 @@ def test_what_was_given_and_what_is_allowed_is_said(options: dict[str, object], 
 @pytest.mark.parametrize(("typed", "format"), [
     ("awq", "awq"), ("awq_marlin", "awq"), ("GPTQ", "gptq"), ("gptq_marlin", "gptq"), ("auto_round", "auto-round"),
     ("inc", "auto-round"), ("compressed-tensors", "compressed-tensors"), ("compressed_tensors", "compressed-tensors"),
-    ("fp8", "fp8"), ("mxfp4", "mxfp4"), ("modelopt_fp4", "modelopt"),
+    ("fp8", "fp8"), ("mxfp8", "mxfp8"), ("mxfp4", "mxfp4"), ("modelopt_fp4", "modelopt"),
     ("gguf", "gguf"), ("none", ""), ("none", "awq"), ("auto", "gptq")])
 def test_a_format_of_weights_by_the_names_of_cards_is_taken_for_a_checkpoint_in_it(typed: str, format: str) -> None:
     config = from_options("tiny", {"quantization": typed})

@@ -48,8 +48,8 @@ class Secret:
 
 Dtype = Literal["auto", "float32", "bfloat16", "gguf"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
-Quantization = Literal["auto", "fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq", "auto-round", "modelopt",
-                       "mxfp4", "gguf"]
+Quantization = Literal["auto", "fp8", "mxfp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq", "auto-round",
+                       "modelopt", "mxfp4", "gguf"]
 HostDecode = Literal["auto", "always", "off"]
 ToolCallParser = Literal["auto", "none", "deepseek_v3", "deepseek_v31", "deepseek_v32", "gemma4", "glm", "gpt_oss",
                          "hermes", "kimi_k2", "llama3_json", "minimax_m2", "minimax_m3", "mistral", "qwen3_coder",
@@ -81,7 +81,7 @@ class ModelConfig:
     served_model_name: Annotated[tuple[str, ...], "model names in the HTTP API; a response has the requested name, "
                                  "or without one the first (default: the model's)"] = ()
     dtype: Annotated[Dtype, "compute and KV type. auto: float32 on a CPU; on a GPU the checkpoint's (GGUF, float16: "
-                     "bfloat16). gguf (CPU): kept quantised"] = "auto"
+                     "bfloat16). gguf: weights stay packed"] = "auto"
     load_format: Annotated[LoadFormat, "file format of the weights; dummy makes random weights from "
                            "config.json"] = "auto"
     quantization: Annotated[Quantization, "not needed: the format of the checkpoint's weights is detected. Another "

@@ -14,6 +14,7 @@ from penstock.model.weights.formats.reader import Format, WeightReader
 
 READERS: dict[str, Callable[[Mapping[str, Any], str], WeightReader]] = {
     "fp8": fp8_reader,
+    "mxfp8": fp8_reader,
     "fbgemm_fp8": RowsReader,
     "compressed-tensors": CompressedReader,
     "awq": AwqReader,
