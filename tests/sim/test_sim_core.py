@@ -211,6 +211,9 @@ DRAFTING = ("pair=0,hot_pages=1,hot_pages_max=6,always_hosted=0,spills=30,rows=6
 # What waits hits more than one turn may pin, and what it pins is in its way.
 TIGHT = ("pair=0,model=1,hot_pages=1,hbm_pages=8,dram_pages=12,rows=12,page_size=2,prompt_max=2,new_max=40,"
          "requests=24,span=60,copy=0.1,fail=0,step_tokens=16,steps=4000")
+# Requests wait long for a row, and their pages come slowly.
+SLOW = ("pair=0,pp_size=2,save_pages=3,spills=30,wait_pages=4,hot_pages=1,hot_pages_max=4,drops=4,copy=8,"
+        "always_hosted=0")
 
 
 @pytest.mark.parametrize(("seed", "mode"), [(10872, ""), (18939, ""), (20083, ""), (921, "draft_tokens=3"),
@@ -218,7 +221,8 @@ TIGHT = ("pair=0,model=1,hot_pages=1,hbm_pages=8,dram_pages=12,rows=12,page_size
                                             (1115, TIGHT), (5142, "take_pages=1"), (5211, "take_pages=1"),
                                             (33015, ""), (30324, ""), (43677, ""), (11958, ""), (8457, ""),
                                             (13272, ""), (15477, ""), (15594, ""), (401411, ""),
-                                            (3872240, ""), (17, "pp_size=2")])
+                                            (3872240, ""), (17, "pp_size=2"), (306409, ""), (307011, ""),
+                                            (275, SLOW)])
 def test_a_seed_that_once_failed(seed: int, mode: str) -> None:
     """A promotion and a page that somebody else loads, twice; a spill that pins what was promised; room for a
     late page that is made of the page before it; growth that takes what drafts of another row wait for, and
@@ -230,7 +234,9 @@ def test_a_seed_that_once_failed(seed: int, mode: str) -> None:
     loads of a hit with which a call without events went on, twice; a trial of earlier turns
     that would load what is on the device since; loads of private pages with which a call without events
     went on; a page that, for readers of KV events, left the host before it was on the device; a promotion that
-    ended without a page whose load had begun before its row was hosted."""
+    ended without a page whose load had begun before its row was hosted; a request that is computed again without
+    what is cached, and had begun to pin that; a window's page on the host that a request which waits for a row
+    gave up; pages of a trial to get a row, which no request has used."""
     start(draw(seed, mode)).play()
 
 

@@ -7,6 +7,7 @@ from penstock.core.lifecycle import Phase
 from penstock.core.pair.messages import Grant
 from penstock.core.plan import (
     Aborted,
+    Dropped,
     Event,
     Finished,
     Listed,
@@ -76,6 +77,27 @@ def test_a_sound_request_that_fails_by_cached_pages_is_computed_without_them_and
     d.arrive(3, [*SHARED, 60], max_new=3)
     d.run()
     assert cached(d, 3) == 0
+
+
+def test_a_request_that_fails_while_it_pins_cached_pages_to_get_a_row_begins_with_none() -> None:
+    d = Driver(hbm_pages=40, hit_pages=2)
+    d.arrive(1, [*range(24), 50], max_new=20)
+    d.retire()
+    d.arrive(2, [*range(24), 60], max_new=9)
+    bad = d.core.live[RequestId(2)]
+    while not bad.started:
+        d.retire()
+    assert cached(d, 2) == 24
+    d.tell(Dropped(bad.rid))
+    while not bad.path:
+        d.retire()
+    assert bad in d.core.kv.entering, "all is pinned in one turn"
+    d.tell(Aborted(bad.rid, damaged=True))
+    while bad.row is None:
+        d.retire()
+    assert bad.retired == 0 and not bad.path
+    d.run()
+    assert d.finished() == dict.fromkeys((1, 2), Outcome.LENGTH)
 
 
 def test_a_reader_of_a_damaged_state_snapshot_is_computed_again_from_none() -> None:

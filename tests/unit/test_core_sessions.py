@@ -9,6 +9,7 @@ from penstock.core.kv.prefix_tree import unpack
 from penstock.core.plan import (
     NAME_BITS,
     Aborted,
+    Dropped,
     Flushed,
     Listed,
     Lookup,
@@ -199,6 +200,22 @@ def test_a_session_that_goes_another_way_retains_its_latest_request_only() -> No
         200, 204, 1000, 1004, 1008, 1012]
     asked(d, 3, SHARED_PROMPT, session=7)
     assert d.core.stats()["retained_pages"] == 4
+
+
+def test_a_request_that_ends_while_it_pins_cached_pages_to_get_a_row_changes_nothing_of_what_is_retained() -> None:
+    d = retaining(16, hit_pages=2)
+    asked(d, 1, conversation(1, 8), session=7, retains=True)
+    d.arrive(2, conversation(2, 1), max_new=40)
+    d.arrive(3, conversation(1, 8), max_new=9, session=7)
+    r = d.core.live[RequestId(3)]
+    while not r.started:
+        d.retire()
+    d.tell(Dropped(r.rid))
+    while not r.path:
+        d.retire()
+    assert r.row is None, "all is pinned in one turn"
+    d.tell(Aborted(r.rid))
+    assert d.core.stats()["retained_pages"] == 8
 
 
 def test_beyond_the_bound_the_tenant_with_the_most_loses_its_newest_session() -> None:

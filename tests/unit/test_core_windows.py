@@ -125,3 +125,21 @@ def test_a_path_that_others_leave_at_each_page_is_sealed_in_a_look_at_each_page(
     assert asked(d, 100, prompt) == 0
     assert windows(d) == [*range(pages)]
     assert looks < 5 * pages
+
+
+def test_a_window_that_is_on_the_host_alone_stays_with_a_request_whose_other_pages_were_sent() -> None:
+    """Its path parts from another's behind that window, so pages of the window are looked at again."""
+    d = driver(64, role="decode", hbm_base=1000, dram_base=2000, dram_pages=160)
+    d.tell(PeerJoined())
+    for rid, prompt in (1, PROMPT[:32]), (2, [*PROMPT[:32], *range(8)]):
+        d.arrive(rid, prompt, max_new=1, transfer=rid)
+        d.tell(Received(End(rid, rid, len(prompt), (7,))))
+        d.run()
+    d.core.kv.tree.evict(d.core.kv.device[1], 160)
+    d.arrive(3, PROMPT[:36], max_new=2, transfer=3)
+    r = d.core.live[RequestId(3)]
+    window = r.tables[1]
+    assert (r.retired, window.device[7]) == (32, None) and window.host[7] is not None, "this tests nothing"
+    d.core.kv.rows.acquire(d.core.kv.rows.free)           # it waits for one
+    d.core.advance((Received(End(3, 3, 36, (7,))),))
+    assert r.row is None and d.core.kv.is_complete(r)

@@ -24,6 +24,7 @@ def damaged(core: CoreState, r: Request) -> None:
     if r.origin.shares_pages and not r.origin.retried:
         r.origin.retried, r.origin.doubted = True, found
         core.counters["computed_again"] += 1
+        kv.abandon(r)                          # it waits, and has pinned what it is to begin without
         compute_again(core, r)
     else:
         core.end(r, Outcome.ABORT)

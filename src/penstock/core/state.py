@@ -228,7 +228,8 @@ class CoreState(Queues):
 
     def end(self, r: Request, outcome: Outcome) -> None:
         """It has ended, whatever its phase; SENT: the decode engine has it all."""
-        if r.phase is not Phase.QUEUED and not r.arrived.warms:
+        # Of one without KV the path is of a trial to get a row: as far as that has come.
+        if r.phase not in (Phase.QUEUED, Phase.DROPPED) and not r.arrived.warms:
             self.sessions.retained.used(r.session, r.path)
         moved = self.transition(r, Trigger.SENT if outcome is Outcome.SENT else Trigger.END)
         assert moved, "ending never needs resources"

@@ -47,7 +47,8 @@ def seal(kv: Pages, r: Request) -> None:
             if down is not None:
                 if stays:
                     _share(tree, node, host, down)
-                if not ((on_host and t.hosted) or spills):
+                # What it has on the host alone stays: of a row there, or a hit of one that waits for a row.
+                if up is not None and not ((on_host and t.hosted) or spills):
                     kv.drop_entry(r, g, t.host, i)        # it is the tree's now, or the tree has another
                 elif up is not None and not up.ready and returns:
                     load(kv, r, g, [(i, node)])

@@ -114,12 +114,13 @@ class Owners(Watcher):
         self._path = list(live.path)
 
     def taken(self, live: Live, source: State, trigger: Trigger) -> None:
-        if live.phase in (Phase.DONE, Phase.DROPPED) and source.phase is not Phase.QUEUED:    # it has looked at them
+        looked = source.phase not in (Phase.QUEUED, Phase.DROPPED)      # those have pages of a trial to get a row only
+        if live.phase in (Phase.DONE, Phase.DROPPED) and looked:
             for page in self._path:
                 self._users.setdefault(page, {})[self._of[live.rid]] = None
         if live.phase is Phase.DONE:
             known = self._of.pop(live.rid)
-            used = source.phase is not Phase.QUEUED and self._path and not live.arrived.warms
+            used = looked and self._path and not live.arrived.warms
             if used and known is not None and known.asks:
                 self._retain(known)
 
