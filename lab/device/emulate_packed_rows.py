@@ -107,33 +107,31 @@ def gated(gate: int, up_TJ: Tensor) -> Tensor:
     return (F.gelu(g, approximate="tanh") if gate == 2 else F.silu(g)) * u
 
 
-def experts(kind: str, tokens: int, num: int, chosen: int, dim: int, width: int, rows: int, cols: int, gate: int, *,
-            first: int = 0, here: int = 0, tiles: int = 1, biased: bool = True) -> None:
+def experts(kind: str, num: int, chosen: int, dim: int, width: int, rows: int, cols: int, gate: int, *,
+            first: int = 0, here: int = 0, biased: bool = True) -> None:
     here, wide = here or num, width * (1 if gate == 4 else 2)
     into = weight_of(kind, here * wide, dim, rows, cols, False)
     down = weight_of(kind, here * dim, width, rows, cols, False)
-    expert = torch.stack([torch.randperm(num)[:chosen] for _ in range(tokens)])
-    weigh, x = torch.rand(tokens, chosen), (torch.randn(tokens, dim) * 0.05).bfloat16()
+    expert, weigh, x = torch.randperm(num)[:chosen], torch.rand(chosen), (torch.randn(dim) * 0.05).bfloat16()
     biases = [torch.randn(here * n).bfloat16() if biased else None for n in (wide, dim)]
-    inner, out = (torch.zeros(tokens * chosen, n, dtype=torch.bfloat16) for n in (width, dim))
+    inner, out = (torch.zeros(chosen, n, dtype=torch.bfloat16) for n in (width, dim))
     for weight, outputs, given, made, bias, what in ((into, wide, x, inner, biases[0], gate),
                                                      (down, dim, inner, out, biases[1], 5)):
-        library, numbers = kernel(weight, tiles, what)
+        library, numbers = kernel(weight, 1, what)
         floats = struct.unpack("2I", struct.pack("2f", 1.7, 7.0))
-        library.run2(2, tokens * chosen, at(given), *parts(weight), at(bias), at(made), at(expert), at(weigh),
-                     (ctypes.c_longlong * 12)(tokens, outputs, weight.shape[1], given.stride(0), *numbers, chosen,
-                                              first, here, *floats))
+        library.run2(2, chosen, at(given), *parts(weight), at(bias), at(made), at(expert), at(weigh),
+                     (ctypes.c_longlong * 9)(outputs, weight.shape[1], *numbers, first, here, *floats))
     worst, up_OI, down_OI = 0.0, into.floats(), down.floats()
-    for at_visit, e in enumerate((expert - first).flatten().tolist()):
+    for at_visit, e in enumerate((expert - first).tolist()):
         if not 0 <= e < here:
             assert not out[at_visit].any()
             continue
-        t, at_e = at_visit // chosen, (slice(e * wide, (e + 1) * wide), slice(e * dim, (e + 1) * dim))
-        up = up_OI[at_e[0]] @ x[t].float() + (0 if biases[0] is None else biases[0][at_e[0]])
+        at_e = slice(e * wide, (e + 1) * wide), slice(e * dim, (e + 1) * dim)
+        up = up_OI[at_e[0]] @ x.float() + (0 if biases[0] is None else biases[0][at_e[0]])
         want = (down_OI[at_e[1]] @ inner[at_visit].float()
-                + (0 if biases[1] is None else biases[1][at_e[1]])) * weigh.flatten()[at_visit]
+                + (0 if biases[1] is None else biases[1][at_e[1]])) * weigh[at_visit]
         worst = max(worst, error(inner[at_visit], gated(gate, up)), error(out[at_visit], want))
-    print("experts", kind, tokens, num, chosen, dim, width, rows, cols, "gate", gate, f"{worst:.4f}")
+    print("experts", kind, num, chosen, dim, width, rows, cols, "gate", gate, f"{worst:.4f}")
 
 
 if __name__ == "__main__":
@@ -146,8 +144,8 @@ if __name__ == "__main__":
     dense("e2m1", 37, 256, 1, 16, 5)
     dense("e2m1", 33, 384, 1, 32, 12)
     dense("u8", 50, 256, 1, 128, 4)
-    experts("e4m3", 3, 4, 2, 128, 64, 64, 64, 1)
-    experts("e4m3", 12, 4, 2, 128, 64, 64, 64, 3)
-    experts("u4", 5, 3, 1, 128, 128, 1, 32, 2, first=1, here=2, biased=False)
-    experts("e2m1", 4, 3, 2, 128, 128, 1, 16, 4)
-    experts("e4m3", 11, 3, 2, 128, 64, 1, 64, 1, tiles=2)
+    experts("e4m3", 4, 2, 128, 64, 64, 64, 1)
+    experts("e4m3", 4, 3, 128, 64, 64, 64, 3)
+    experts("u4", 5, 4, 128, 128, 1, 32, 2, first=1, here=2, biased=False)
+    experts("e2m1", 3, 2, 128, 128, 1, 16, 4)
+    experts("u8", 3, 2, 128, 64, 1, 64, 1)

@@ -20,8 +20,6 @@ static unsigned sh[WARPS][32][8];
 static inline int L(){return threadIdx.x&31;} static inline int W(){return threadIdx.x>>5;}
 static void wsync(){wb[W()]->arrive_and_wait();}
 static void __syncthreads(){bb->arrive_and_wait();}
-static int orv[2];
-static int __syncthreads_or(int v){if(threadIdx.x==0)orv[0]=0;__syncthreads();if(v)__atomic_store_n(&orv[0],1,__ATOMIC_RELAXED);__syncthreads();int r=orv[0];__syncthreads();return r;}
 #define __expf myexpf
 static float myexpf(float x){return expf(x);}
 static unsigned xs(unsigned v,int from){sh[W()][L()][0]=v;wsync();unsigned r=sh[W()][from][0];wsync();return r;}
@@ -48,7 +46,7 @@ extern "C" void run2(int gx,int gy,const void*x,const void*w,const void*s,const 
  for(int i=0;i<WARPS;i++)wb[i]=new std::barrier<>(32);
  bb=new std::barrier<>(32*WARPS); gridDim.x=gx; gridDim.y=gy;
  for(int c=0;c<gy;c++)for(int b=0;b<gx;b++){blockIdx.x=b;blockIdx.y=c;std::vector<std::thread>t;
-  for(int i=0;i<32*WARPS;i++)t.emplace_back([=]{threadIdx.x=i;packed_experts((const half*)x,(const unsigned char*)w,(const unsigned char*)s,(const unsigned char*)z,(const half*)bias,(half*)out,(const long long*)ex,(const float*)we,a[0],a[1],a[2],a[3],a[4],a[5],a[6],a[7],a[8],a[9],a[10],a[11]);});
+  for(int i=0;i<32*WARPS;i++)t.emplace_back([=]{threadIdx.x=i;packed_experts((const half*)x,(const unsigned char*)w,(const unsigned char*)s,(const unsigned char*)z,(const half*)bias,(half*)out,(const long long*)ex,(const float*)we,a[0],a[1],a[2],a[3],a[4],a[5],a[6],a[7],a[8]);});
   for(auto&h:t)h.join();}
 }
 #else

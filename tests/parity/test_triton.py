@@ -392,7 +392,7 @@ def test_attention_in_gluon_compiles_for_hopper(pool: str, size: int, blocks: in
       for kind, scale, zeros, small, tiles, ahead, gate in (
           (0, 0, 0, 0, 1, 4, 0), (0, 0, 0, 0, 2, 4, 0), (1, 0, 0, 0, 1, 4, 0), (1, 0, 0, 0, 2, 2, 0),
           (1, 1, 16, 32, 1, 4, 0), (2, 0, 0, 16, 1, 4, 0), (2, 2, 0, 32, 1, 4, 0), (3, 0, 0, 0, 2, 4, 0),
-          (0, 0, 0, 0, 1, 4, 1), (0, 0, 0, 0, 2, 2, 5)))])
+          (0, 0, 0, 0, 1, 4, 1), (1, 0, 0, 0, 1, 4, 1), (2, 0, 0, 16, 1, 4, 5)))])
 def test_kernel_in_cpp_compiles_for_hopper(name: str, defines: dict[str, int]) -> None:
     source = KERNELS / f"{name}.cu"
     assert stack_of(device.compiled(source, **defines)) == 0

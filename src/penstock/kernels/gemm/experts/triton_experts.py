@@ -210,8 +210,7 @@ def route(logit_TE: Tensor, bias_E: Tensor | None, rule: Rule) -> tuple[Tensor, 
     return expert_TC, weight_TC
 
 
-FEW_MAX = 64            # tokens, as packed_rows.cu has it
-CPP_MAX = 1             # tokens whose visits packed_rows.cu takes: of 8 Triton is faster, measured on an H200
+FEW_MAX = 64            # tokens
 WIDE_MIN = 8            # tokens from which a program has 64 outputs: measured on an H200
 BLOCK_VISITS = 64
 _DOWN = 5               # as packed_rows.cu numbers what becomes of sums
@@ -272,8 +271,8 @@ def mlp(x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor, gate_up: Tensor | Pa
     kind = 4 if not gated else 3 if isinstance(gate, Clamped) else 2 if isinstance(gate, TanhGelu) else 1
     numbers = (gate.alpha, gate.limit) if isinstance(gate, Clamped) else (0.0, 0.0)
     into = down_to = None
-    if tokens <= CPP_MAX:
-        into, down_to = in_cpp(x_TD, gate_up, 1, kind), in_cpp(inner_SI, down, 1, _DOWN)
+    if tokens == 1:         # of 8 Triton is faster, measured on an H200
+        into, down_to = in_cpp(x_TD, gate_up, gate=kind), in_cpp(inner_SI, down, gate=_DOWN)
     if into is not None and down_to is not None:
         assert isinstance(gate_up, Packed) and isinstance(down, Packed)
         visit = expert_TC, weight_TC, num_experts, first
@@ -296,14 +295,15 @@ def mlp(x_TD: Tensor, expert_TC: Tensor, weight_TC: Tensor, gate_up: Tensor | Pa
 
 def _in_cpp(kernel: InCpp, x: Tensor, weight: Packed, bias: Tensor | None, out_SO: Tensor, expert_TC: Tensor,
             weight_TC: Tensor, experts: int, first: int, numbers: tuple[float, float] = (0.0, 0.0)) -> None:
-    """Products of each visit's row with its expert, gated or weighted, into its row of out."""
-    tokens, chosen = expert_TC.shape
+    """Products of one token's visits with their experts, gated or weighted, into their rows of out. x: its row, or one
+    for each visit."""
+    visits = expert_TC.numel()
     outputs, inputs = weight.shape[0] // experts, weight.shape[1]
     groups = triton.cdiv(outputs, 16)           # of eight pairs, where what goes up is gated
-    each = triton.cdiv(groups * min(tokens * chosen, experts), kernel.blocks)
-    kernel.launch((triton.cdiv(groups, each), tokens * chosen), kernel.threads, x, weight.code_OI, weight.scale_RJ,
+    each = triton.cdiv(groups * min(visits, experts), kernel.blocks)
+    kernel.launch((triton.cdiv(groups, each), visits), kernel.threads, x, weight.code_OI, weight.scale_RJ,
                   0 if weight.offset_RJ is None else weight.offset_RJ, 0 if bias is None else bias, out_SO, expert_TC,
-                  weight_TC, tokens, outputs, inputs, x.stride(0), *kernel.of_weight, chosen, first, experts,
+                  weight_TC, outputs, inputs, *kernel.of_weight, first, experts,
                   *struct.unpack("2I", struct.pack("2f", *numbers)))
 
 

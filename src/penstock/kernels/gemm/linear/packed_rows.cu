@@ -29,7 +29,6 @@ typedef unsigned short half;            // a bfloat16
 #define CLAMPED 3
 #define RELU2 4
 #define DOWN 5
-#define MOST 64                         // tokens that choose experts
 #define ZERO (KIND == U4 ? 8 : 128)     // the code that means 0 where blocks have none of their own
 
 // Relaxed, as a load that may be cached would be moved behind the wait for the kernel in front.
@@ -231,9 +230,7 @@ struct Job {
     long long x_row;
     int block_rows, shift, scales;      // a block of the weight has 1 << shift chunks
     int first;                          // row of the weight
-    const int *visit;                   // of experts: whose row of out each row of x is, and `chosen` times that in x
-    int chosen;
-    const float *weighs;                // of a visit
+    float weigh;                        // of what goes down
     float alpha, limit;
 };
 
@@ -282,7 +279,7 @@ __device__ __forceinline__ void multiply(const Job &of) {
     #pragma unroll
     for (int n = 0; n < TILES; ++n) {
         const int t = n * 8 + g, own = t < of.rows ? t : of.rows - 1;
-        of_row[n] = of.x + (GATE ? of.visit[own] / of.chosen : own) * of.x_row + q * (SMALL ? 8 : CHUNK / 4);
+        of_row[n] = of.x + own * of.x_row + q * (SMALL ? 8 : CHUNK / 4);
     }
     const auto load_x = [&](int slot, int turn, int unit) {     // the first there are, where there are no codes
         const int chunk = turn * WARPS + warp;
@@ -336,8 +333,8 @@ __device__ __forceinline__ void multiply(const Job &of) {
             float y = summed(i, o);
             if (GATED) y = gated(y, summed(8 + i, wide + o), of);
             if (GATE == RELU2) y = gated(0, y, of);
-            if (GATE == DOWN) y *= of.weighs[of.visit[t]];
-            of.out[(long long)(GATE ? of.visit[t] : t) * wide + o] = rounded(y);
+            if (GATE == DOWN) y *= of.weigh;
+            of.out[(long long)t * wide + o] = rounded(y);
         }
     }
 }
@@ -352,40 +349,21 @@ packed_rows(const half *x, const unsigned char *weight, const unsigned char *sca
               (int)block_shift, (int)scales});
 }
 #else
-// Of the experts that `rows` tokens chose: a block of threads some outputs of one, of all rows that visit it, read once
-// for each 8 TILES of them. Blocks of the visit that is an expert's first work, others end.
+// Of the experts that one token chose: a block of threads some outputs of one, into its row of out. What goes down has
+// a row of x for each.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS)
 packed_experts(const half *x, const unsigned char *weight, const unsigned char *scale, const unsigned char *zeros,
-               const half *bias, half *out, const long long *expert, const float *weighs, long long rows,
-               long long outputs, long long inputs, long long x_row, long long block_rows, long long block_shift,
-               long long scales, long long chosen, long long first, long long experts, long long alpha,
-               long long limit) {
-    __shared__ int of_token[MOST], visit[MOST];
+               const half *bias, half *out, const long long *expert, const float *weighs, long long outputs,
+               long long inputs, long long block_rows, long long block_shift, long long scales, long long first,
+               long long experts, long long alpha, long long limit) {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    const int m = blockIdx.y, visits = (int)(rows * chosen);
-    const long long mine = expert[m];
-    if (mine < first || mine >= first + experts) return;
-    for (int t = threadIdx.x; t < rows; t += WARPS * 32) of_token[t] = -1;
-    __syncthreads();
-    int before = 0;
-    for (int at = threadIdx.x; at < visits; at += WARPS * 32)
-        if (expert[at] == mine) before |= at < m, of_token[at / (int)chosen] = at;
-    if (__syncthreads_or(before)) return;
-    for (int t = threadIdx.x; t < rows; t += WARPS * 32) {
-        int place = 0;
-        for (int earlier = 0; earlier < t; ++earlier) place += of_token[earlier] >= 0;
-        if (of_token[t] >= 0) visit[place] = of_token[t];
-    }
-    int count = 0;
-    for (int t = 0; t < rows; ++t) count += of_token[t] >= 0;
-    __syncthreads();
-    for (int from = 0; from < count; from += 8 * TILES) {
-        const int left = count - from;
-        multiply({x, weight, scale, zeros, bias, out, left < 8 * TILES ? left : 8 * TILES, (int)outputs, (int)inputs, x_row,
-                  (int)block_rows, (int)block_shift, (int)scales, (int)((mine - first) * outputs), visit + from,
-                  GATE == DOWN ? 1 : (int)chosen, weighs, __uint_as_float((word)alpha), __uint_as_float((word)limit)});
-        __syncthreads();
-    }
+    const int m = blockIdx.y;
+    const long long mine = expert[m] - first;
+    if (mine < 0 || mine >= experts) return;
+    const long long wide = GATED ? outputs / 2 : outputs;
+    multiply({x + (GATE == DOWN ? m * inputs : 0), weight, scale, zeros, bias, out + m * wide, 1, (int)outputs,
+              (int)inputs, 0, (int)block_rows, (int)block_shift, (int)scales, (int)(mine * outputs), weighs[m],
+              __uint_as_float((word)alpha), __uint_as_float((word)limit)});
 }
 #endif

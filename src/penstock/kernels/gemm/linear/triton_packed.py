@@ -106,9 +106,9 @@ class InCpp(NamedTuple):
     of_weight: tuple[int, int, int]
 
 
-def in_cpp(x_TI: Tensor, weight: Tensor | Packed, tiles: int, gate: int = 0) -> InCpp | None:
-    """The kernel for 8 `tiles` rows at once. gate: as it numbers what becomes of sums. None: x or the weight's blocks
-    are not what it takes, or NVRTC is missing."""
+def in_cpp(x_TI: Tensor, weight: Tensor | Packed, tiles: int = 1, gate: int = 0) -> InCpp | None:
+    """The kernel for 8 `tiles` rows at once. gate: of experts, as it numbers what becomes of sums. None: x or the
+    weight's blocks are not what it takes, or NVRTC is missing."""
     if not isinstance(weight, Packed) or x_TI.dtype != torch.bfloat16 or weight.code_OI.data_ptr() % 16:
         return None
     scale, offset, inputs = weight.scale_RJ, weight.offset_RJ, weight.shape[1]
@@ -124,7 +124,7 @@ def in_cpp(x_TI: Tensor, weight: Tensor | Packed, tiles: int, gate: int = 0) -> 
     if offset is not None and (weight.kind != "u4" or offset.is_floating_point()):
         return None
     warps = 8 if inputs // chunk > 16 else 4
-    ahead = _AHEAD // 2 if tiles > 1 and (weight.four or gate) else _AHEAD          # registers are few
+    ahead = _AHEAD // 2 if tiles > 1 and weight.four else _AHEAD          # registers are few
     launch = device.launcher(
         Path(__file__).with_name("packed_rows.cu"), "packed_experts" if gate else "packed_rows", WARPS=warps,
         AHEAD=ahead, TILES=tiles, KIND=_KINDS.index(weight.kind), SCALE=_SCALES.index(scale.dtype),
