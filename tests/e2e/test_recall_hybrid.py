@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 import torch
 from pair_engines import End, PairOfEnds
 from recall_engine import ids
 
 from penstock.eval import tasks
 from penstock.eval.tasks import Interview, Size
+from penstock.exec.step import states
 
 MODEL = str(Path(__file__).parents[1] / "data" / "hybrid")
 GRID = 512                          # tokens between states that are kept
@@ -126,6 +129,25 @@ def test_over_a_pair_it_answers_the_same(tmp_path: Path) -> None:
     with PairOfEnds(MODEL, tmp_path, **OPTIONS) as pair:
         same(ask(pair.decode, turn=pair.turn), undisturbed())
         assert pair.decode.loop.stats()["pair_delivered_total"] == len(interviews())
+
+
+def test_pairs_that_lie_behind_a_state_of_the_boundary_before_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second chunk of the context goes on from it; it still has what lies before."""
+    right = states._places
+    monkeypatch.setattr(states, "_places", lambda ragged, runs: right(ragged, [
+        replace(run, start=run.start - GRID * (run.start % (2 * GRID) == 0 < run.start and run.end - run.first > 1))
+        for run in runs]))
+    [interview] = interviews(1)
+    [told] = ask(End(MODEL, **OPTIONS), samples=1)
+    context, dialogue = ids(interview.context), ids(interview.dialogue)
+    found: dict[bool, list[bool]] = {True: [], False: []}
+    for (at, *_), ok in zip(interview.answers, told.right, strict=True):
+        place = context.index(dialogue[at - 1])
+        lost = place // GRID % 2 == 1 and place < len(context) // (2 * GRID) * 2 * GRID
+        found[lost].append(ok)
+    print({lost: (sum(oks), len(oks)) for lost, oks in found.items()})
+    assert len(found[True]) >= 8 and sum(found[True]) < 0.2 * len(found[True])
+    assert sum(found[False]) >= 0.95 * len(found[False])
 
 
 def test_with_a_state_that_is_zeroed_it_answers_wrong() -> None:
