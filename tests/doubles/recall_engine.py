@@ -85,7 +85,8 @@ class Answers:
 
 
 class Model(NamedTuple):
-    """make(topk, dtype, stage) -> the model, or a stage of its layers; `block`: tokens that are selected together."""
+    """make(topk, dtype, stage) -> the model, or a stage of its layers; `block`: tokens that are selected together,
+    0: it does not select."""
 
     make: Callable[..., Any]
     layers: int
@@ -122,7 +123,7 @@ def ask(interviews: list[Interview], *, of: Model = TRAINED, topk: int = 256,
     put          a fault, of each rank
     kept         its formats of pages, None: as it computes
     """
-    hot_pages, selection = -(-hot_tokens // page_size), indexer_selection(topk, of.block)
+    hot_pages, selection = -(-hot_tokens // page_size), indexer_selection(topk, of.block) if of.block else None
     engine = Engine()
     engine.found = {}
     engine.build(
