@@ -1,6 +1,7 @@
 """Pools and mover against plain dicts of tensors; fences, lateness, tearing, failures."""
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import subprocess
@@ -12,11 +13,12 @@ import torch
 from late_copies import Latest, Shuffled
 
 from penstock.core.plan import DramPage, Group, HbmPage, Move, Moved, MoveId, StepId, Tier
+from penstock.memory.across import rows_of
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
 from penstock.memory.lateness import Promptly
 from penstock.memory.mover import Mover
-from penstock.memory.pool import PageLayout
+from penstock.memory.pool import PageLayout, PoolPart
 
 SHAPE = PageLayout(num_layers=3, num_kv_heads=2, page_size=4, head_dim=5)
 DOWN, UP = (Tier.HBM, Tier.DRAM), (Tier.DRAM, Tier.HBM)
@@ -62,6 +64,57 @@ def test_a_page_is_one_block_with_the_same_bytes_in_every_tier():
             assert page.data_ptr() - pool.page(102).data_ptr() == stride
             pool.pages[3, 1, 1, 0, 2, 4] = 7.0
             assert page.flatten()[4 + 5 * (2 + 4 * (0 + 2 * (1 + 2 * 1)))] == 7.0
+
+
+WHOLE = PageLayout(num_layers=3, num_kv_heads=4, page_size=4, head_dim=5, dtype=torch.bfloat16)
+
+
+def spread(heads: int, layers: int, device: str = "cpu") -> tuple[HbmPool, DramPool]:
+    """A rank's own pages, and its part of whole pages of the host."""
+    own = PageLayout(num_layers=layers, num_kv_heads=heads, page_size=4, head_dim=5, dtype=torch.bfloat16)
+    slab = 6 * WHOLE.page_bytes
+    memory = torch.zeros(slab, dtype=torch.uint8, pin_memory=device == "cuda")
+    hbm = HbmPool(own, 6, base=100, memory=torch.zeros(6 * own.page_bytes, dtype=torch.uint8, device=device))
+    return hbm, DramPool(own, 6, base=1000, memory=memory, page_stride=WHOLE.page_bytes,
+                         part=PoolPart(WHOLE, layer=3 - layers, head=4 - heads))
+
+
+@pytest.mark.parametrize(("heads", "layers", "units", "count"), [
+    (4, 3, 4, 1), (4, 2, 4, 1), (2, 3, 4, 1), (1, 3, 4, 1), (4, 3, 3, 1), (2, 3, 3, 3), (2, 1, 3, 1), (1, 2, 1, 2)])
+def test_a_copy_with_gaps_is_few_rectangles_of_bytes(heads, layers, units, count):
+    """A rank's heads or layers of a host page, and its first tokens: each rectangle is one call of CUDA's driver."""
+    hbm, dram = spread(heads, layers)
+    hbm.pages.copy_(torch.randn(hbm.pages.shape))
+    source, target = hbm.page(102)[..., :units, :], dram.page(1003)[..., :units, :]
+    found = list(rows_of(target, source))
+    assert len(found) == count
+    for rows in found:
+        for i in range(rows.height):
+            ctypes.memmove(rows.target + i * rows.target_pitch, rows.source + i * rows.source_pitch, rows.width)
+    assert torch.equal(target, source) and dram.pages.count_nonzero() == source.count_nonzero()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 4, 7, 8])
+@pytest.mark.parametrize(("heads", "layers"), [(4, 3), (4, 2), (2, 3), (1, 1)])
+def test_pages_of_a_gpu_go_into_parts_of_host_pages_and_back(heads, layers, tokens):
+    hbm, dram = spread(heads, layers, "cuda")
+    hbm.pages.copy_(torch.randn(hbm.pages.shape))
+    torch.cuda.synchronize()
+    mover, n = Mover([hbm, dram]), -(-tokens // 4)
+    mover.add([move(1, DOWN, [105, 100][:n], [1004, 1000][:n], tokens)])
+    assert [m.ok for m in finish(mover, 0)] == [True]
+    mover.add([move(2, UP, [1004, 1000][:n], [101, 104][:n], tokens)])
+    assert [m.ok for m in finish(mover, 0)] == [True]
+    copied = 0
+    for i, (a, b, c) in enumerate(zip([105, 100], [1004, 1000], [101, 104], strict=True)):
+        units = max(0, min(4, tokens - 4 * i))
+        want = hbm.page(a)[..., :units, :]
+        assert torch.equal(dram.page(b)[..., :units, :], want.cpu()) and (not units or torch.equal(
+            hbm.page(c)[..., :units, :], want))
+        copied += int(want.count_nonzero())
+    memory = dram.pages.as_strided((6 * WHOLE.page_bytes // 2,), (1,), 0)
+    assert int(memory.count_nonzero()) == copied, "heads and layers of other ranks are as they were"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

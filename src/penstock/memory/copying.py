@@ -19,6 +19,7 @@ from typing import TypeAlias
 import torch
 
 from penstock.core.plan import Group, Move, MoveId, Tier
+from penstock.memory.across import copy_rows
 from penstock.memory.pool import BlockPool, PagePool
 
 log = logging.getLogger(__name__)
@@ -79,6 +80,8 @@ class Copier:
         events: list[torch.cuda.Event] = []
         with self._faults(move) as ok:
             with torch.cuda.stream(stream):
+                if stream is not None:
+                    stream.query()      # has torch make the context this thread's, which the driver's calls need
                 for layers in self._layers(move):
                     self._copy_tokens(move, tokens, layers)
                     if stream is not None:
@@ -125,11 +128,15 @@ class Copier:
             source, target, left = src.page(a), dst.page(b), tokens - i * size
             if layers is not None:
                 source, target = source[layers], target[layers]
-            if left >= size:
-                target.copy_(source, non_blocking=True)
-            elif left > 0:
+            if 0 < left < size:
                 units = src.layout.units(left)
-                target[..., :units, :].copy_(source[..., :units, :])
+                source, target = source[..., :units, :], target[..., :units, :]
+            if left <= 0:
+                continue
+            if self.flying == 1 or (source.is_contiguous() and target.is_contiguous()):
+                target.copy_(source, non_blocking=True)
+            else:                       # a TP rank's heads of a host page, or a page's first tokens
+                copy_rows(target, source, torch.cuda.current_stream().cuda_stream)
 
     def _bytes(self, move: Move) -> int:
         layout = self._pools[move.src, move.group].layout
