@@ -208,6 +208,38 @@ def packed_checkpoint(folder: Path, config: dict[str, Any], form: str,
         if name.endswith("_proj.weight"):
             parts, plain[name] = packer(packed.pop(name))
             packed |= {f"{name.removesuffix('weight')}{part}": t for part, t in parts.items()}
+    return _both(folder, config, given, packed, plain)
+
+
+def stacked_checkpoint(folder: Path, config: dict[str, Any]) -> tuple[str, str]:
+    """gpt-oss with the experts of a layer in MXFP4 in one tensor, rows of gate and up in turns; and what they mean."""
+    packed: dict[str, Tensor] = {}
+    plain = {name: tensor * (1 if "norm" in name else 8) for name, tensor in registry.dummy_tensors(config, 3)}
+    for name in [*plain]:
+        before, part = name.rsplit(".", 2)[0], name.rsplit(".", 1)[1]
+        layer = before.split(".experts.")[0] + ".experts."
+        if ".experts." not in name:
+            packed[name] = plain[name]
+        elif name == f"{layer}0.down_proj.{part}" or name == f"{layer}0.gate_proj.{part}":
+            kinds, halves_of = ("down",) if "down" in name else ("gate", "up"), list[Tensor]()
+            for expert in range(config["num_local_experts"]):
+                names = [f"{layer}{expert}.{kind}_proj.{part}" for kind in kinds]
+                halves_of.append(torch.stack([plain[one] for one in names], 1).flatten(0, 1))
+            module, all_EO = f"{layer}{'_'.join(kinds)}_proj", torch.stack(halves_of)
+            if part == "bias":
+                packed[f"{module}_bias"] = all_EO
+                continue
+            made = [mx(one, 4) for one in all_EO]
+            packed[f"{module}_blocks"] = torch.stack([one["weight_packed"].unflatten(1, (-1, 16)) for one, _ in made])
+            packed[f"{module}_scales"] = torch.stack([one["weight_scale"] for one, _ in made])
+            for expert, (_, twin) in enumerate(made):
+                for kind, rows in zip(kinds, twin.unflatten(0, (-1, len(kinds))).unbind(1), strict=True):
+                    plain[f"{layer}{expert}.{kind}_proj.weight"] = rows
+    return _both(folder, config, {"quant_method": "mxfp4"}, packed, plain)
+
+
+def _both(folder: Path, config: dict[str, Any], given: dict[str, Any], packed: dict[str, Tensor],
+          plain: dict[str, Tensor]) -> tuple[str, str]:
     for where, tensors, more in (("packed", packed, {"quantization_config": given}), ("plain", plain, {})):
         (folder / where).mkdir()
         (folder / where / "config.json").write_text(json.dumps({**config, **more}))

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import where
-from packers import FORMATS, packed_checkpoint
+from packers import FORMATS, packed_checkpoint, stacked_checkpoint
 from pair_engines import End, Engines, engines
 from pipeline_engine import (
     CONFIG,
@@ -143,7 +143,7 @@ TOPK = {"sparse_top_k": 96}
 RECALL = {"kv_cache_memory_bytes": "16M", "max_model_len": 1024}
 WORDS = {"kv_cache_memory_bytes": "32M", "kv_offloading_size": "16M", "step_tokens": 256}
 MTP = {"speculative_method": "mtp"}
-EXPERTS_IN = "int4 asymmetric", "awq", "gptq", "modelopt nvfp4"
+EXPERTS_IN = "int4 asymmetric", "awq", "gptq", "modelopt nvfp4"          # alone too
 KINDS = {
     "ordinary": Kind(make=of_config(ODD), covers=("ordinary", "ordinary")),
     "selecting": Kind(make=of_config(ODD), covers=("selecting", "selecting"), selects=TOPK, always=True),
@@ -187,7 +187,12 @@ KINDS = {
                   rounds=("computed",)) for form in FORMATS},
     **{f"{form}, experts": Kind(make=lambda folder, form=form: packed_checkpoint(folder, {
         **MOE, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "num_experts": 4}, form),
-        rounds=("computed",)) for form in EXPERTS_IN},
+        rounds=("computed",)) for form in FORMATS},
+    "packed, experts": Kind(make=lambda folder: (gguf_checkpoint(folder / "tiny.gguf", {
+        **MOE, "intermediate_size": 96, "moe_intermediate_size": 32, "hidden_size": 64}),) * 2,
+        rounds=("computed",), options={"dtype": "gguf"}),
+    "gpt-oss mxfp4": Kind(make=lambda folder: stacked_checkpoint(folder, {**SINKS, "intermediate_size": 64}),
+                          rounds=("computed",)),
 }
 
 # For each kind and place: layouts of the test, of the sweep, of the soak. A layout has counts of ranks, `n` machines,
@@ -251,8 +256,9 @@ TABLE: dict[tuple[str, str], tuple[str, str, str]] = {
     ("billion", "hosted"): ("", "tp2", ""),
     ("codes", "resident"): ("tp2", "pp2 tp2.ep2", ""),
     **{(form, "resident"): ("", "tp2 pp2", "") for form in FORMATS},        # one: tests/e2e/test_quantised.py
-    **{(f"{form}, experts", "resident"): ("one", "tp2 tp2.ep2" if form in ("awq", "modelopt nvfp4") else "", "")
-       for form in EXPERTS_IN},
+    **{(f"{form}, experts", "resident"): ("one" if form in EXPERTS_IN else "", "tp2.ep2", "") for form in FORMATS},
+    ("packed, experts", "resident"): ("", "tp2.ep2", ""),
+    ("gpt-oss mxfp4", "resident"): ("one", "tp2 tp2.ep2 pp2", ""),
 }
 # Long on a CPU, and run by `make gpu`.
 ALSO_GPU = {f"{kind}-{place}-{layout}" for kind, place, layouts in (
