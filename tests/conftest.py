@@ -100,6 +100,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     SECONDS[report.nodeid.split("[")[0]] += properties.get("processor", 0.0) if report.when == "teardown" else 0.0
     if report.when == "call" and not report.skipped:
         (PASSED if report.passed else FAILED).update(dict.fromkeys(properties.get("cells", ()), report.nodeid))
+    elif report.failed:         # to end, or its process has crashed
+        FAILED.update({cell: test for cell, test in PASSED.items() if test == report.nodeid})
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -133,8 +135,10 @@ def _run_of_cells(config: pytest.Config) -> dict[str, object]:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--device") == "cuda":
         _own_gpu_first(int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
+        import broken_gpu
         import where
         where.DEVICE = "cuda"
+        config.pluginmanager.register(broken_gpu)
 
 
 def _own_gpu_first(worker: int) -> None:
