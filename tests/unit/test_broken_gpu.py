@@ -80,13 +80,15 @@ def test_each_device_with_memory_is_asked(monkeypatch: pytest.MonkeyPatch) -> No
 
     def synchronize(device: int) -> None:
         asked.append(device)
-        if wrong:
+        if wrong and wrong.pop():
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
     cuda = SimpleNamespace(is_initialized=lambda: True, device_count=lambda: 3, memory_reserved=lambda n: 8 * (n != 1),
                            synchronize=synchronize)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
     assert broken_gpu.broken() == "" and asked == [0, 2]
     wrong.append(1)
+    assert broken_gpu.broken() == "", "what is said once was an error of one call"
+    wrong += [1, 1]
     assert broken_gpu.broken() == "CUDA error: an illegal memory access was encountered"
     cuda.is_initialized = lambda: False
     assert broken_gpu.broken() == ""
