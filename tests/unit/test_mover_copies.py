@@ -14,6 +14,7 @@ from late_copies import Latest, Shuffled
 
 from penstock.core.plan import DramPage, Group, HbmPage, Move, Moved, MoveId, StepId, Tier
 from penstock.memory.across import rows_of
+from penstock.memory.copying import _runs
 from penstock.memory.dram import DramPool
 from penstock.memory.hbm import HbmPool
 from penstock.memory.lateness import Promptly
@@ -94,24 +95,32 @@ def test_a_copy_with_gaps_is_few_rectangles_of_bytes(heads, layers, units, count
     assert torch.equal(target, source) and dram.pages.count_nonzero() == source.count_nonzero()
 
 
+def test_pages_that_follow_each_other_in_both_pools_are_one_copy():
+    hbm, dram = pools()
+    for pairs, runs in (([(100, 1000), (101, 1001), (102, 1003)], [(0, 2), (2, 1)]),
+                        ([(100, 1001), (101, 1000), (102, 1001)], [(0, 1), (1, 2)]),
+                        ([(105, 1000), (100, 1001)], [(0, 1), (1, 1)])):
+        one = move(1, DOWN, [a for a, _ in pairs], [b for _, b in pairs], 4 * len(pairs))
+        assert list(_runs(one, hbm, dram, len(pairs))) == runs
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 4, 7, 8])
+@pytest.mark.parametrize("tokens", [1, 4, 7, 8, 9, 12])
 @pytest.mark.parametrize(("heads", "layers"), [(4, 3), (4, 2), (2, 3), (1, 1)])
 def test_pages_of_a_gpu_go_into_parts_of_host_pages_and_back(heads, layers, tokens):
     hbm, dram = spread(heads, layers, "cuda")
     hbm.pages.copy_(torch.randn(hbm.pages.shape))
     torch.cuda.synchronize()
     mover, n = Mover([hbm, dram]), -(-tokens // 4)
-    mover.add([move(1, DOWN, [105, 100][:n], [1004, 1000][:n], tokens)])
+    mover.add([move(1, DOWN, [105, 100, 101][:n], [1004, 1000, 1001][:n], tokens)])
     assert [m.ok for m in finish(mover, 0)] == [True]
-    mover.add([move(2, UP, [1004, 1000][:n], [101, 104][:n], tokens)])
+    mover.add([move(2, UP, [1004, 1000, 1001][:n], [102, 103, 104][:n], tokens)])
     assert [m.ok for m in finish(mover, 0)] == [True]
     copied = 0
-    for i, (a, b, c) in enumerate(zip([105, 100], [1004, 1000], [101, 104], strict=True)):
+    for i, (a, b, c) in enumerate(zip([105, 100, 101], [1004, 1000, 1001], [102, 103, 104], strict=True)):
         units = max(0, min(4, tokens - 4 * i))
         want = hbm.page(a)[..., :units, :]
-        assert torch.equal(dram.page(b)[..., :units, :], want.cpu()) and (not units or torch.equal(
-            hbm.page(c)[..., :units, :], want))
+        assert torch.equal(dram.page(b)[..., :units, :], want.cpu()) and torch.equal(hbm.page(c)[..., :units, :], want)
         copied += int(want.count_nonzero())
     memory = dram.pages.as_strided((6 * WHOLE.page_bytes // 2,), (1,), 0)
     assert int(memory.count_nonzero()) == copied, "heads and layers of other ranks are as they were"
@@ -221,11 +230,11 @@ class Broken(DramPool):
     fault: Exception = OSError("the disk is gone")
     gate: threading.Event | None = None
 
-    def page(self, page):
+    def block(self, page, count):
         if self.gate is None:
             raise self.fault
         self.gate.wait()
-        return super().page(page)
+        return super().block(page, count)
 
 
 @pytest.mark.parametrize("fault", [OSError("the disk is gone"), torch.OutOfMemoryError("the disk is gone")])

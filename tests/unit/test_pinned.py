@@ -9,6 +9,8 @@ import torch
 
 from penstock.memory import pinned
 from penstock.memory.copying import Copied, CopyThread
+from penstock.memory.dram import DramPool
+from penstock.memory.pool import PageLayout
 
 MIB = 1 << 20
 
@@ -53,9 +55,12 @@ def test_the_first_pages_are_usable_before_the_last_are_registered(runtime):
         runtime.go.release()
     late.join()
     memory.wait(10 * stride)
+    layout = PageLayout(num_layers=1, num_kv_heads=1, page_size=256, head_dim=256)          # a third of the stride
+    pool = DramPool(layout, 30, base=10, memory=memory.memory, page_stride=stride // 3, pinned=memory)
+    assert [pool.together(page) for page in (10, 11, 15, 16, 38)] == [6, 5, 1, 6, 2], "no copy crosses a border"
     start = memory.memory.data_ptr()
     assert runtime.regions == [(start + i * 2 * stride, 2 * stride) for i in range(5)]
-    del memory
+    del memory, pool
     gc.collect()
     assert runtime.gone == [address for address, _ in runtime.regions]
 

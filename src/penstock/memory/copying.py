@@ -17,6 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
 from penstock.core.plan import Group, Move, MoveId, Tier
 from penstock.memory.across import copy_rows
@@ -50,6 +51,18 @@ Begin: TypeAlias = Callable[[Move], End]
 def parts_of(num_layers: int, num_parts: int) -> list[slice]:
     """Layers [0, num_layers) in runs of about the same length; no part is empty but of no layers."""
     return [slice(num_layers * p // num_parts, num_layers * (p + 1) // num_parts) for p in range(num_parts)]
+
+
+def _runs(move: Move, src: PagePool, dst: PagePool, num_pages: int) -> Iterator[tuple[int, int]]:
+    """Its first pages in runs that follow each other in both pools, as few copies as can be: (at, how many)."""
+    at = 0
+    while at < num_pages:
+        a, b = move.src_pages[at], move.dst_pages[at]
+        most, count = min(num_pages - at, src.together(a), dst.together(b)), 1
+        while count < most and move.src_pages[at + count] == a + count and move.dst_pages[at + count] == b + count:
+            count += 1
+        yield at, count
+        at += count
 
 
 class Copier:
@@ -123,20 +136,22 @@ class Copier:
         src, dst = self._pools[move.src, move.group], self._pools[move.dst, move.group]
         if not dst.writes:              # another rank makes this copy: the move ends when all have said so
             return
-        size = src.layout.page_size
-        for i, (a, b) in enumerate(zip(move.src_pages, move.dst_pages, strict=True)):
-            source, target, left = src.page(a), dst.page(b), tokens - i * size
-            if layers is not None:
-                source, target = source[layers], target[layers]
-            if 0 < left < size:
-                units = src.layout.units(left)
-                source, target = source[..., :units, :], target[..., :units, :]
-            if left <= 0:
-                continue
-            if self.flying == 1 or (source.is_contiguous() and target.is_contiguous()):
-                target.copy_(source, non_blocking=True)
-            else:                       # a TP rank's heads of a host page, or a page's first tokens
-                copy_rows(target, source, torch.cuda.current_stream().cuda_stream)
+        whole, left = divmod(tokens, src.layout.page_size)
+        for at, count in _runs(move, src, dst, whole):
+            self._copy(src.block(move.src_pages[at], count), dst.block(move.dst_pages[at], count), layers)
+        if left:
+            units = src.layout.units(left)
+            self._copy(src.block(move.src_pages[whole], 1)[..., :units, :],
+                       dst.block(move.dst_pages[whole], 1)[..., :units, :], layers)
+
+    def _copy(self, source: Tensor, target: Tensor, layers: slice | None) -> None:
+        """[P, L, K, C, U, H]"""
+        if layers is not None:
+            source, target = source[:, layers], target[:, layers]
+        if self.flying == 1 or (source.is_contiguous() and target.is_contiguous()):
+            target.copy_(source, non_blocking=True)
+        else:                           # a TP rank's heads of host pages, or a page's first tokens
+            copy_rows(target, source, torch.cuda.current_stream().cuda_stream)
 
     def _bytes(self, move: Move) -> int:
         layout = self._pools[move.src, move.group].layout

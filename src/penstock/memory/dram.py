@@ -47,6 +47,13 @@ class DramPool(BlockPool):
             self._pinned.wait((i + 1) * self._stride)
         return i
 
+    def together(self, page: int) -> int:
+        """No copy crosses the border of two regions that are registered by themselves."""
+        if self._pinned is None:
+            return super().together(page)
+        at = (page - self.base) * self._stride
+        return max(1, (self._pinned.border(at) - at) // self._stride)
+
     def bytes_of(self, page: int) -> memoryview:
         """The bytes of a whole page, writable."""
         return self.page(page).reshape(-1).view(torch.uint8).numpy().data

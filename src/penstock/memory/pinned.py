@@ -72,6 +72,10 @@ class Pinned:
         thread.start()
         weakref.finalize(self, _release, self._progress, thread)
 
+    def border(self, at: int) -> int:
+        """Of the region that the byte `at` is in: its end."""
+        return (at // self._progress.region + 1) * self._progress.region
+
     def wait(self, end: int) -> None:
         """Until the bytes before `end` are registered. Raises NotPinned where they cannot be."""
         p = self._progress

@@ -99,6 +99,12 @@ class PagePool(Protocol):
     def page(self, page: int) -> Tensor:
         """[L, K, C, U, H]: one page as a view, dense behind K."""
 
+    def together(self, page: int) -> int:
+        """How many pages from this one on, at most, one copy may take."""
+
+    def block(self, page: int, count: int) -> Tensor:
+        """[count, L, K, C, U, H]: so many pages from this one on."""
+
 
 class BlockPool:
     """Pages in one memory: `pages` is [P, L, K, C, U, H] over it, each page one block, or some layers and
@@ -143,6 +149,13 @@ class BlockPool:
 
     def page(self, page: int) -> Tensor:
         return self.pages[self.index(page)]
+
+    def together(self, page: int) -> int:
+        return self.base + self.num_pages - page
+
+    def block(self, page: int, count: int) -> Tensor:
+        last = self.index(page + count - 1)
+        return self.pages[last + 1 - count:last + 1]
 
     def fill(self, value: float) -> None:
         """Overwrite every slot, which makes the whole pool resident. For tests: a NaN that is read
