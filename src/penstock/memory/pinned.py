@@ -73,7 +73,7 @@ class Pinned:
         weakref.finalize(self, _release, self._progress, thread)
 
     def border(self, at: int) -> int:
-        """Of the region that the byte `at` is in: its end."""
+        """Where the region ends that has the byte `at`."""
         return (at // self._progress.region + 1) * self._progress.region
 
     def wait(self, end: int) -> None:
