@@ -70,7 +70,7 @@ def test_names_chosen_on_a_hopper_gpu(installed: None) -> None:
         "linear": "cuda", "paged_attention": "fa4", "layer": "triton", "write_kv": "triton", "select": "cuda",
         "resolve": "cuda", "gather": "triton", "sparse_attention": "triton", "chunk_attention": "fa4",
         "merge": "triton", "index_pair": "triton", "index_select": "cuda", "block_select": "cuda",
-        "latent_attention": "gluon", "experts": "cuda", "draw": "triton", "mask": "triton", "scan": "triton"}
+        "latent_attention": "gluon", "experts": "cuda", "draw": "triton", "mask": "triton", "scan": "blocks"}
 
 
 # Of operations with kernels for Hopper alone, what another GPU runs.
@@ -94,7 +94,8 @@ def test_names_chosen_on_another_gpu_or_with_triton_alone(installed: None, monke
 
 
 @pytest.mark.parametrize("platform, given, name", [
-    *((HOPPER, f"{op}=cuda", "triton") for op in ("layer", "draw", "mask", "scan", "gather", "write_kv")),
+    *((HOPPER, f"{op}=cuda", "triton") for op in ("layer", "draw", "mask", "gather", "write_kv")),
+    (HOPPER, "scan=cuda", "blocks"), (HOPPER, "scan=triton", "triton"),
     (HOPPER, "paged_attention=cuda", "fa4"), (AMPERE, "paged_attention=cuda", "triton"),
     (HOPPER, "chunk_attention=cuda", "fa4"), (AMPERE, "chunk_attention=cuda", "torch"),
     (HOPPER, "latent_attention=cuda", "gluon"), (AMPERE, "latent_attention=cuda", "triton"),

@@ -38,8 +38,8 @@ class Scan(Protocol):
 
 
 OP: Op[Scan] = Op("scan", (
-    lazy("triton", "penstock.kernels.state.scan.triton_scan:scan"),
     lazy("blocks", "penstock.kernels.state.scan.triton_blocks:scan"),
+    lazy("triton", "penstock.kernels.state.scan.triton_scan:scan"),
     Implementation("c", native.scan, native.probe),
     Implementation("reference", reference.scan, "one token at a time", DEVICES),
 ))
