@@ -126,7 +126,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
                       "Qwen/Qwen3-VL-32B-Instruct", "Qwen/Qwen3-VL-32B-Thinking"),
     "qwen3_vl_moe_text": ("Qwen/Qwen3-VL-30B-A3B-Instruct",),
     "qwen3_5_text": ("Qwen/Qwen3.5-27B",), "qwen3_5_moe_text": ("Qwen/Qwen3.5-35B-A3B",),
-    "ministral3": ("mistralai/Ministral-3-3B-Instruct-2512",), "mistral4": ("mistralai/Mistral-Small-4-119B-2603",),
+    "mistral4": ("mistralai/Mistral-Small-4-119B-2603",),
     "nemotron_h": ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "nvidia/Nemotron-H-56B-Base-8K",
                    "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16"),
     "gpt_oss": ("openai/gpt-oss-20b", "openai/gpt-oss-120b"),
