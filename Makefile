@@ -80,6 +80,7 @@ gpu:  ## on a machine with a CUDA device, PYTHON's own torch and triton: kernels
 		tests/parity/test_kernels.py \
 		tests/parity/test_cuda_chunks.py \
 		tests/unit/test_transfer_layout.py::test_pages_of_a_gpu_are_read_and_written_in_one_call \
+		tests/unit/test_mover_copies.py::test_pages_of_a_gpu_go_into_parts_of_host_pages_and_back \
 		tests/conformance/test_executor_core.py tests/conformance/test_executor_plans.py \
 		tests/conformance/test_executor_hosted.py tests/conformance/test_executor_mixed.py \
 		tests/conformance/test_executor_latent.py tests/conformance/test_executor_storage.py \
