@@ -21,7 +21,8 @@ from penstock.model.weights.formats.reader import Format
 EMBED, EXPERTS = "model.embed_tokens.weight", ".experts."
 # Weights that stay packed, by what `--weights` says, and whether these are experts only.
 PACKED: dict[str, tuple[Format, Kind, bool]] = {
-    "mxfp4": (Format("e2m1", 1, 32, 4), "e2m1", True), "int4": (Format("u8", 1, 128, 4), "u4", False)}
+    "mxfp4": (Format("e2m1", 1, 32, 4), "e2m1", True), "int4": (Format("u8", 1, 128, 4), "u4", False),
+    "fp8": (Format("e4m3", 128, 128), "e4m3", False)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

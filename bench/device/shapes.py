@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python bench/device/shapes.py OUT --shape minimax-m3 [--cells hosted:1,8 resident:1,8]
     PYTHONPATH=src python bench/device/shapes.py OUT --shape gpt-oss-20b [--weights mxfp4]
-    PYTHONPATH=src python bench/device/shapes.py OUT --shape qwen3-8b [--weights int4]
+    PYTHONPATH=src python bench/device/shapes.py OUT --shape qwen3-8b [--weights fp8 --backends linear=fp8]
     PYTHONPATH=src python bench/device/shapes.py OUT --shape qwen3.5-35b-a3b [--backends scan=triton]
     PYTHONPATH=src python bench/device/shapes.py OUT --shape gemma-4-31b
     PYTHONPATH=src python bench/device/shapes.py OUT --shape kimi-k2 [--kv-cache-dtype fp8_e4m3] [--heads 8]
