@@ -169,7 +169,8 @@ class Windows(Watcher):
     def applied(self, event: Event) -> None:
         wanted, idle = set[tuple[Sealed, int]](), list[tuple[Sealed, int]]()
         for live in self._view.live if isinstance(event, Retired) else ():
-            if live.row is not None and len(live.path) > self._at[live.rid]:
+            had_row = live.row is not None or live.phase in (Phase.PAUSED, Phase.SENDING)      # in that step
+            if had_row and len(live.path) > self._at[live.rid]:
                 self._sealed(live, wanted, idle)
         for page, g in idle if not self._has_ended else ():
             if (page, g) not in wanted and page not in self._seen:
