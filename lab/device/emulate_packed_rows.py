@@ -2,7 +2,8 @@
 
     PYTHONPATH=src python lab/device/emulate_packed_rows.py
 
-Prints the largest relative error of dense products and of experts, for kinds, blocks, gates and numbers of rows.
+Prints the largest relative error of dense products and of experts, for kinds, blocks, gates and numbers of rows. Ends
+where a byte of x, codes, scales or zero points is read that is none, or not at a multiple of what is read at once.
 """
 from __future__ import annotations
 
@@ -24,10 +25,10 @@ ROOT = Path(__file__).parents[2]
 KINDS = ("e4m3", "u4", "e2m1", "u8")
 SCALES = (torch.float32, torch.float16, torch.bfloat16)
 INSTEAD = {      # of functions that are assembly
-    "codes_of": "uint4 v; memcpy(&v, at, 16); return v;",
-    "word_at": "word v; memcpy(&v, at, 4); return v;",
-    "half_at": "half v; memcpy(&v, at, 2); return v;",
-    "input": "uint4 v; if ((size_t)at % 16) abort(); memcpy(&v, at, 16); return v;",
+    "codes_of": "uint4 v; inside(at, 16); memcpy(&v, at, 16); return v;",
+    "word_at": "word v; inside(at, 4); memcpy(&v, at, 4); return v;",
+    "half_at": "half v; inside(at, 2); memcpy(&v, at, 2); return v;",
+    "input": "uint4 v; inside(at, 16); memcpy(&v, at, 16); return v;",
     "lifted": "return pk(bf(x) * 0x1p60f, bf(x >> 16) * 0x1p60f);",
     "less": "return pk(bf(x) - bf(y), bf(x >> 16) - bf(y >> 16));",
     "from_half": "_Float16 h; memcpy(&h, &x, 2); return (float)h;",
@@ -72,7 +73,8 @@ def kernel(weight: Packed, tiles: int, gate: int) -> tuple[ctypes.CDLL, list[int
     shift = (weight.cols // chunk).bit_length() - 1 if weight.scale_RJ.shape[1] > 1 and not small else 30
     zeros = 0 if weight.offset_RJ is None else weight.offset_RJ.element_size() * 8
     return built(WARPS=2, AHEAD=2, TILES=tiles, KIND=KINDS.index(weight.kind), ZEROS=zeros, SMALL=small, GATE=gate,
-                 SCALE=SCALES.index(weight.scale_RJ.dtype)), [weight.rows, shift, weight.scale_RJ.shape[1]]
+                 SCALE=SCALES.index(weight.scale_RJ.dtype), HALF=int(weight.shape[1] % chunk > 0)), [
+                     weight.rows, shift, weight.scale_RJ.shape[1]]
 
 
 def at(part: Tensor | None) -> ctypes.c_void_p:
@@ -83,6 +85,14 @@ def parts(weight: Packed) -> tuple[ctypes.c_void_p, ...]:
     return at(weight.code_OI), at(weight.scale_RJ), at(weight.offset_RJ)
 
 
+def may_read(library: ctypes.CDLL, weight: Packed, x: Tensor) -> None:
+    """These rows of x and this weight, nothing else."""
+    library.forget()
+    for part in (*x, weight.code_OI, weight.scale_RJ, weight.offset_RJ):
+        if part is not None:
+            library.may_read(at(part), ctypes.c_longlong(part.nbytes))
+
+
 def error(out: Tensor, want: Tensor) -> float:
     return ((out.float() - want).abs() / (want.abs() + want.abs().mean())).max().item()
 
@@ -91,6 +101,7 @@ def dense(kind: str, outputs: int, inputs: int, rows: int, cols: int, tokens: in
     weight = weight_of(kind, outputs, inputs, rows, cols, zeros)
     library, numbers = kernel(weight, -(-tokens // 8), 0)
     x = torch.randn(tokens, inputs + 24).bfloat16()[:, 8:8 + inputs]
+    may_read(library, weight, x)
     bias, out = torch.randn(outputs).bfloat16(), torch.zeros(tokens, outputs, dtype=torch.bfloat16)
     library.run(2, at(x), *parts(weight), at(bias), at(out),
                 (ctypes.c_longlong * 7)(tokens, outputs, inputs, x.stride(0), *numbers))
@@ -118,6 +129,7 @@ def experts(kind: str, num: int, chosen: int, dim: int, width: int, rows: int, c
     for weight, outputs, given, made, bias, what in ((into, wide, x, inner, biases[0], gate),
                                                      (down, dim, inner, out, biases[1], 5)):
         library, numbers = kernel(weight, 1, what)
+        may_read(library, weight, given.view(-1, weight.shape[1]))
         floats = struct.unpack("2I", struct.pack("2f", 1.7, 7.0))
         library.run2(2, chosen, at(given), *parts(weight), at(bias), at(made), at(expert), at(weigh),
                      (ctypes.c_longlong * 9)(outputs, weight.shape[1], *numbers, first, here, *floats))
@@ -144,8 +156,20 @@ if __name__ == "__main__":
     dense("e2m1", 37, 256, 1, 16, 5)
     dense("e2m1", 33, 384, 1, 32, 12)
     dense("u8", 50, 256, 1, 128, 4)
+    # Rows that end with half a chunk of four bits.
+    dense("e2m1", 33, 2880, 1, 32, 3)
+    dense("e2m1", 20, 192, 1, 16, 9)
+    dense("e2m1", 20, 320, 1, 64, 2)
+    dense("e2m1", 37, 320, 20, 320, 3)
+    dense("u4", 37, 320, 1, 128, 5)
+    dense("u4", 37, 448, 1, 256, 9, zeros=True)
+    dense("u4", 40, 192, 1, 32, 12, zeros=True)
+    dense("u4", 20, 64, 1, 64, 2)
     experts("e4m3", 4, 2, 128, 64, 64, 64, 1)
     experts("e4m3", 4, 3, 128, 64, 64, 64, 3)
     experts("u4", 5, 4, 128, 128, 1, 32, 2, first=1, here=2, biased=False)
     experts("e2m1", 3, 2, 128, 128, 1, 16, 4)
     experts("u8", 3, 2, 128, 64, 1, 64, 1)
+    experts("e2m1", 3, 3, 320, 192, 1, 32, 3)
+    experts("u4", 3, 3, 320, 192, 1, 128, 3)
+    experts("u4", 3, 3, 192, 64, 1, 32, 1)

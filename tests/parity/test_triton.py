@@ -388,11 +388,13 @@ def test_attention_in_gluon_compiles_for_hopper(pool: str, size: int, blocks: in
     ("choose/resolve/map_units", dict(THREADS=1024, CHOSEN=2048, SLOTS=4096, PAGE_UNITS=64, TURNS=0)),
     ("choose/resolve/map_units", dict(THREADS=1024, CHOSEN=4096, SLOTS=8192, PAGE_UNITS=64, TURNS=1)),
     *(("gemm/linear/packed_rows", dict(WARPS=8, AHEAD=ahead, TILES=tiles, KIND=kind, SCALE=scale, ZEROS=zeros,
-                                       SMALL=small, GATE=gate))
-      for kind, scale, zeros, small, tiles, ahead, gate in (
-          (0, 0, 0, 0, 1, 4, 0), (0, 0, 0, 0, 2, 4, 0), (1, 0, 0, 0, 1, 4, 0), (1, 0, 0, 0, 2, 2, 0),
-          (1, 1, 16, 32, 1, 4, 0), (2, 0, 0, 16, 1, 4, 0), (2, 2, 0, 32, 1, 4, 0), (3, 0, 0, 0, 2, 4, 0),
-          (0, 0, 0, 0, 1, 4, 1), (1, 0, 0, 0, 1, 4, 1), (2, 0, 0, 16, 1, 4, 5)))])
+                                       SMALL=small, GATE=gate, HALF=half))
+      for half, kind, scale, zeros, small, tiles, ahead, gate in (
+          (0, 0, 0, 0, 0, 1, 4, 0), (0, 0, 0, 0, 0, 2, 4, 0), (0, 1, 0, 0, 0, 1, 4, 0), (0, 1, 0, 0, 0, 2, 2, 0),
+          (0, 1, 1, 16, 32, 1, 4, 0), (0, 2, 0, 0, 16, 1, 4, 0), (0, 2, 2, 0, 32, 1, 4, 0), (0, 3, 0, 0, 0, 2, 4, 0),
+          (0, 0, 0, 0, 0, 1, 4, 1), (0, 1, 0, 0, 0, 1, 4, 1), (0, 2, 0, 0, 16, 1, 4, 5), (1, 1, 0, 0, 0, 2, 2, 0),
+          (1, 1, 1, 16, 32, 1, 4, 0), (1, 2, 1, 0, 32, 1, 4, 0), (1, 2, 1, 0, 32, 1, 4, 3),
+          (1, 2, 1, 0, 32, 1, 4, 5)))])
 def test_kernel_in_cpp_compiles_for_hopper(name: str, defines: dict[str, int]) -> None:
     source = KERNELS / f"{name}.cu"
     assert stack_of(device.compiled(source, **defines)) == 0

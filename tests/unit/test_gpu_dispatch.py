@@ -19,6 +19,7 @@ from penstock.kernels.c import device
 from penstock.kernels.choose import clusters
 from penstock.kernels.choose.select import SelectRule
 from penstock.kernels.gemm import linear
+from penstock.kernels.gemm.experts import Clamped
 from penstock.kernels.op import Unusable
 from penstock.kernels.platform import KernelError, Platform
 from penstock.kernels.triton import lazy
@@ -190,6 +191,20 @@ def scaled(name: str, rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
     use("linear", name)(weight, None)(torch.zeros(rows, 256, dtype=dtype))
 
 
+def four(name: str, inputs: int, cols: int) -> None:
+    weight = Packed(torch.zeros(64, inputs // 2, dtype=torch.uint8), torch.ones(64, -(-inputs // cols)), 1, cols,
+                    four="e2m1")
+    use("linear", name)(weight, None)(torch.zeros(1, inputs, dtype=BF16))
+
+
+def experts(name: str, tokens: int, dim: int, width: int) -> None:
+    """Of two experts in MXFP4 each token visits one."""
+    gate_up, down = (Packed(torch.zeros(2 * rows, cols // 2, dtype=torch.uint8), torch.ones(2 * rows, cols // 32), 1,
+                            32, four="e2m1") for rows, cols in ((2 * width, dim), (dim, width)))
+    use("experts", name).mlp(torch.zeros(tokens, dim, dtype=BF16), torch.zeros(tokens, 1, dtype=torch.int64),
+                             torch.ones(tokens, 1), gate_up, down, 0, None, Clamped(alpha=1.7, limit=7.0))
+
+
 @pytest.mark.parametrize("run, op, best, args, want, alone", [
     (resolve, "resolve", "cuda", (16,), ["clear_one", "C++ map_units"], ["clear_one", "resolve_units"]),
     (resolve, "resolve", "cuda", (0,), ["resolve_units"], ["resolve_units"]),
@@ -207,7 +222,16 @@ def scaled(name: str, rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
     (scaled, "linear", "cuda", (8, 128), ["C++ packed_rows"], ["packed_rows"]),
     (scaled, "linear", "cuda", (17, 128), ["packed_rows"], ["packed_rows"]),
     (scaled, "linear", "cuda", (8, 128, F32), ["packed_rows"], ["packed_rows"]),
-    (scaled, "linear", "cuda", (8, 16), ["packed_rows"], ["packed_rows"])])
+    (scaled, "linear", "cuda", (8, 16), ["packed_rows"], ["packed_rows"]),
+    (four, "linear", "cuda", (2880, 32), ["C++ packed_rows"], ["packed_rows", "add_shares"]),
+    (four, "linear", "cuda", (320, 128), ["C++ packed_rows"], ["packed_rows"]),
+    (four, "linear", "cuda", (352, 32), ["packed_rows"], ["packed_rows"]),
+    (experts, "experts", "cuda", (1, 2880, 2880), ["C++ packed_experts", "C++ packed_experts", "sum_visits"],
+     ["experts_in", "experts_out", "sum_visits"]),
+    (experts, "experts", "cuda", (1, 2880, 1440), ["experts_in", "experts_out", "sum_visits"],
+     ["experts_in", "experts_out", "sum_visits"]),
+    (experts, "experts", "cuda", (2, 2880, 2880), ["experts_in", "experts_out", "sum_visits"],
+     ["experts_in", "experts_out", "sum_visits"])])
 def test_kernels_of_other_operations(launches: list[str], run: Any, op: str, best: str, args: tuple[Any, ...],
                                      want: list[str], alone: list[str]) -> None:
     for name, launched in ((best, want), ("triton", alone), (best, want)):

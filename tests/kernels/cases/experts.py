@@ -17,7 +17,7 @@ _TOKENS = (1, 3, 64, 150)
 _SHAPES = ((5, 2, 40, 24, 16, 16), (16, 8, 128, 96, 32, 64), (3, 3, 33, 7, 5, 16), (1, 1, 16, 17, 128, 128))
 _PACKED: tuple[tuple[Kind, tuple[int, ...]], ...] = (
     ("u4", (16, 8, 128, 96, 1, 32)), ("e2m1", (5, 2, 64, 48, 1, 16)), ("u8", (5, 2, 40, 24, 1, 40)),
-    ("u4", (3, 2, 256, 128, 1, 128)))
+    ("u4", (3, 2, 256, 128, 1, 128)), ("e2m1", (3, 3, 320, 192, 1, 32)))
 # experts, rule
 _RULES = {
     "softmax": (128, Rule(num_chosen=8, renormalize=True)),
@@ -43,10 +43,9 @@ def cases(device: str = "cpu") -> Iterator[Case]:
             for tokens in _TOKENS:
                 yield Case(f"{name}-{kind} {'x'.join(map(str, shape))}-{tokens}",
                            partial(_mlp, device, dtype, shape, kind, tokens), TOLERANCE[dtype])
-        for tokens in (3, 150):
-            yield Case(f"{name}-clamped of 5 in e2m1-{tokens}", partial(
-                _mlp, device, dtype, _PACKED[1][1], "e2m1", tokens, gate=Clamped(alpha=1.7, limit=0.5)),
-                TOLERANCE[dtype])
+        for tokens, (_, shape) in ((3, _PACKED[1]), (150, _PACKED[1]), (1, _PACKED[4])):
+            yield Case(f"{name}-clamped of {shape[0]} in e2m1-{tokens}", partial(
+                _mlp, device, dtype, shape, "e2m1", tokens, gate=Clamped(alpha=1.7, limit=0.5)), TOLERANCE[dtype])
         for tokens in (1, 37, 150):
             for last in (True, False):
                 yield Case(f"{name}-clamped of 5{' by another lane' * (not last)}-{tokens}", partial(

@@ -5,7 +5,9 @@
 //
 // Codes are exact in bfloat16, and what a block's sum is, is scaled. Names that are not declared here are set when it is
 // compiled: WARPS; AHEAD, even; TILES; KIND, below; SCALE, type of the scales: 0 float, 1 half, 2 bfloat16; ZEROS, type of
-// the codes that mean 0: 0 none, 16, 32 bits; SMALL: columns of a block where a chunk has several, else 0; GATE, below.
+// the codes that mean 0: 0 none, 16, 32 bits; SMALL: columns of a block where a chunk has several, else 0; GATE, below;
+// HALF: 1 where a row ends with half a chunk, as one of codes of 4 bits may. Two of four threads have no codes of that
+// then, and x is 0 where a row has ended.
 
 typedef unsigned int word;
 typedef unsigned short half;            // a bfloat16
@@ -200,17 +202,18 @@ struct Lines {                          // of two outputs, where this thread beg
     int scale[2];                       // the first of the row
 };
 
-// Zeros behind the last chunk. shift: a block of the weight has 1 << shift chunks.
+// Zeros behind the row's end. shift: a block of the weight has 1 << shift chunks.
 __device__ __forceinline__ void load(Codes &to, const Lines &of, const unsigned char *scale, const unsigned char *zeros,
                                      int turn, int warp, int q, int chunks, int shift) {
     const int chunk = turn * WARPS + warp;
+    const bool behind = HALF && q > 1 && chunk == chunks - 1;   // sums of such a thread have a large block's scale too
     #pragma unroll
     for (int h = 0; h < 2; ++h) {
         to.code[h] = make_uint4(0, 0, 0, 0);
         #pragma unroll
         for (int b = 0; b < PARTS; ++b) to.scale[h][b] = 0, to.zero[h][b] = 0x43004300u + ZERO * 0x10001u;
-        if (chunk < chunks) {
-            to.code[h] = codes_of(of.code[h] + turn * (WARPS * CHUNK / (FOUR ? 2 : 1)));
+        if (chunk < chunks && !(SMALL && behind)) {
+            if (!behind) to.code[h] = codes_of(of.code[h] + turn * (WARPS * CHUNK / (FOUR ? 2 : 1)));
             const int at = of.scale[h] + (SMALL ? (chunk * CHUNK + q * 32) / (SMALL ? SMALL : 1) : chunk >> shift);
             #pragma unroll
             for (int b = 0; b < PARTS; ++b) {
@@ -252,7 +255,7 @@ __device__ __forceinline__ void multiply(const Job &of) {
     __shared__ float part[2][WARPS][TILES * 8][17];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q = lane & 3;
     const int wide = GATED ? of.outputs / 2 : of.outputs;       // outputs of out
-    const int chunks = of.inputs / CHUNK, groups = (wide + SIDE - 1) / SIDE;
+    const int chunks = of.inputs / CHUNK + HALF, groups = (wide + SIDE - 1) / SIDE;
     const int turns = (chunks + WARPS * AHEAD - 1) / (WARPS * AHEAD) * AHEAD;
     const long long width = FOUR ? of.inputs / 2 : of.inputs;   // bytes of an output's codes
     const auto lines_of = [&](int group) {
@@ -281,14 +284,15 @@ __device__ __forceinline__ void multiply(const Job &of) {
         const int t = n * 8 + g, own = t < of.rows ? t : of.rows - 1;
         of_row[n] = of.x + own * of.x_row + q * (SMALL ? 8 : CHUNK / 4);
     }
-    const auto load_x = [&](int slot, int turn, int unit) {     // the first there are, where there are no codes
-        const int chunk = turn * WARPS + warp;
+    const auto load_x = [&](int slot, int turn, int unit) {     // the first there are, where there is no chunk
+        const int at = turn * WARPS + warp, chunk = at < chunks ? at : 0;
+        const bool behind = HALF && (SMALL ? unit : q > 1) && chunk == chunks - 1;
         #pragma unroll
         for (int n = 0; n < TILES; ++n)
             #pragma unroll
             for (int p = 0; p < 2; ++p)
-                b[slot][n][p] = input(of_row[n] + (chunk < chunks ? chunk * CHUNK : 0)
-                                      + (SMALL ? unit * 64 + p * 32 : unit * 16 + p * 8));
+                b[slot][n][p] = behind ? make_uint4(0, 0, 0, 0) : input(of_row[n] + chunk * CHUNK + (
+                    SMALL ? unit * 64 + p * 32 : unit * 16 + p * 8));
     };
     load_x(0, 0, 0);
     load_x(1, 2 - UNITS, UNITS - 1);

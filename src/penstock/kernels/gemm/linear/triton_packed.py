@@ -115,7 +115,7 @@ def in_cpp(x_TI: Tensor, weight: Tensor | Packed, tiles: int = 1, gate: int = 0)
     chunk = 128 if weight.four else 64              # inputs that it multiplies at once
     several = 1 << 30 if scale.shape[1] == 1 else weight.cols // chunk
     small = 0 if several else weight.cols           # columns of a block, where a chunk has several
-    if inputs % chunk or x_TI.stride(0) % 8 or x_TI.data_ptr() % 16 or scale.dtype not in _SCALES:
+    if inputs % 64 or x_TI.stride(0) % 8 or x_TI.data_ptr() % 16 or scale.dtype not in _SCALES:
         return None
     if small and not (weight.four and small in (16, 32, 64)):
         return None
@@ -123,12 +123,13 @@ def in_cpp(x_TI: Tensor, weight: Tensor | Packed, tiles: int = 1, gate: int = 0)
         return None
     if offset is not None and (weight.kind != "u4" or offset.is_floating_point()):
         return None
-    warps = 8 if inputs // chunk > 16 else 4
+    half = int(inputs % chunk > 0)
+    warps = 8 if inputs // chunk + half > 16 else 4
     ahead = _AHEAD // 2 if tiles > 1 and weight.four else _AHEAD          # registers are few
     launch = device.launcher(
         Path(__file__).with_name("packed_rows.cu"), "packed_experts" if gate else "packed_rows", WARPS=warps,
         AHEAD=ahead, TILES=tiles, KIND=_KINDS.index(weight.kind), SCALE=_SCALES.index(scale.dtype),
-        ZEROS=0 if offset is None else offset.element_size() * 8, SMALL=small, GATE=gate)
+        ZEROS=0 if offset is None else offset.element_size() * 8, SMALL=small, GATE=gate, HALF=half)
     if launch is None:
         return None
     return InCpp(launch, 32 * warps, _BLOCKS * 8 // warps,
