@@ -121,8 +121,7 @@ class KVConfig:
     page_size: Annotated[int | None, "tokens per KV page: 1 to 256 (default: 16, or a block of a model that selects "
                          "larger ones)", Alias("--block-size")] = None
     state_interval: Annotated[int | None, "recurrent models: tokens between cached states, a multiple of --page-size "
-                              "(default: state bytes / (4 x KV bytes per token), to a multiple of 64, at least 128)"
-                              ] = None
+                              "(default: KV of a quarter of a state's bytes, in 64s, at least 128)"] = None
     window_interval: Annotated[int, "sliding windows: tokens from one that the prefix cache keeps to the next; those "
                                "at prompts' ends and forks stay too. 0: all stay"] = 0
     kv_cache_memory_bytes: Annotated[int | None, "GPU memory for KV, per rank; without a GPU, CPU memory "
@@ -241,9 +240,8 @@ class DeviceConfig:
     pp: Annotated[int, "pipeline parallelism: number of stages, each a process with layers of its own",
                   Alias("--pipeline-parallel-size", "--pp-size", "-pp")] = 1
     pp_layers: Annotated[tuple[str, ...], "layers of each pipeline stage, e.g. 10,12,8 (default: even)"] = ()
-    pp_together: Annotated[int | None, "with --pp, up to so many requests decode in one step, one stage behind the "
-                           "other; more take turns, so that all stages compute at once (default: 32 on the GPUs of one "
-                           "machine, else 1)"] = None
+    pp_together: Annotated[int | None, "with --pp, up to so many requests decode in one step, stage by stage; more "
+                           "take turns (default: 32 on the GPUs of one machine, else 1)"] = None
     tp: Annotated[int, "tensor parallelism: ranks (processes) of each stage, which split heads, MLP columns, "
                   "experts, vocabulary; MLA KV is on each",
                   Alias("--tensor-parallel-size", "--tp-size", "-tp")] = 1
