@@ -22,8 +22,8 @@ class Engine:
         self.core = Core(CoreConfig(**(base | settings)))  # type: ignore[arg-type]
         self.events: list[Event] = []
 
-    def arrive(self, rid: int, tokens: int, **more: object) -> None:
-        self.events.append(Arrived(RequestId(rid), tuple(range(rid << 24, (rid << 24) + tokens)), 2,
+    def arrive(self, rid: int, tokens: int, new: int = 2, **more: object) -> None:
+        self.events.append(Arrived(RequestId(rid), tuple(range(rid << 24, (rid << 24) + tokens)), new,
                                    **more))  # type: ignore[arg-type]
 
     def steps(self) -> Iterator[StepPlan]:
@@ -40,9 +40,9 @@ def counts(plan: StepPlan) -> dict[int, int]:
     return dict(zip(plan.rids, plan.count, strict=True))
 
 
-@pytest.mark.parametrize("step_tokens, last_tokens", [(64, 0), (200, 0), (130, 8)])
+@pytest.mark.parametrize("step_tokens, last_tokens", [(128, 0), (200, 0), (130, 8)])
 def test_chunks_end_at_multiples_but_the_last_of_a_prompt(step_tokens: int, last_tokens: int) -> None:
-    """Rows that decode leave less than a multiple in some steps: prompts wait then."""
+    """What others leave of a step is less than a multiple at times: prompts wait then."""
     engine = Engine(step_tokens=step_tokens, chunk_multiple=64, last_tokens=last_tokens)
     prompts = {1: 500, 2: 64, 3: 63, 4: 129, 5: 1000}
     for rid, tokens in prompts.items():
@@ -54,6 +54,66 @@ def test_chunks_end_at_multiples_but_the_last_of_a_prompt(step_tokens: int, last
                 done[rid] += count
                 assert start + count == done[rid] and (done[rid] % 64 == 0 or done[rid] == prompts[rid])
     assert done == prompts
+
+
+@pytest.mark.parametrize("step_tokens, decoding, tokens, settings", [
+    (32, 1, 200, {}), (63, 2, 64, {}), (64, 1, 200, {"overlap": True}), (100, 20, 200, {"draft_tokens": 3}),
+    (100, 40, 200, {"pp_size": 2, "pp_together": 40}), (64, 20, 64, {"pp_size": 2, "overlap": True})])
+def test_a_step_without_room_to_a_multiple_has_some_of_the_oldest_prompt(
+        step_tokens: int, decoding: int, tokens: int, settings: dict[str, object]) -> None:
+    """Those that decode do so for longer than anybody waits."""
+    engine, prompt = Engine(step_tokens=step_tokens, chunk_multiple=64, hbm_pages=4_000, **settings), 1000
+    for rid in range(decoding):
+        engine.arrive(1 + rid, 5, new=10_000)
+    computed, flying, steps = 0, list[StepPlan](), 0
+    for _ in range(10 * tokens):
+        plan = engine.core.advance(engine.events).plan
+        engine.core.check()
+        engine.events = []
+        if plan is not None:
+            flying.append(plan)
+            computed += counts(plan).get(RequestId(prompt), 0)
+            steps += len(plan.rids) > 0
+            if steps == decoding + 2:
+                engine.arrive(prompt, tokens)
+        if computed == tokens:
+            return
+        if flying and (plan is None or len(flying) == engine.core.cfg.depth):
+            done = flying.pop(0)
+            engine.events += [Retired(done.step, ((9,),) * sum(done.samples))]
+    raise AssertionError(f"{computed} computed after {steps} steps")
+
+
+@pytest.mark.parametrize("step_tokens, short", [(64, 30), (64, 100), (100, 64), (170, 100), (255, 64), (256, 100)])
+def test_neither_long_nor_short_prompts_wait_for_multiples_for_ever(step_tokens: int, short: int) -> None:
+    """Behind a long one, short ones keep coming: all have their turns as they do where chunks end anywhere."""
+    def played(multiple: int) -> tuple[int, int]:
+        """Steps of the long prompt, and the most that a short one waited for its last chunk."""
+        engine = Engine(step_tokens=step_tokens, chunk_multiple=multiple, hbm_pages=8_000)
+        since, most = dict[int, int](), 0
+        engine.arrive(LONG, 60 * step_tokens + 8_000)
+        for n, plan in enumerate(engine.steps(), 1):
+            done = [rid for rid, samples in zip(plan.rids, plan.samples, strict=True) if samples]
+            most = max([most, *(n - since.pop(rid) for rid in done if rid in since)])
+            if LONG in done:
+                return n, max([most, *(n - at for at in since.values())])
+            if n % (1 + 8 * short // step_tokens) == 0:
+                engine.arrive(1 + n, short)
+                since[1 + n] = n
+        raise AssertionError("it has not ended")
+    (alone, soon), (steps, waited) = played(1), played(64)
+    assert steps <= 1.75 * alone and waited <= 1.5 * soon
+
+
+def test_a_hit_that_ends_between_multiples_goes_on_to_the_next() -> None:
+    engine = Engine(step_tokens=256, chunk_multiple=64)
+    first = tuple(range(48))
+    engine.events = [Arrived(RequestId(1), (*first, 1, 2), 2)]
+    for _ in engine.steps():
+        pass
+    engine.events = [Arrived(RequestId(2), (*first, *range(900, 1500)), 2)]
+    chunks = [(plan.start[0], plan.start[0] + plan.count[0]) for plan in engine.steps()]
+    assert chunks[:3] == [(48, 256), (256, 512), (512, 648)]
 
 
 def length(short: int) -> tuple[int, int]:

@@ -118,7 +118,7 @@ def _prompts(core: CoreState, decoding: list[ScheduledRow], budget: int) -> list
     for r in prompts:
         budget += ahead.get(r.rid, 0)
         if budget and r.phase is Phase.PREFILL:          # an older one may have taken its pages
-            n = _chunk(core, r, min(budget, _wanted(core, r)), budget, taken)
+            n = _chunk(core, r, min(budget, _wanted(core, r)), budget, r.rid in ahead or not chosen, taken)
             if n:
                 last = n == r.todo
                 samples = last and not (core.prefills_only and r.num_output)
@@ -145,10 +145,11 @@ def _ahead(core: CoreState, prompts: list[Request], budget: int) -> dict[Request
             short.append(r)
         longest = max(longest, todo)
     ahead: dict[RequestId, int] = {}
-    share = int(SHARE * budget)
+    share = most = int(SHARE * budget)
     short.sort(key=lambda r: (0 if r.setbacks.passed_over >= PATIENCE_STEPS else r.todo, *r.key))
     for r in short:
-        if n := min(share, _wanted(core, r)):
+        n = min(share, _wanted(core, r))
+        if n and n >= min(most, _least(core, r)):
             ahead[r.rid] = n
             share -= n
         else:
@@ -187,13 +188,21 @@ def _row(r: Request, width: int) -> ScheduledRow:
     return r.issued
 
 
-def _chunk(core: CoreState, r: Request, n: int, budget: int, taken: reclaim.PlannedRows) -> int:
+def _least(core: CoreState, r: Request) -> int:
+    """Tokens of a prompt to the next multiple of `chunk_multiple`, or to its end."""
+    multiple = core.cfg.chunk_multiple
+    return min(r.todo, multiple - r.computed % multiple)
+
+
+def _chunk(core: CoreState, r: Request, n: int, budget: int, anywhere: bool, taken: reclaim.PlannedRows) -> int:
     """How much of a prompt is computed: `n` tokens, to a multiple of `chunk_multiple` or to its end, as far as it has
-    pages. It gets those of windows here, and what it was promised."""
-    multiple, todo = core.cfg.chunk_multiple, r.computed + r.todo
-    least = min(todo, r.computed + multiple - r.computed % multiple)
+    pages. It gets those of windows here, and what it was promised. anywhere: it is cut anywhere if `budget` has no
+    room to a multiple, else it waits."""
+    multiple, todo, least = core.cfg.chunk_multiple, r.computed + r.todo, r.computed + _least(core, r)
     if least - r.computed > budget:
-        return 0
+        if not anywhere:
+            return 0
+        multiple, least = 1, r.computed + 1
     end = max(least, _cut(r.computed + n, todo, multiple))
     grown: Literal[True] | Shortage = True
     if any(r.held.reserved):

@@ -58,7 +58,7 @@ class CoreConfig:
     wait_pages: int = 0                 # a step may run before at most this many pages have landed
     step_tokens: int = 512              # token budget of one step
     chunk_multiple: int = 1             # chunks of prompts end at positions that are multiples of this, but the last
-                                        # one of each prompt
+                                        # one of each prompt and what a step has too few tokens for
     last_tokens: int = 0                # of the last chunk of a prefill engine's prompt at most: what is
                                         # left to send when that ends; 0: as any other
     take_pages: int = 512               # of each group that an admission takes at once: the rest is promised
@@ -91,9 +91,7 @@ class CoreConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError: a hit ends with a page of the engine, only a snapshot has no need of more
-        than the last of its own, only a window keeps a part of what it has, and a step has room for a chunk."""
-        if not 1 <= self.chunk_multiple <= self.step_tokens:
-            raise ValueError(f"chunks end at multiples of {self.chunk_multiple}, in steps of {self.step_tokens} tokens")
+        than the last of its own, and only a window keeps a part of what it has."""
         for group in self.groups:
             unit = group.page_tokens or self.page_size
             if unit % self.page_size or not (group.snapshot or unit == self.page_size):

@@ -266,7 +266,8 @@ class Judge(Watcher):
             gone = live.phase is Phase.SENDING         # it gave up its row with this very step
             assert owner == rid and (gone or live.row == row), f"row {row} is not bound to request {rid}"
             assert live.phase in (Phase.PREFILL, Phase.SENDING) or live.decodes, f"request {rid}: {live.state}"
-            assert live.phase is not Phase.PREFILL or (start + count) % self.cfg.chunk_multiple == 0, (
+            left = self.cfg.chunk_multiple - start % self.cfg.chunk_multiple
+            assert live.phase is not Phase.PREFILL or count < left or (count - left) % self.cfg.chunk_multiple == 0, (
                 f"request {rid}: a chunk ends at {start + count}, and its prompt does not")
             known = [t >= 0 for t in p.tokens[at:at + count]]
             if not all(known):
