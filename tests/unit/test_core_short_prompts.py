@@ -1,6 +1,7 @@
 """A short prompt behind a long one gets a share of each step: ADR 0082."""
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from penstock.core import schedule
 from penstock.core.core import Core
 from penstock.core.plan import Arrived, Event, RequestId, Retired, StepPlan
-from penstock.core.settings import CoreConfig
+from penstock.core.settings import CacheGroup, CoreConfig
 
 LONG = RequestId(1)
 
@@ -114,6 +115,19 @@ def test_a_hit_that_ends_between_multiples_goes_on_to_the_next() -> None:
     engine.events = [Arrived(RequestId(2), (*first, *range(900, 1500)), 2)]
     chunks = [(plan.start[0], plan.start[0] + plan.count[0]) for plan in engine.steps()]
     assert chunks[:3] == [(48, 256), (256, 512), (512, 648)]
+
+
+@pytest.mark.parametrize("group", [
+    CacheGroup(name="window", page_bytes=1, window=17),
+    CacheGroup(name="states", page_bytes=1, snapshot=True, page_tokens=16)], ids=lambda group: group.name)
+@pytest.mark.parametrize("hbm_pages", range(14, 22))
+def test_a_prompt_alone_has_room_to_the_next_multiple_or_is_refused(group: CacheGroup, hbm_pages: int) -> None:
+    """Of a window all pages that a chunk writes are needed at once, and of states that many."""
+    groups = CacheGroup(name="full", page_bytes=1), group
+    engine = Engine(hbm_pages=hbm_pages, step_tokens=128, chunk_multiple=64, groups=groups, group_base=1_000)
+    engine.arrive(1, 200)
+    plans = list(itertools.islice(engine.steps(), 20))
+    assert len(plans) < 20 and (not plans or counts(plans[-1])[LONG] == 1), "it has ended, and not given way"
 
 
 def length(short: int) -> tuple[int, int]:

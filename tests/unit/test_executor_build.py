@@ -77,6 +77,14 @@ def test_without_a_size_a_share_of_what_the_host_tier_leaves_is_taken():
     assert core.max_len == 512
 
 
+def test_chunks_end_with_blocks_where_steps_and_intervals_of_states_have_whole_ones():
+    def multiple(tokens, block=64, **kv):
+        given = replace(config(**kv), schedule=ScheduleConfig(max_num_batched_tokens=tokens))
+        return size_pools(given, CACHES, 512, FREE, block=block).core.chunk_multiple
+    assert [multiple(n) for n in (32, 63, 64, 8192)] == [1, 1, 64, 64] and multiple(8192, block=1) == 1
+    assert [multiple(8192, state_interval=n) for n in (48, 64, 96, 256)] == [1, 64, 1, 64]
+
+
 @pytest.mark.parametrize(("changes", "hbm", "dram"), [
     (dict(), 300_000, 0), (dict(kv_offloading_size="auto"), 150_000, 500_000),
     (dict(kv_offloading_size="auto", kv_cache_memory_bytes=400_000), 400_000, 300_000),

@@ -23,8 +23,8 @@ def needs(cfg: CoreConfig, place: Place, tokens: int, *, grown: bool = False) ->
     for group in cfg.groups:
         unit = group.page_tokens or cfg.page_size
         pages = -(-tokens // unit)
-        if group.reach:                        # the window, and the page that is being written
-            pages = min(pages, -(-group.reach // unit) + 1)
+        if group.reach:                        # the window, and the pages that are being written
+            pages = min(pages, -(-(group.reach + cfg.chunk_multiple - 1) // unit) + 1)
         hosted = place.on_host and group.hosted
         device.append(hot_units(cfg, tokens, grown=grown) if hosted else pages)
         host.append(pages if hosted else 0)

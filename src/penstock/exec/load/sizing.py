@@ -221,7 +221,7 @@ def size_pools(config: Config, caches: Caches, max_position: int, free: int | Se
         page_size=caches.page_size, rows=config.schedule.max_num_seqs, hbm_pages=num_device,
         dram_pages=num_host, retained_pages=int(kv.retained_share * (num_host or num_device)),
         step_tokens=config.schedule.num_step_tokens,
-        chunk_multiple=block if block <= config.schedule.num_step_tokens else 1,
+        chunk_multiple=1 if config.schedule.num_step_tokens < block or (kv.state_interval or 0) % block else block,
         max_len=max_position, overlap=config.schedule.async_scheduling,
         last_tokens=LAST_TOKENS if gpu is not None and config.pair.disaggregation_mode == "prefill" else 0,
         wait_pages=WAIT_BYTES[gpu is not None] // caches.page_bytes if dram else 0,
