@@ -166,9 +166,14 @@ def test_a_fault_that_is_switched_off_is_missed(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("mode", [
     "admissions=1", "dram_pages=0", "pp_size=3,overlap=1,ranks=3", "step_tokens=1",
-    "pp_size=2,overlap=1,pp_together=4", "pair=1,cuts=8,deaths=4,keep=1"])
+    "pp_size=2,overlap=1,pp_together=4", "pair=1,cuts=8,deaths=4,keep=1", "chunk_multiple=4"])
 def test_fixed_dimensions_find_nothing(mode: str) -> None:
     assert not sweep(range(15), mode).failures
+
+
+@pytest.mark.parametrize("seed", [700_049, 700_365, 700_491, 1_041_537])
+def test_a_prompt_short_of_pages_to_a_multiple_does_not_give_way_for_ever(seed: int) -> None:
+    assert not sweep(range(seed, seed + 1), "chunk_multiple=4").failures
 
 
 # Much is forced at once: a page was saved while it was still being filled, in one run of a thousand.

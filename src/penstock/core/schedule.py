@@ -197,7 +197,7 @@ def _least(core: CoreState, r: Request) -> int:
 def _chunk(core: CoreState, r: Request, n: int, budget: int, anywhere: bool, taken: reclaim.PlannedRows) -> int:
     """How much of a prompt is computed: `n` tokens, to a multiple of `chunk_multiple` or to its end, as far as it has
     pages. It gets those of windows here, and what it was promised. anywhere: it is cut anywhere if `budget` has no
-    room to a multiple, else it waits."""
+    room to a multiple, else it waits. It is too where pages are short and none will come by themselves."""
     multiple, todo, least = core.cfg.chunk_multiple, r.computed + r.todo, r.computed + _least(core, r)
     if least - r.computed > budget:
         if not anywhere:
@@ -211,6 +211,9 @@ def _chunk(core: CoreState, r: Request, n: int, budget: int, anywhere: bool, tak
         pass
     while r.capacity < least:
         assert not grown
+        if r.capacity > r.computed and not reclaim.reserved_will_come(core, grown.tier, taken):
+            multiple = 1                       # somebody would give way for pages that it can do without, or it itself
+            break
         reclaim.for_growth(core, r, grown.tier, taken)
         if r.phase is not Phase.PREFILL or not core.kv.grow(r, r.capacity + 1):
             return 0
