@@ -94,8 +94,10 @@ def test_columns_whose_order_the_config_does_not_tell_become_floats(tmp_path: Pa
     assert isinstance(found, torch.Tensor) and found.equal(twin)
 
 
-def test_a_checkpoint_without_integers_is_refused(tmp_path: Path) -> None:
-    packed, plain = packed_checkpoint(tmp_path, DENSE, "fbgemm")
+@pytest.mark.parametrize("form", [form for form in FORMATS if form not in INTEGERS])
+def test_a_checkpoint_without_integers_is_refused(form: str, tmp_path: Path) -> None:
+    packed, plain = packed_checkpoint(tmp_path, DENSE, form)
+    assert not any("--dtype gguf" in line for line in loaded(packed, "float32")[2])
     for path in (packed, plain):
         with pytest.raises(ConfigError, match=r"neither a \.gguf file nor quantised as integers: leave the flag out"):
             loaded(path, "gguf")

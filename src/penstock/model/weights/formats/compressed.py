@@ -32,7 +32,7 @@ class CompressedReader(WeightReader):
     """`quant_method` compressed-tensors, of the formats in `_FORMATS`. Weights without zero points only, but for
     integers."""
 
-    label, kind = "compressed-tensors", "u8"
+    label = "compressed-tensors"
     beside = frozenset(("weight", "weight_packed", "weight_scale", "weight_global_scale", "weight_zero_point",
                         "weight_g_idx", "weight_shape", "input_zero_point"))
 
@@ -50,6 +50,8 @@ class CompressedReader(WeightReader):
         self._said: dict[str, Any] = {"size": 0, "bits": 0, "rows": 0, "cols": 0}
         for group in groups.values():
             self._group(group["weights"], group.get("format") or top, what)
+            if group["weights"].get("type") == "int":
+                self.kind = "u8"
         if len(groups) == 1 and self._said["size"] > 0:
             self.format = integers(self._said["bits"], 1, self._said["size"], self._said["size"])
 
