@@ -115,7 +115,7 @@ def test_asking_for_what_happens_anyway_changes_nothing(line: str) -> None:
     ("--disaggregation-bootstrap-port 8998", "--disaggregation-connect"),
     ("--disaggregation-decode-tp 2", "other settings of disaggregation"),
     ("--kv-transfer-config {}", "--disaggregation-mode"),
-    ("--kv-cache-dtype fp8_e5m2", "KV cache of another type"), ("--device tpu", "NVIDIA GPU"),
+    ("--kv-cache-dtype fp8_e5m2", "than bfloat16 or fp8"), ("--device tpu", "NVIDIA GPU"),
     ("--trust-remote-code", "security"), ("--trust_remote_code", "security"),
     ("--quantization bitsandbytes", "choose from auto, fp8"), ("--speculative-eagle-topk 2", "not a tree"),
     ("--speculative-algorithm EAGLE", "nextn. and eagle3 are what"), ("--speculative-config {}", "say how"),

@@ -104,7 +104,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
                    "--disaggregation-connect"),
     _value("other settings of disaggregation", "--disaggregation-decode-*", "--disaggregation-prefill-*",
            "--disaggregation-ib-*", neutral=_NONE),
-    _value("a KV cache of another type", "--kv-cache-dtype",
+    _value("a KV cache in another type than bfloat16 or fp8 (e4m3)", "--kv-cache-dtype",
            neutral=("auto", "bfloat16", "fp8_e4m3", "fp8")),
     _value("", "--attention-backend", "--sampling-backend", "--prefill-attention-backend",
            "--decode-attention-backend", "--nsa-*", "--dsa-*", "--moe-runner-backend", "--moe-a2a-backend",
