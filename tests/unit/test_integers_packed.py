@@ -17,6 +17,7 @@ from penstock.exec.load import weights
 from penstock.kernels.c import build as native
 from penstock.kernels.gemm import linear
 from penstock.kernels.types.packed import Packed
+from penstock.model.base import GlobalLayer, Stage
 from penstock.model.weights.checkpoint import open_checkpoint
 from penstock.model.weights.locate import locate
 
@@ -106,3 +107,15 @@ def test_a_checkpoint_without_integers_is_refused(form: str, tmp_path: Path) -> 
 def test_the_log_says_that_integers_may_stay_packed(tmp_path: Path) -> None:
     packed, _ = packed_checkpoint(tmp_path, DENSE, "int4")
     assert [line for line in loaded(packed, "float32")[2] if "(--dtype gguf keeps blocks packed" in line]
+
+
+def test_one_rank_of_several_says_what_becomes_floats(tmp_path: Path) -> None:
+    packed, _ = packed_checkpoint(tmp_path, DENSE, "nvfp4")
+    asked = from_options(packed, {"dtype": "float32", "device": "cpu", "threads": 1, "pp": 2})
+    said = []
+    for i in range(2):
+        lines: list[str] = []
+        stage = Stage(GlobalLayer(i), GlobalLayer(i + 1), embeds=i == 0, heads=i == 1)
+        weights.load(asked, stage, lines.append)
+        said.append(len([line for line in lines if "become float32" in line]))
+    assert said == [1, 0]

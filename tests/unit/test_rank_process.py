@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -14,6 +15,7 @@ from printable import vocabulary
 from penstock.config.request.grammar import Grammar
 from penstock.config.streams.frames import FrameBuffer
 from penstock.core.plan import StepId, StepPlan
+from penstock.engine.process import log
 from penstock.exec.pipeline import wire
 from penstock.exec.pipeline.hangs import Waits
 from penstock.exec.pipeline.process import Process
@@ -136,6 +138,17 @@ def test_lines_that_a_rank_logs_are_no_answers():
     finally:
         there.close()
         here.close()
+
+
+def test_a_line_for_the_log_is_written_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks share a pipe: of a text and its end apart, as an unbuffered file gets them, another's may come between."""
+    written: list[str] = []
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=written.append, flush=lambda: None))
+    process = object.__new__(Process)
+    process._index, process.send = 3, lambda message: None
+    process._log("ready")
+    log("ready")
+    assert [piece for piece in written if piece] == ["rank 3: ready\n", "ready\n"]
 
 
 def test_a_beat_tells_the_step_that_the_device_works_on_whatever_happens_meanwhile():

@@ -236,7 +236,8 @@ def build(config: Config, event_log: EventLog) -> EngineParts:
 
 
 def log(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    """In one piece, also where nothing is buffered: ranks write there too."""
+    print(f"{line}\n", end="", file=sys.stderr, flush=True)
 
 
 def main(argv: list[str]) -> NoReturn:

@@ -201,10 +201,11 @@ def load(config: Config, stage: Stage | None, log: Callable[[str], object], tp_g
         families.dummy_tensors(checkpoint.config, config.model.seed or 0, model.wants, device=device,
                                formats=checkpoint.format, drafts=drafts)
         if load_format == "dummy" else checkpoint.tensors(model.wants, device))
-    become = checkpoint.dequantised
+    first = stage is None or (stage.embeds and stage.tp_rank.index == 0)     # of several ranks one says so
+    become = first and checkpoint.dequantised
     log(f"model: {name} has {show_size(need)} of weights to load" +
         f"; {become} become {show_dtype(dtype)}" * bool(become))
-    if stage is None or (stage.embeds and stage.tp_rank.index == 0):    # once, of several ranks
+    if first:
         for line in (*_kv_asked(config, whole), *checkpoint.unread(whole.ignores)):
             log(f"model: {line}")
     if beside is not None:

@@ -188,7 +188,8 @@ class Process:
         return event is not None
 
     def _log(self, line: object) -> None:
-        print(f"rank {self._index}: {line}", file=sys.stderr, flush=True)
+        # In one piece, also where nothing is buffered: other ranks write there too.
+        print(f"rank {self._index}: {line}\n", end="", file=sys.stderr, flush=True)
         self.send(wire.Loading())
 
     def _make_pools(self, core: CoreConfig, *, capture: bool, serves: bool) -> None:
