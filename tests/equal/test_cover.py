@@ -140,7 +140,8 @@ def test_a_page_of_other_tokens_says_something_else(kind: str, weights: str, tmp
     """So what is alike has read all of its KV."""
     cell = chosen("cpu")[0]._replace(kind=kind, weights=weights)
     model, own = made(tmp_path, cell)
-    with engines(model, tmp_path, ({},), **KINDS[kind].options, **own, kv_cache_memory_bytes="4M") as rank:
+    options = {**KINDS[kind].options, **own, "kv_cache_memory_bytes": "4M", "kv_offloading_size": "0"}
+    with engines(model, tmp_path, ({},), **options) as rank:
         rank.say(ASKED, logprobs=5)
         want = said(rank)
         rank.say(ASKED, logprobs=5)

@@ -218,8 +218,9 @@ COMPILED: dict[tuple[str, str], list[tuple[dict[str, str], dict[str, object], in
         (dict(x=BF16, weight=BF16, bias=BF16, out=BF16, T="i32", OUTPUTS="i32", x_row="i32"),
          dict(INPUTS=4096, T_PAD=16, ROWS=64, COLS=128, BIAS=True), 4, 5)],
     ("gemm.linear.triton_fp8", "quantise_rows"): [
-        (dict(x=BF16, codes=U8, scales=F32, T="i32", x_row="i32"), dict(INPUTS=12288, COLS=cols, TILE=tile), 4, 3)
-        for cols, tile in ((128, 128), (12288, 1024))],
+        (dict(x=BF16, codes=U8, scales=F32, T="i32", x_row="i32"), dict(INPUTS=12288, COLS=12288, TILE=1024), 4, 3)],
+    ("gemm.linear.triton_fp8", "quantise_blocks"): [
+        (dict(x=BF16, codes=U8, scales=F32, T="i32", x_row="i32"), dict(INPUTS=12288, COLS=128, GROUP=8), 4, 3)],
     ("gemm.linear.triton_packed", "packed_rows"): [
         (dict(x=f"{kind}:16", weight="*u8:16", scale=f"{scale}:16", offset=f"{offset}:16", bias=kind, out=kind, T="i32",
               OUTPUTS="i32:16", x_row="i32:16", SCALES="i32:16"),

@@ -22,13 +22,26 @@ from penstock.kernels.platform import Platform
 from penstock.kernels.types.fp8 import LARGEST
 from penstock.kernels.types.packed import E4M3, Packed
 
-BLOCK = 128
+BLOCK, GROUP = 128, 8           # columns of a block, blocks of a program: each of its 128 threads has 16 bytes
 LEAST_ROWS = triton_packed.TILE_MAX + 1         # fewer stay in the type of x: decoding, and checks of drafts
 
 
 @triton.jit
+def quantise_blocks(x, codes, scales, T, x_row, INPUTS: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr):
+    """GROUP blocks of COLS columns of a row: their codes, and their scales, [J, T]."""
+    t = tl.program_id(0).to(tl.int64)
+    g = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
+    at = g[:, None] * COLS + tl.arange(0, COLS)[None, :]
+    values = tl.load(x + t * x_row + at, mask=at < INPUTS, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(values), 1), 1e-12) / 448.0
+    code = tl.minimum(tl.maximum(values / scale[:, None], -448.0), 448.0)
+    tl.store(codes + t * INPUTS + at, code.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=at < INPUTS)
+    tl.store(scales + g.to(tl.int64) * T + t, scale, mask=g < tl.cdiv(INPUTS, COLS))
+
+
+@triton.jit
 def quantise_rows(x, codes, scales, T, x_row, INPUTS: tl.constexpr, COLS: tl.constexpr, TILE: tl.constexpr):
-    """A row's codes of COLS columns, and their scale, [J, T]."""
+    """A row's codes of COLS columns, and their scale, [J, T]: where COLS is all of them."""
     t = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * COLS
     c = tl.arange(0, TILE)
@@ -52,9 +65,13 @@ def quantise(x_TI: Tensor, cols: int) -> tuple[Tensor, Tensor]:
     padded = triton.cdiv(tokens, 4) * 4
     code_TI = torch.empty((padded, inputs), dtype=torch.uint8, device=x_TI.device)
     scale_JT = torch.empty((triton.cdiv(inputs, cols), padded), dtype=torch.float32, device=x_TI.device)
-    quantise_rows[(tokens, len(scale_JT))](
-        x_TI, code_TI, scale_JT, padded, x_TI.stride(0), INPUTS=inputs, COLS=cols,
-        TILE=min(1024, triton.next_power_of_2(cols)), num_warps=1 if cols == BLOCK else 4)
+    if cols == BLOCK:
+        quantise_blocks[(tokens, triton.cdiv(len(scale_JT), GROUP))](
+            x_TI, code_TI, scale_JT, padded, x_TI.stride(0), INPUTS=inputs, COLS=cols, GROUP=GROUP, num_warps=4)
+    else:
+        quantise_rows[(tokens, len(scale_JT))](
+            x_TI, code_TI, scale_JT, padded, x_TI.stride(0), INPUTS=inputs, COLS=cols,
+            TILE=min(1024, triton.next_power_of_2(cols)), num_warps=4)
     return code_TI.view(E4M3), scale_JT.T
 
 
