@@ -144,7 +144,7 @@ _VIEW: tuple[tuple[str, tuple[dict[str, str], ...]], ...] = (
         {**one, "across": "nodes"} for one in ({"kind": "ordinary latent"}, _MANY))),
     ("prefill/decode disaggregation", tuple({**one, "across": "pair"} for one in (_ORDINARY, _HOSTED))),
     ("bfloat16 weights", ({**_ORDINARY, "weights": "bfloat16"},)),
-    ("fp8 weights in blocks", ({**_ORDINARY, "weights": "fp8"},)),
+    ("fp8 weights in blocks or per channel, int4, NVFP4", ({**_ORDINARY, "weights": "fp8 channel int4 nvfp4"},)),
     ("GGUF kept packed (`--dtype gguf`)", ({**_ORDINARY, "weights": "packed"},)),
 )
 

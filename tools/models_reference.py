@@ -55,25 +55,28 @@ refused with status 400. Where the levels of a config disagree about a tied head
 | `model_type` of the repository | `model_type` of its text |
 |---|---|"""
 
-# `quant_method` -> what opens, and what its weights are once loaded.
+# `quant_method` -> what opens, and what its weights are once loaded: on a CPU, on a GPU.
 _FLOATS = "floats of `--dtype`"
 _CODES = "floats of `--dtype`; codes with `--dtype gguf`"
+_FOUR, _EIGHT, _BITS = "4 bits", "8 bits", "4 or 8 bits"
 _FORMATS = {
-    "fp8": ("e4m3 with `weight_block_size`, or with a scale per tensor or row and `activation_scheme`", _FLOATS),
-    "mxfp8": ("e4m3 with a power of two for 32 columns, as MiniMax-M3-MXFP8 has it", _FLOATS),
-    "fbgemm_fp8": ("e4m3 with a scale per row", _FLOATS),
+    "fp8": ("e4m3 with `weight_block_size`, or with a scale per tensor or row and `activation_scheme`", _FLOATS,
+            _EIGHT),
+    "mxfp8": ("e4m3 with a power of two for 32 columns, as MiniMax-M3-MXFP8 has it", _FLOATS, _EIGHT),
+    "fbgemm_fp8": ("e4m3 with a scale per row", _FLOATS, _EIGHT),
     "compressed-tensors": ("`pack-quantized` int4 and int8 (group, channel, asymmetric, `actorder`); "
                            "`int-quantized` int8; `float-quantized` fp8 (tensor, channel, block); "
                            "`nvfp4-pack-quantized`, `mxfp4-pack-quantized`, `mxfp8-quantized`",
-                           "floats of `--dtype`; int4 and int8 codes with `--dtype gguf`"),
-    "awq": ("`version` gemm, 4 bits, zero points", _CODES),
+                           "floats of `--dtype`; int4 and int8 codes with `--dtype gguf`",
+                           f"{_BITS}; floats with a `weight_g_idx`"),
+    "awq": ("`version` gemm, 4 bits, zero points", _CODES, _FOUR),
     "gptq": ("4 and 8 bits, `checkpoint_format` gptq and gptq_v2, `desc_act`, `dynamic`",
-             f"{_CODES} and without `desc_act`"),
+             f"{_CODES} and without `desc_act`", f"{_BITS}; floats with `desc_act`"),
     "auto-round": ("4 and 8 bits, `packing_format` auto_round, auto_round:gptqmodel, auto_round:auto_gptq",
-                   _CODES),
+                   _CODES, _BITS),
     "modelopt": ("`quant_algo` FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, MXFP8, NVFP4, W4A16_NVFP4, MIXED_PRECISION "
-                 "of these; also in `hf_quant_config.json`", _FLOATS),
-    "mxfp4": ("experts of gpt-oss", _FLOATS),
+                 "of these; also in `hf_quant_config.json`", _FLOATS, _BITS),
+    "mxfp4": ("experts of gpt-oss", _FLOATS, _FOUR),
 }
 _QUANTISED = """
 ## Quantised weights
@@ -92,8 +95,8 @@ and so are experts packed in one tensor, ModelOpt's `pre_quant_scale`, and zero 
 computes in float32 on a CPU, in bfloat16 on a GPU. int4 and GGUF's Q4 take half a byte each, others a byte. Groups of
 an odd number of columns or of several sizes become floats.
 
-| `quant_method` | opens | in memory of a CPU |
-|---|---|---|"""
+| `quant_method` | opens | in memory of a CPU | in memory of a GPU |
+|---|---|---|---|"""
 
 _END = """
 ## Names in files
