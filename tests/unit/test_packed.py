@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from safetensors.torch import save_file
 
 from penstock.kernels.gemm import experts, linear
 from penstock.kernels.platform import KernelError
-from penstock.kernels.types.packed import E4M3, Packed, joined, quantised
+from penstock.kernels.types.packed import E4M3, KINDS, Kind, Packed, joined, quantised
 from penstock.model import registry
 from penstock.model.weights.checkpoint import open_checkpoint
 from penstock.model.weights.formats.blocks import quantises
@@ -79,6 +80,36 @@ def test_joined_parts_mean_what_each_does(heights: tuple[int, ...]) -> None:
     whole = joined(parts)
     assert whole.floats().equal(torch.cat([part.floats() for part in parts]))
     assert whole.rows == {3: 32 if heights[0] == 32 else 8}.get(len(heights), 1 if len(heights) == 2 else 32)
+
+
+U8 = {"four bits": (15, 8, 32), "four bits with zero points": (15, None, 32), "wide groups": (15, None, 128),
+      "eight bits": (255, 128, 32), "eight bits with zero points": (255, None, 48), "up to sixteen": (15, 16, 16)}
+
+
+@pytest.mark.parametrize("form", U8)
+def test_integers_mean_the_same_as_a_gpu_keeps_them(form: str) -> None:
+    """In half a byte each where they fit, without zero points that all are alike, in scales of fewer bits."""
+    most, zero, cols = U8[form]
+    generator = torch.Generator().manual_seed(cols)
+    code = torch.randint(0, most + 1, (6, 384), generator=generator, dtype=torch.uint8)
+    scale = torch.rand(6, 384 // cols, generator=generator).half().float()
+    offset = torch.randint(0, most + 1, scale.shape, generator=generator) if zero is None else torch.full(
+        scale.shape, zero)
+    given = Packed(code, scale, 1, cols, offset.short())
+    kept = given.compact()
+    assert kept.floats().equal(given.floats())
+    assert kept.kind == ("u4" if most == 15 else "u8") and (kept.offset_RJ is None) == (zero in (8, 128))
+    assert kept.code_OI.nbytes == code.numel() // (2 if most == 15 else 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_floats_and_shifts_mean_the_same_as_a_gpu_keeps_them(kind: Kind) -> None:
+    weight = quantised(torch.randn(6, 384), 1, 32, kind)
+    assert weight.compact().floats().equal(weight.floats()) and weight.wide().floats().equal(weight.floats())
+    if kind == "u8":
+        shifted = replace(weight, offset_RJ=torch.randn(weight.scale_RJ.shape))
+        error = (shifted.compact().floats() - shifted.floats()).abs().max()
+        assert error <= 1e-3 * shifted.floats().abs().max()
 
 
 def test_a_nan_among_the_elements_or_scales_is_seen() -> None:
