@@ -89,6 +89,42 @@ def test_a_pair_says_what_one_engine_says(model: str, tmp_path: Path, place: str
         pair.settle()
 
 
+def test_a_hot_buffer_of_a_delivered_request_that_is_not_bound_is_seen(model: str, tmp_path: Path) -> None:
+    """One row: the second request goes on with the pages and the map of the first one's hot buffer. The engine stops,
+    or says something else."""
+    options = {**PLACES["hosted"], "max_num_seqs": 1}
+    prompts = [PROMPT, tuple((3 * i + i // 7) % 97 for i in range(150))]
+    one, bound = whole(model, [], **options), []
+
+    def pair_says_the_same(binds: int) -> None:
+        bound.clear()
+        (folder := tmp_path / str(binds)).mkdir()
+        with PairOfEnds(model, folder, **options) as pair:
+            [rank] = pair.decode.built.executor._ranks
+            hot = rank._attending.rows.hot
+            real = hot.bind
+
+            def bind(row: int, pages: list[int], keeps: list[int]) -> None:
+                bound.append(row)
+                if len(bound) <= binds:
+                    real(row, pages, keeps)
+            hot.bind = bind
+            for prompt in prompts:
+                rids = [end.submit(prompt, 12, logprobs=3) for end in (one, pair.decode)]
+                while one.open:
+                    one.turn()
+                pair.finish()
+                (tokens, want), (got, has) = lines(one, rids[0]), lines(pair.decode, rids[1])
+                assert got == tokens and has == approximately(want)
+            assert pair.decode.loop.stats()["pair_delivered_total"] == len(prompts)
+
+    pair_says_the_same(2)
+    assert bound == [0, 0]
+    with pytest.raises(AssertionError):
+        pair_says_the_same(1)
+    assert bound == [0, 0]
+
+
 def test_what_the_prefill_instance_finds_in_storage_counts_as_cached(model: str, tmp_path: Path) -> None:
     """Which alone has storage. A client of the decode instance is told, as of any other tier."""
     stored = {"kv_offloading_size": "4M", "kv_storage": f"file://{tmp_path}/store",
