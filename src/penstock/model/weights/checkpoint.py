@@ -41,6 +41,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
            "I64": torch.int64, "BOOL": torch.bool}
 # Elements dequantised at once: the temporaries of numpy (about ten of this size) stay in the cache.
 _CHUNK_ELEMENTS = 1 << 18
+_DEQUANTISERS = 4                               # threads: numpy leaves others the interpreter while it computes
 # Of what is pinned while a device's weights are read: parts, and threads that fill them.
 _STAGED, _PART_BYTES, _READERS = 16, 8 << 20, 8
 Weight = TypeVar("Weight", bound=Tensor | Packed)
@@ -330,7 +331,7 @@ class GGUFCheckpoint:
                 device: str = "cpu") -> Iterator[tuple[str, Tensor | Packed]]:
         """Every wanted weight once, in the order of the file; merged experts one by one."""
         file, _ = open_regular(self.path)
-        with file:
+        with file, ThreadPoolExecutor(_DEQUANTISERS, "penstock-dequantise") as threads:
             for stored, target in self.wanted:
                 names = _names(stored, target)
                 shape = stored.shape[1:] if target.experts else stored.shape
@@ -338,7 +339,8 @@ class GGUFCheckpoint:
                     if not wants(name):
                         continue
                     begin = stored.begin + i * (stored.num_bytes // len(names))
-                    tensor = _read_blocks(file, stored, begin, shape, self.path, packed=name in self._formats)
+                    tensor = _read_blocks(file, stored, begin, shape, self.path, threads,
+                                          packed=name in self._formats)
                     if target.rope_heads:
                         tensor = _halves(tensor, target.rope_heads)
                     if target.plus and isinstance(tensor, Tensor):
@@ -362,9 +364,9 @@ def _check_shape(stored: GGUFTensor, target: HFName, config: dict[str, Any], pat
 
 
 def _read_blocks(file: BinaryIO, stored: GGUFTensor, begin: int, shape: tuple[int, ...], path: Path,
-                 packed: bool) -> Tensor | Packed:
-    """`shape` elements from byte `begin` on: read as they are, or packed, or chunk by chunk into
-    float32."""
+                 threads: ThreadPoolExecutor, packed: bool) -> Tensor | Packed:
+    """`shape` elements from byte `begin` on: read as they are, or packed, or chunk by chunk into float32 by several
+    threads."""
     if stored.block in _DTYPES:
         tensor = torch.empty(shape, dtype=_DTYPES[stored.block])
         _read_into(file, begin, _bytes_of(tensor), path)
@@ -378,15 +380,18 @@ def _read_blocks(file: BinaryIO, stored: GGUFTensor, begin: int, shape: tuple[in
     block_type = GGMLQuantizationType[stored.block]
     num_blocks = prod(shape) // stored.block_elements
     step = _CHUNK_ELEMENTS // stored.block_elements
-    raw = np.empty(min(step, num_blocks) * stored.block_bytes, dtype=np.uint8)
-    for first in range(0, num_blocks, step):
+
+    def fill(first: int) -> None:
         count = min(step, num_blocks - first)
-        part = raw[:count * stored.block_bytes]
+        part = np.empty(count * stored.block_bytes, dtype=np.uint8)
         _read_into(file, begin + first * stored.block_bytes, part.data, path)
         start = first * stored.block_elements
         with np.errstate(all="ignore"):                      # _finite looks at the result
             # One long row: blocks are independent, and the package loops over rows in Python.
             out[start:start + count * stored.block_elements] = dequantize(part[None], block_type)[0]
+
+    for _ in threads.map(fill, range(0, num_blocks, step)):
+        pass
     return tensor
 
 
