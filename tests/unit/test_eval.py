@@ -238,3 +238,10 @@ def test_a_text_is_read_with_each_budget(capsys: pytest.CaptureFixture[str], tmp
     assert "128, reads all" in said and "128, reads 96" in said
     assert [(c["budget"], c["tokens"], c["loss"]) for c in json.loads(out.read_text())["contexts"]] == [
         (0, 64, 0.5), (96, 64, 1.0)]
+
+
+def test_problems_of_a_smaller_count_come_first_in_a_larger_one(tmp_path: Path) -> None:
+    path = tmp_path / "many.jsonl"
+    path.write_text("".join(f'{{"question": "{n}?", "answer": "#### {n}"}}\n' for n in range(258)))
+    many = tasks.gsm8k(str(path), 200, 0)
+    assert tasks.gsm8k(str(path), 8, 0) == many[:8] and len({q.prompt for q in many}) == 200

@@ -269,7 +269,8 @@ def common(size: Size) -> list[Question]:
 
 
 def gsm8k(path: str, count: int, seed: int) -> list[Question]:
-    """Problems of a GSM8K file: JSON lines with `question` and `answer`, which ends in `#### number`."""
+    """Problems of a GSM8K file: JSON lines with `question` and `answer`, which ends in `#### number`. Those of a
+    smaller count come first in a larger one."""
     try:
         # Lines end in a newline: `splitlines` also ends them at marks that a JSON string may hold.
         lines = [json.loads(line) for line in Path(path).read_text("utf-8").split("\n") if line.strip()]
@@ -278,7 +279,7 @@ def gsm8k(path: str, count: int, seed: int) -> list[Question]:
         raise ConfigError(f"--file {path}: not JSON lines with question and answer: {e}") from None
     if not pairs or not all(number_in(answer) for _, answer in pairs):
         raise ConfigError(f"--file {path}: every answer must end in '#### number'")
-    picked = random.Random(seed).sample(pairs, min(count, len(pairs)))
+    picked = random.Random(seed).sample(pairs, len(pairs))[:count]
     ask = "{}\n\nThink step by step. End with a line '#### ' and the number alone."
     return [Question("gsm8k", ask.format(q), number_in(a) or "", 512, chat=True) for q, a in picked]
 
