@@ -4,10 +4,13 @@
         [--tasks needles recall variables common] [--contexts 4096,32768] [--gsm8k FILE --problems 400]
 
 Each arm is `penstock serve` and `penstock eval --base-url`, so each answers the same problems. A share, such as 1/8,
-is what a step reads of each context (of 512 tokens where a problem is short). The gate: hosted arms of other layouts,
-after preemption, of a found prefix and of storage, must be within two standard errors of `hosted`; arms with a fault
-of a change report put in again must not, or the ranks refuse its plans. Without a chat template, or below about a
-billion weights, GSM8K says nothing.
+is what a step reads of each context (of 1,024 tokens for GSM8K, which is left out where that is below 128). The gate:
+hosted arms of other layouts, after preemption, of a found prefix and of storage, must be within two standard errors of
+`hosted`; arms with a fault of a change report put in again must not, or the ranks refuse its plans. Without a chat
+template, or below about a billion weights, GSM8K says nothing.
+
+Arms start in the order of --arms, behind what they are compared with. OUT has the answers and the table of the arms
+that have ended, also while others run.
 
 The recall model chooses its tokens itself: what it answers on other layouts and in other types must be what one rank
 on a CPU answers. `accuracy.py OUT tests/data/recall --tasks recall --dtype float32 --base cpu --contexts 1024,4000
@@ -19,6 +22,7 @@ import argparse
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -36,19 +40,21 @@ from serving import serving
 from penstock.bench.report import table
 
 PAIR = ("--prefill-replicas", "1", "--decode-replicas", "1")
-SHORT = 512                             # tokens that a problem of GSM8K is counted with
+SHORT = 1024                            # tokens that a problem of GSM8K is counted with
 LEAST = 128                             # of a budget
-COUNTED = ("hot_misses_total", "pair_delivered_total", "num_preemptions_total", "storage_read_bytes_total",
-           "prefix_cache_hit_tokens")
-# name: a task's contexts and questions do not count for GSM8K, which has one length
+COUNTED = {                             # beginnings of names of /server_info's numbers
+    "misses": ("hot_misses_total",), "deliveries": ("pair_delivered_total",), "pauses": ("pauses",),
+    "prefix hits": ("prefix_hbm_hits", "prefix_dram_hits", "prefix_disk_hits"),
+    "bytes of storage": ("storage_read_bytes_total",)}
+REFUSED = re.compile(r"penstock: (AssertionError.*)")      # by an engine or a rank, in a server's log
 Problem = tuple[str, int]               # task, context; GSM8K: 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """One server, or two in turns. share: what a step reads; 0: all. place: "device", "host", or "tight", which is the
-    host with room for a part of the requests. again: the second answers of one server count. restarted: those of a
-    second server on the storage of the first."""
+    """One server, or two in turns. share: what a step reads; 0: all. place: "device", "host", or "tight": a device
+    with room for a part of the requests, of which some go on from the host and some pause. again: the second answers
+    of one server count. restarted: those of a second server on the storage of the first."""
 
     base: str
     share: float = 0.0
@@ -112,9 +118,8 @@ def budget_of(share: float, context: int) -> int:
 
 def idle(arm: Arm, told: dict[str, float]) -> str:
     """What the arm is for and did not do, by the server's counters: then it proves nothing."""
-    wanted = {"hot_misses_total": arm.place != "device", "num_preemptions_total": arm.place == "tight",
-              "pair_delivered_total": PAIR[0] in arm.flags, "prefix_cache_hit_tokens": arm.again,
-              "storage_read_bytes_total": arm.restarted}
+    wanted = {"misses": arm.place != "device", "pauses": arm.place == "tight",
+              "deliveries": PAIR[0] in arm.flags, "prefix hits": arm.again, "bytes of storage": arm.restarted}
     return ", ".join(f"no {name}" for name, wants in wanted.items() if wants and not told.get(name))
 
 
@@ -130,11 +135,24 @@ class Asked:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.problems: list[Problem] = [(task, context) for task in args.tasks for context in args.contexts]
-        if args.gsm8k:
-            self.problems.append(("gsm8k", 0))
+        self.ends = time.monotonic() + args.seconds if args.seconds else math.inf
         config = Path(args.model) / "config.json"
         self.native = config.exists() and "index_topk" in json.loads(config.read_text())
+
+    def left(self) -> float:
+        """Seconds that a server's start, or a task, may take. Raises TimeoutError."""
+        left = self.ends - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("--seconds are over")
+        return min(float(self.args.limit), left)
+
+    def problems(self, arm: Arm) -> list[Problem]:
+        """What the arm is asked. Requests that hardly grow are not preempted."""
+        a, chooses = self.args, arm.share > 0 and not self.native
+        contexts = (() if arm.place == "tight" and a.gsm8k else
+                    a.gate_contexts if arm.base == "hosted" else a.contexts)
+        short: list[Problem] = [("gsm8k", 0)] * bool(a.gsm8k and not (chooses and arm.share * SHORT < LEAST))
+        return short + [(task, context) for context in contexts for task in a.tasks]
 
     def flags(self, arm: Arm) -> tuple[str, ...]:
         a = self.args
@@ -143,61 +161,66 @@ class Asked:
         found += ["--threads", str(a.threads)] if a.threads else []
         for flag, value in (("--device", a.device), ("--dtype", a.dtype)):
             found += [] if flag in own else [flag, value]
-        found += ["--kv-cache-memory-bytes", a.device_kv if arm.place == "device" else a.hosted_kv]
+        found += ["--kv-cache-memory-bytes",
+                  {"device": a.device_kv, "host": a.hosted_kv, "tight": a.tight_kv}[arm.place]]
         if arm.place != "device":
-            host = a.tight_kv if arm.place == "tight" else a.host_kv
-            found += ["--kv-offloading-size", host, "--host-decode", "always"]
+            found += ["--kv-offloading-size", a.host_kv]
+            found += ["--host-decode", "auto" if arm.place == "tight" else "always"]
             found += ["--hot-buffer-tokens", str(a.hot)] if a.hot else []
         elif arm.share or arm.restarted:
             found += ["--kv-offloading-size", a.host_kv, "--host-decode", "off"]
         if arm.share and not self.native:
-            found += ["--sparse-top-k", str(max(budget_of(arm.share, context) for _, context in self.problems))]
+            found += ["--sparse-top-k", str(max(budget_of(arm.share, context) for _, context in self.problems(arm)))]
         return tuple(found)
 
-    def answers(self, url: str, arm: Arm) -> dict[Problem, list[dict[str, Any]]]:
-        a, found = self.args, dict[Problem, list[dict[str, Any]]]()
-        for problem in self.problems:
-            task, context = problem
-            if arm.place == "tight" and a.gsm8k and context:
-                continue                # requests that hardly grow are not preempted
-            asked = ["--file", a.gsm8k, "--samples", "1", "--questions", str(a.problems)] if not context else [
+    def ask(self, url: str, arm: Arm, found: dict[str, list[dict[str, Any]]], took: dict[str, float]) -> None:
+        """Note answers by problem, and seconds, as they come."""
+        a = self.args
+        for task, context in self.problems(arm):
+            count = min(a.problems, a.tp_problems) if "--tp" in arm.flags else a.problems
+            asked = ["--file", a.gsm8k, "--samples", "1", "--questions", str(count)] if not context else [
                 "--contexts", str(context), "--samples", str(a.samples),
                 *(() if task == "common" else ("--questions", str(a.questions)))]
             if arm.share and not self.native:
                 asked += ["--budgets", str(budget_of(arm.share, context))]
+            name, began = f"{task}, {context}" if context else task, time.monotonic()
             with tempfile.NamedTemporaryFile(suffix=".json") as out:
                 run = subprocess.run(
                     [sys.executable, "-m", "penstock.cli.main", "eval", "--base-url", url, "--quiet", "--task", task,
                      "--concurrency", str(a.rows), "--output-json", out.name, *asked],
-                    capture_output=True, text=True, timeout=a.limit)
+                    capture_output=True, text=True, timeout=self.left())
                 if run.returncode:
-                    raise RuntimeError(f"{task}, {context}: {run.stderr.strip()[-300:]}")
-                found[problem] = json.load(open(out.name))["answers"]
-        return found
+                    raise RuntimeError(f"{name}: {run.stderr.strip()[-300:]}")
+                found[name] = [{"score": float(one["right"]), "given": one["given"]}
+                               for one in json.load(open(out.name))["answers"]]
+            took[name] = round(time.monotonic() - began, 1)
 
     def arm(self, name: str) -> dict[str, Any]:
-        """The arm, with what was given to each question; `error`: why there is nothing."""
-        arm, began = ARMS[name], time.perf_counter()
+        """The arm, with what was given to each question; `error`: why something is missing, or how its server ended."""
+        arm, began, took = ARMS[name], time.monotonic(), dict[str, float]()
         env = {"FAULT": arm.fault, "PYTHONPATH": os.pathsep.join(
             (str(Path(__file__).parents[1] / "patched"), os.environ.get("PYTHONPATH", "")))} if arm.fault else {}
-        row: dict[str, Any] = {"arm": name, "against": self.args.base or arm.base, "flags": self.flags(arm)}
+        row: dict[str, Any] = {"arm": name, "against": self.args.base or arm.base, "seconds": took}
         with tempfile.TemporaryFile("w+") as log, tempfile.TemporaryDirectory() as folder:
-            flags = *row["flags"], *(("--kv-storage", f"file://{folder}/kv", "--kv-storage-policy", "wait_complete")
-                                     if arm.restarted else ())
             try:
+                row["flags"] = self.flags(arm)
+                flags = *row["flags"], *(("--kv-storage", f"file://{folder}/kv", "--kv-storage-policy",
+                                          "wait_complete") if arm.restarted else ())
                 for last in (False, True) if arm.restarted else (True,):
-                    with serving(*flags, model=self.args.model, stderr=log, env=env) as server:
-                        for _ in range(1 + arm.again):
-                            answers = self.answers(server.url, arm)
-                        stats = server.get("/server_info")["stats"] if last else {}
-                row["told"] = {c: sum(v for k, v in stats.items() if k.startswith(c)) for c in COUNTED}
-                row["answers"] = {f"{task}, {context}" if context else task: [
-                    {"score": float(a["right"]), "given": a["given"]} for a in given]
-                    for (task, context), given in answers.items()}
+                    with serving(*flags, model=self.args.model, stderr=log, env=env, ready=self.left()) as server:
+                        took["start"] = round(server.ready_s, 1)
+                        if arm.again or not last:
+                            self.ask(server.url, arm, {}, took)
+                        if last:
+                            self.ask(server.url, arm, row.setdefault("answers", {}), took)
+                            stats = server.get("/server_info")["stats"]
+                            row["told"] = {what: sum(v for k, v in stats.items() if k.startswith(names))
+                                           for what, names in COUNTED.items()}
             except Exception as why:    # one arm that fails takes nothing from the others
                 log.seek(0)
-                row["error"] = f"{why!r:.300}: {log.read()[-1500:]}"
-        print({k: v for k, v in row.items() if k != "answers"} | {"seconds": time.perf_counter() - began}, flush=True)
+                text = log.read()
+                row |= {"error": f"{why!r:.300}: {text[-3000:]}", "refused": REFUSED.findall(text)[:1]}
+        took["all"] = round(time.monotonic() - began, 1)
         return row
 
 
@@ -207,7 +230,8 @@ def compared(rows: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     for row in rows:
         arm, base = ARMS[row["arm"]], by_name.get(row["against"], {}).get("answers", {})
         if "error" in row:
-            lines.append((row["arm"], "all", "-", "-", "-", "refused" if arm.fault else "FAILED"))
+            lines.append((row["arm"], "all", "-", "-", "-",
+                          "refused" if arm.fault and row.get("refused") else "FAILED"))
         elif missing := idle(arm, row.get("told", {})):
             lines.append((row["arm"], "all", "-", "-", "-", missing))
         for problem, given in row.get("answers", {}).items():
@@ -216,12 +240,24 @@ def compared(rows: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
             if row["arm"] == row["against"] or problem not in base:
                 lines.append((row["arm"], problem, right, "", "", "NO BASE" * (row["arm"] != row["against"])))
                 continue
-            other = [a["score"] for a in base[problem]]
+            others = base[problem][:len(given)]         # who is asked fewer is asked the first
+            other = [a["score"] for a in others]
             mean, error = paired(scores, other)
-            same = sum(a["given"] == b["given"] for a, b in zip(given, base[problem], strict=True))
+            same = sum(a["given"] == b["given"] for a, b in zip(given, others, strict=True))
             lines.append((row["arm"], problem, right, f"{mean:+.3f} ({2 * error:.3f})", f"{same} of {len(given)}",
                           verdict(arm, scores, other)))
     return lines
+
+
+def shown(row: dict[str, Any]) -> str:
+    """A line of an arm that has ended."""
+    right = (f"{problem} {sum(a['score'] for a in given):.4g}/{len(given)}"
+             for problem, given in row.get("answers", {}).items())
+    took, told = ({k: f"{v:.6g}" for k, v in row.get(name, {}).items() if v} for name in ("seconds", "told"))
+    error = row.get("error", "")
+    words = (", ".join(right), *(", ".join(f"{k} {v}" for k, v in pairs.items()) for pairs in (told, took)),
+             *row.get("refused", []), error if len(error) < 500 else f"{error[:200]} ... {error[-300:]}")
+    return f"{row['arm']}: {'; '.join(filter(None, words))}"
 
 
 def main() -> None:
@@ -235,29 +271,43 @@ def main() -> None:
                         "what arms are compared with runs too")
     parser.add_argument("--tasks", nargs="*", default=["needles", "recall", "variables", "common"])
     parser.add_argument("--contexts", default="4096,32000", type=lambda text: [int(n) for n in text.split(",")])
+    parser.add_argument("--gate-contexts", type=lambda text: [int(n) for n in text.split(",")],
+                        help="those that arms are asked with that are compared with `hosted` (default: all)")
     parser.add_argument("--samples", type=int, default=8, help="contexts of each length")
     parser.add_argument("--questions", type=int, default=8, help="of each context")
     parser.add_argument("--gsm8k", metavar="FILE", help="JSON lines of GSM8K")
     parser.add_argument("--problems", type=int, default=400, help="of GSM8K")
+    parser.add_argument("--tp-problems", type=int, default=100, help="of those, of TP ranks: on one GPU each of their "
+                        "sums goes by way of the host")
     parser.add_argument("--rows", type=int, default=16, help="requests at once")
     parser.add_argument("--threads", type=int, default=0, help="of each server on a CPU")
     parser.add_argument("--hot", type=int, default=0, help="tokens of a hot buffer")
     parser.add_argument("--device-kv", default="16G", help="of arms with all KV on the device")
     parser.add_argument("--hosted-kv", default="1G", help="on the device, of hosted arms")
     parser.add_argument("--host-kv", default="20G")
-    parser.add_argument("--tight-kv", default="256M", help="host memory of arms that are preempted; they answer GSM8K "
-                        "alone if that is given")
+    parser.add_argument("--tight-kv", default="256M", help="on the device, of arms that are preempted; they "
+                        "answer GSM8K alone if that is given")
     parser.add_argument("--at-once", type=int, default=2,
                         help="servers; each takes --host-kv of host memory, a pair twice that")
-    parser.add_argument("--limit", type=float, default=300, help="seconds for a task of an arm")
+    parser.add_argument("--limit", type=float, default=300, help="seconds for a server's start, and for a task of an "
+                        "arm")
+    parser.add_argument("--seconds", type=float, help="what has not ended by then is given up, and the table shown")
     args = parser.parse_args()
+    args.gate_contexts = args.gate_contexts or args.contexts
+    if not {*args.gate_contexts} <= {*args.contexts}:
+        parser.error("--gate-contexts: of those of --contexts")
     asked = Asked(args)
     rows, names = list[dict[str, Any]](), with_bases(args.arms, args.base)
     with ThreadPoolExecutor(args.at_once) as pool:
         for done in as_completed([pool.submit(asked.arm, name) for name in names]):
-            rows = sorted([*rows, done.result()], key=lambda row: names.index(row["arm"]))
+            row = done.result()
+            rows = sorted([*rows, row], key=lambda row: names.index(row["arm"]))
             write("accuracy", args.out, rows, shown=False)
-    print(table(("arm", "problems", "right", "difference (two standard errors)", "same answers", ""), compared(rows)))
+            text = table(("arm", "problems", "right", "difference (two standard errors)", "same answers", ""),
+                         compared(rows))
+            (args.out / "accuracy.txt").write_text(text + "\n")
+            print(" ".join(shown(row).split()), flush=True)
+    print(text)
 
 
 if __name__ == "__main__":

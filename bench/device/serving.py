@@ -21,6 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -43,18 +44,22 @@ NATIVE = {"256 tokens of it": SMALL,                           # of a model that
 
 
 class Server:
-    """`penstock serve` as a user starts it; `ready_s` from start to its line."""
+    """`penstock serve` as a user starts it; `ready_s` from start to its line. One that has not said it after `ready`
+    seconds is ended."""
 
     def __init__(self, *flags: str, model: str = "demo", stderr: IO[str] | None = None,
-                 env: Mapping[str, str] | None = None) -> None:
+                 env: Mapping[str, str] | None = None, ready: float = 600) -> None:
         started = time.perf_counter()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "penstock.cli.main", "serve", model, "--port", "0", *flags],
             stdout=subprocess.PIPE, stderr=stderr, text=True, env={**os.environ, **(env or {})})
         assert self.process.stdout is not None
+        late = threading.Timer(ready, self.process.kill)
+        late.start()
         line = self.process.stdout.readline()
+        late.cancel()
         found = re.search(r"ready on (http://\S+) ", line)
-        assert found, f"{flags}: {line}"
+        assert found, f"the server did not become ready: {line}{flags}"
         self.url, self.ready_s = found[1], time.perf_counter() - started
 
     def get(self, path: str) -> Any:
@@ -86,13 +91,16 @@ class Server:
 
 @contextlib.contextmanager
 def serving(*flags: str, model: str = "demo", stderr: IO[str] | None = None,
-            env: Mapping[str, str] | None = None) -> Iterator[Server]:
-    server = Server(*flags, model=model, stderr=stderr, env=env)
+            env: Mapping[str, str] | None = None, ready: float = 600) -> Iterator[Server]:
+    server = Server(*flags, model=model, stderr=stderr, env=env, ready=ready)
     try:
         yield server
     finally:
         server.process.terminate()
-        code = server.process.wait(60)
+        late = threading.Timer(60, server.process.kill)
+        late.start()
+        code = server.process.wait()
+        late.cancel()
         assert code == 0, f"{flags}: the server ended with {code}"
 
 

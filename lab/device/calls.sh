@@ -2,6 +2,7 @@
 # What one call on a machine with GPUs does, from the root of this tree: bash lab/device/calls.sh NAME [ARGUMENT ...]
 #   lists [COMMIT]     both lists of `make gpu`, two GPUs: log and cells in OUT
 #   again TEST ...     these tests with --device cuda
+#   accuracy [ARM ...] answers of /tmp/q.gguf by arms of bench/device/accuracy.py, all on one GPU; .carry/gsm8k.jsonl
 #   trees [PROGRAM]    .carry/before.tgz (git archive COMMIT src bench) and this tree in turns on one GPU, twice
 # Wheels are in .whl (lab/device/pack.py). OUT: where results go.
 set -u
@@ -49,6 +50,39 @@ trees() {
             done
         done
     done
+}
+
+# A machine whose memory grows as it is used tells servers of too little: fills it until ROOM GiB would be free.
+grow() {
+    python3 - "${ROOM:-72}" <<'END'
+import mmap
+import re
+import sys
+
+
+def free():
+    return int(re.search(r"MemAvailable: *(\d+)", open("/proc/meminfo").read())[1]) >> 20
+
+
+room, held, before = int(sys.argv[1]), [], free()
+while 2 < free() < room - len(held):
+    held.append(mmap.mmap(-1, 1 << 30))
+    held[-1].write(bytes(1 << 30))
+print(f"{before} GiB were free; {len(held)} were filled, {free()} are free beside them", flush=True)
+END
+}
+
+accuracy() {                    # ends by itself after LIMIT seconds, with what has been measured
+    local arms=(dense 1/8 hosted "hosted, tp 2" "hosted, pair, pp 2" "hosted, from storage" "hosted, pp 2"
+                "hosted, prefix found" "hosted, pair" "hosted, preempted" "fault: resumed without a hot buffer"
+                "fault: delivered row not admitted" "packed weights" "fp8 KV" 1/4 1/16 "hosted, fp8 KV")
+    [ $# = 0 ] || arms=("$@")
+    grow
+    PYTHONPATH=$PWD/bench/device:$PYTHONPATH python3 bench/device/accuracy.py "$OUT/accuracy" /tmp/q.gguf \
+        --gsm8k .carry/gsm8k.jsonl --problems 400 --contexts 4096,16384,32000 --gate-contexts 4096 --samples 2 \
+        --rows 64 --at-once 6 --device-kv 8G --hosted-kv 4G --host-kv 6G --tight-kv 256M \
+        --limit 300 --seconds "${LIMIT:-360}" --arms "${arms[@]}"
+    echo "accuracy: $SECONDS s"
 }
 
 export PYTHONPATH=$PWD/src:$SITE
