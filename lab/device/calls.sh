@@ -74,8 +74,8 @@ END
 
 accuracy() {                    # ends by itself after LIMIT seconds, with what has been measured
     local arms=(dense 1/8 hosted "hosted, tp 2" "hosted, pair, pp 2" "hosted, from storage" "hosted, pp 2"
-                "hosted, prefix found" "hosted, pair" "hosted, preempted" "fault: resumed without a hot buffer"
-                "fault: delivered row not admitted" "packed weights" "fp8 KV" 1/4 1/16 "hosted, fp8 KV")
+                "hosted, prefix found" "hosted, pair" "hosted, preempted" "packed weights" "fp8 KV" 1/4 1/16
+                "hosted, fp8 KV" "fault: delivered row not admitted" "fault: resumed without a hot buffer")
     [ $# = 0 ] || arms=("$@")
     grow
     PYTHONPATH=$PWD/bench/device:$PYTHONPATH python3 bench/device/accuracy.py "$OUT/accuracy" /tmp/q.gguf \
