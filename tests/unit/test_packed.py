@@ -112,6 +112,15 @@ def test_floats_and_shifts_mean_the_same_as_a_gpu_keeps_them(kind: Kind) -> None
         assert error <= 1e-3 * shifted.floats().abs().max()
 
 
+@pytest.mark.parametrize("kinds", [("u4", "u4"), ("u8", "u8"), ("u4", "u8"), ("e2m1", "e2m1")])
+def test_rows_with_zero_points_are_joined_with_rows_that_have_none(kinds: tuple[Kind, Kind]) -> None:
+    plain, other = (quantised(torch.randn(rows, 64), 1, 32, kind) for rows, kind in zip((3, 5), kinds, strict=True))
+    if kinds[0] != "e2m1":
+        other = replace(other, offset_RJ=torch.randint(0, 16, other.scale_RJ.shape).short())
+    for parts in ((plain, other), (other, plain)):
+        assert joined(parts).floats().equal(torch.cat([part.floats() for part in parts]))
+
+
 def test_a_nan_among_the_elements_or_scales_is_seen() -> None:
     inf = float("inf")
     for byte, scale, fine in ((0x7F, 1.0, False), (0xFF, 1.0, False), (0x7E, 1.0, True), (0, inf, False)):
