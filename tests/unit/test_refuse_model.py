@@ -33,6 +33,7 @@ CASES: tuple[tuple[ModelFacts, dict[str, object], dict[str, object]], ...] = (
     (DENSE, {"sparse_metadata_dtype": "fp8"}, {"sparse_metadata_dtype": "fp8", "sparse_top_k": 512}),
     (DENSE, {"gpu_layers": 3}, {"gpu_layers": 4}),
     (DENSE, {"pp": 5}, {"pp": 4}),
+    (replace(DENSE, tail=3), {"pp": 3}, {"pp": 2, "pp_layers": ["1", "3"]}),
     (replace(DENSE, tail=3), {"pp": 2}, {"pp": 2, "pp_layers": ["1", "3"]}),
     (replace(DENSE, heads=3), {"tp": 4}, {"tp": 3}),
     (DENSE, {"tp": 2, "ep": 0}, {"tp": 2}),
@@ -69,7 +70,8 @@ def test_refusal_trips_alone_and_not_at_its_edge(index: int) -> None:
     ({"pp": 5}, "--pp 5, no --pp-layers: this model has 4 layers, of which each stage takes one or more"),
     ({"pp": 2, "pp_layers": ["3", "1"]},
      "--pp 2, --pp-layers 3,1: layers 2 to 3 of this model share KV, and are of one stage: the last number "
-     "of --pp-layers is 2 or more, such as --pp-layers 2,2"),
+     "of --pp-layers is 2 or more"),
+    ({"pp": 4}, "--pp 4: layers 2 to 3 of this model share KV, and are of one stage: at most 3 stages"),
     ({"quantization": "awq"}, "--quantization awq: the weights of tiny are floats, and weights are not quantised when "
      "they are loaded: leave the flag out, or take a checkpoint in that format"),
     ({"dtype": "gguf"}, "--dtype gguf: tiny is neither a .gguf file nor quantised as integers: leave the flag out")])
@@ -77,6 +79,17 @@ def test_what_was_given_and_what_is_allowed_is_said(options: dict[str, object], 
     with pytest.raises(ConfigError) as e:
         check_model(from_options("tiny", options), replace(DENSE, tail=2))
     assert str(e.value) == said
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4])
+@pytest.mark.parametrize("tail", range(5))
+def test_layers_that_share_kv_leave_as_many_stages_as_is_said(tail: int, pp: int) -> None:
+    config = from_options("tiny", {"pp": pp, "pp_layers": [*["1"] * (pp - 1), str(5 - pp)]})
+    if 5 - pp >= tail:
+        check_model(config, replace(DENSE, tail=tail))
+    else:
+        with pytest.raises(ConfigError, match=f"one stage: at most {5 - tail} stages$"):
+            check_model(config, replace(DENSE, tail=tail))
 
 
 @pytest.mark.parametrize(("typed", "format"), [

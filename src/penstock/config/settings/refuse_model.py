@@ -53,10 +53,15 @@ class ModelFacts:
     tail: int = 0
 
     @property
+    def stages(self) -> int:
+        """Pipeline stages that it can be parted into."""
+        return self.layers - max(0, self.tail - 1)
+
+    @property
     def words(self) -> Mapping[str, str]:
         """What `Refusal.why` may name."""
         return {f.name: str(getattr(self, f.name)) for f in fields(self)} | {
-            "last": str(self.layers - 1), "front": str(self.layers - self.tail),
+            "last": str(self.layers - 1), "front": str(self.layers - self.tail), "stages": str(self.stages),
             "quantised": self.quantised or "floats"}
 
 
@@ -64,7 +69,7 @@ STATE_MAX = (1 << 20) - 1024    # of a frame of a pair's stream, `transfer.codec
 # In docs, without a model.
 WORDS = {"name": "NAME", "last": "N-1", "front": "N", "quantised": "FORMAT", **dict.fromkeys(
     ("layers", "context", "topk", "block", "heads", "experts", "vocab", "width", "state_bytes", "state_parts",
-     "tail"), "N")}
+     "tail", "stages"), "N")}
 
 
 def _dense(config: Config) -> set[int]:
@@ -128,9 +133,12 @@ OF_MODEL: tuple[Refusal[ModelFacts], ...] = (
             "the CPU"),
     Refusal(_other_layers, ("device.pp", "device.pp_layers"),
             "this model has {layers} layers, of which each stage takes one or more"),
-    Refusal(lambda c, m: not _other_layers(c, m) and _parts_tail(c, m), ("device.pp", "device.pp_layers"),
+    Refusal(lambda c, m: not _other_layers(c, m) and c.device.pp > m.stages, ("device.pp",),
+            "layers {front} to {last} of this model share KV, and are of one stage: at most {stages} stages"),
+    Refusal(lambda c, m: not _other_layers(c, m) and c.device.pp <= m.stages and _parts_tail(c, m),
+            ("device.pp", "device.pp_layers"),
             "layers {front} to {last} of this model share KV, and are of one stage: the last number of --pp-layers is "
-            "{tail} or more, such as --pp-layers {front},{tail}"),
+            "{tail} or more"),
     Refusal(lambda c, m: c.device.tp > min(m.heads, m.vocab, m.width), ("device.tp",),
             "this model has {heads} query heads, a vocabulary of {vocab} and MLPs of {width} columns; each TP "
             "rank needs one or more of each"),
