@@ -130,6 +130,52 @@ def test_a_prompt_alone_has_room_to_the_next_multiple_or_is_refused(group: Cache
     assert len(plans) < 20 and (not plans or counts(plans[-1])[LONG] == 1), "it has ended, and not given way"
 
 
+@pytest.mark.parametrize("page_size, hbm_pages, pp_size, window, arrivals", [
+    (1, 38, 1, 2, {8: (4, 16), 10: (20, 20)}), (1, 20, 2, 3, {2: (1, 21), 12: (26, 26), 13: (4, 11)}),
+    (2, 39, 2, 6, {11: (20, 30), 13: (6, 14), 29: (17, 11), 31: (24, 24), 33: (22, 28)})])
+def test_a_turn_ends_when_a_prompt_that_waits_has_taken_all_that_it_can(
+        page_size: int, hbm_pages: int, pp_size: int, window: int, arrivals: dict[int, tuple[int, int]]) -> None:
+    """It may take a page that an older row waits for: more is evicted for that one, and it goes on, in this turn."""
+    groups = CacheGroup(name="full", page_bytes=1), CacheGroup(name="window", page_bytes=1, window=window)
+    engine = Engine(page_size=page_size, hbm_pages=hbm_pages, pp_size=pp_size, overlap=True, groups=groups,
+                    group_base=1_000, step_tokens=16, chunk_multiple=4 * page_size)
+    core, flying, turn = engine.core, list[StepPlan](), 0
+    while core.live or turn <= max(arrivals):
+        if turn in arrivals:
+            engine.arrive(1 + turn, *arrivals[turn])
+        turn += 1
+        plan = core.advance(engine.events).plan
+        engine.events = []
+        if plan is None:
+            before = core.edges_taken, core.kv.freed
+            assert core.advance(()).plan is None and (core.edges_taken, core.kv.freed) == before
+        else:
+            flying.append(plan)
+        if flying and (plan is None or len(flying) == core.cfg.depth):
+            done = flying.pop(0)
+            engine.events = [Retired(done.step, ((9,),) * sum(done.samples))]
+
+
+@pytest.mark.parametrize("settings", [{}, {"overlap": True}, {"chunk_multiple": 4}, {"pp_size": 2, "pp_together": 40}])
+@pytest.mark.parametrize("decoding, drafts", [(20, 3), (40, 3), (5, 15)])
+def test_drafts_have_of_a_step_what_rows_and_prompts_leave(
+        decoding: int, drafts: int, settings: dict[str, object]) -> None:
+    engine, prompt = Engine(hbm_pages=4_000, draft_tokens=drafts, **settings), RequestId(1000)
+    for rid in range(decoding):
+        engine.arrive(1 + rid, 1, new=1_000)
+    todo, room = 100, 64 - decoding
+    for plan in itertools.islice(engine.steps(), 40):
+        if plan.step > 20 and todo:
+            count = counts(plan)
+            chunk = count.pop(prompt)
+            assert chunk == min(todo, room - room % engine.core.cfg.chunk_multiple)
+            assert len(count) == decoding and sum(count.values()) == 64 - chunk, "drafts fill what is left"
+            todo -= chunk
+        if plan.step == 20:
+            engine.arrive(prompt, todo)
+    assert not todo
+
+
 def length(short: int) -> tuple[int, int]:
     """Steps from the arrival of 60 tokens behind 1,000,000 to their first, and of the long prompt."""
     engine, begun = Engine(page_size=64, step_tokens=8_192), 0

@@ -85,11 +85,11 @@ class Core(CoreState):
         # To a fixed point: planning may free, freeing may admit. Each request moves a few times at most.
         for _ in range(100 + 20 * len(self.live)):
             self.kv.drain()
-            before = self.edges_taken, self.kv.freed, self.kv.saves_left
+            before = self.edges_taken, self.kv.freed, self.kv.saves_left, self.taken_early
             self._progress()
             plan = schedule.plan(self)
             self.kv.drain()
-            now = self.edges_taken, self.kv.freed, self.kv.saves_left
+            now = self.edges_taken, self.kv.freed, self.kv.saves_left, self.taken_early
             idle = now == before and not self.admission.is_due()
             if plan is None and idle and self.kv.gives_up and not (self.in_flight and self.running):
                 self.kv.free_gradually(all=True)  # no more than PARTS portions of that were given up

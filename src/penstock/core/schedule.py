@@ -1,7 +1,7 @@
 """Which rows run in the next step, and the plan that says so.
 
-Decode and prefill share one token budget: decoding rows first, then prompts in chunks, oldest first. Of
-what the decoding rows leave, short prompts that arrived after a long one take up to a quarter, see `_ahead`.
+Decode and prefill share one token budget: decoding rows first, then prompts in chunks, oldest first, then drafts.
+Of what the decoding rows leave, short prompts that arrived after a long one take up to a quarter, see `_ahead`.
 Most rows of most steps do what they did in the step before, one position further. Such a row is
 `unchanged_until`: it is counted on without a look, up to the position where its pages or its output end.
 Whatever else could matter to it (a phase, a page given up) sets `unchanged_until` to 0.
@@ -49,7 +49,9 @@ def plan(core: CoreState) -> StepPlan | None:
         return None
     step = StepId(kv.issued + 1)
     chosen, budget = _decoding(core, step)
-    prompts = _prompts(core, chosen, budget)
+    prompts, budget = _prompts(core, chosen, budget)
+    if core.cfg.draft_tokens:
+        _draft(core, chosen, budget)
     chosen += prompts
     if not chosen:
         core.columns.clear()                   # they keep requests that have ended
@@ -101,15 +103,15 @@ def _of_turn(core: CoreState, free: int, turns: int) -> tuple[list[ScheduledRow]
             reclaim.for_growth(core, r, grown.tier, taken)
             if not r.decodes or not core.kv.grow(r, r.computed + 1):
                 continue
-        width = _width(core, r, budget)
-        chosen.append(_row(r, width))
-        budget -= width
+        chosen.append(r.issued or _row(r, 1))
+        budget -= 1
         left -= 1
     core.counters["rows_looked_at"] += looked
     return chosen, budget
 
 
-def _prompts(core: CoreState, decoding: list[ScheduledRow], budget: int) -> list[ScheduledRow]:
+def _prompts(core: CoreState, decoding: list[ScheduledRow], budget: int) -> tuple[list[ScheduledRow], int]:
+    """Chunks of prompts, and what they leave of the budget."""
     chosen: list[ScheduledRow] = []
     taken = reclaim.PlannedRows(core, decoding, chosen)
     prompts = [r for r in core.transient if r.phase is Phase.PREFILL and r.todo] if budget else []
@@ -118,14 +120,17 @@ def _prompts(core: CoreState, decoding: list[ScheduledRow], budget: int) -> list
     for r in prompts:
         budget += ahead.get(r.rid, 0)
         if budget and r.phase is Phase.PREFILL:          # an older one may have taken its pages
+            had = r.capacity
             n = _chunk(core, r, min(budget, _wanted(core, r)), budget, r.rid in ahead or not chosen, taken)
-            if n:
+            if not n:
+                core.taken_early += r.capacity > had
+            else:
                 last = n == r.todo
                 samples = last and not (core.prefills_only and r.num_output)
                 assert r.row is not None
                 chosen.append(ScheduledRow(r, r.row, r.kv_epoch, n, int(samples), last))
                 budget -= n
-    return chosen
+    return chosen, budget
 
 
 def _ahead(core: CoreState, prompts: list[Request], budget: int) -> dict[RequestId, int]:
@@ -169,12 +174,18 @@ def _may_decode(r: Request) -> bool:
     return r.computed < ahead < r.num_prompt + r.max_new
 
 
-def _width(core: CoreState, r: Request, budget: int) -> int:
+def _draft(core: CoreState, decoding: list[ScheduledRow], budget: int) -> None:
+    """Let rows that decode compute as many positions behind their first as they have drafts, pages and `budget`."""
+    for i, row in enumerate(decoding):
+        if (r := row.request).drafts:
+            decoding[i] = _row(r, _width(core, r, 1 + budget))
+            budget -= decoding[i].width - 1
+
+
+def _width(core: CoreState, r: Request, most: int) -> int:
     """Positions that a decoding row computes: one, and drafts as far as everything allows."""
-    if not r.drafts:
-        return 1
     left = r.num_prompt + r.max_new - r.num_tokens - r.num_placeholders
-    width = min(1 + r.drafts, budget, left)
+    width = min(1 + r.drafts, most, left)
     while r.computed + width > r.capacity:
         if not core.kv.grow(r, r.capacity + 1):          # drafts are worth no victim
             return r.capacity - r.computed

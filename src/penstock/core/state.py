@@ -102,6 +102,7 @@ class CoreState(Queues):
         self.last_revoke_step = StepId(0)      # when a grant was last given up for its pages,
         self.revoke_pending = False            # and whether since the last event
         self.is_saving = False                 # a request saves or lends more of its pages in the next turn
+        self.taken_early = 0                   # times that a prompt took pages and waits for more before a step
         self.out: list[Output] = []
         self.watchers: list[Watcher] = []      # add yourself
 

@@ -108,6 +108,9 @@ def draw(seed: int, mode: str = "") -> Scenario:
     if sc.pair and seed % 5 == 3:
         sc = replace(sc, net=replace(sc.net, rooms=Random(f"rooms {seed}").choice((0.3, 0.8))))
     sc = replace(sc, damages=damages, speeds=speeds, jumps=rng.choice((0, 0, 0, 0, 1, 3)))
+    if sc.model == 3:                      # only states are computed in blocks, of which a step has one at least
+        blocks = [n for n in (2, 4, 8, 16, 64) if n <= sc.cfg.step_tokens]
+        sc = replace(sc, cfg=replace(sc.cfg, chunk_multiple=Random(f"blocks {seed}").choice((1, 1, 1, *blocks))))
     return finish(override(_sessions(_named(sc)), mode))
 
 
