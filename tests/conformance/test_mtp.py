@@ -130,9 +130,10 @@ def test_speculation_by_a_layer_while_anyone_pauses(family, lateness):
     assert engine.core.stats()["pauses"] >= 3 and 0 < counts(engine)[1] < counts(engine)[0]
 
 
+@pytest.mark.parametrize("step_tokens", [5, 16])           # prompts leave few drafts of five
 @pytest.mark.parametrize("family", FAMILIES)
-def test_speculation_by_a_layer_of_rows_that_drop_and_abort(family):
-    engine = drafting(family, step_tokens=5, hbm_pages=2 * SMALL[family], dram_pages=0, lateness=Latest())
+def test_speculation_by_a_layer_of_rows_that_drop_and_abort(family, step_tokens):
+    engine = drafting(family, step_tokens=step_tokens, hbm_pages=2 * SMALL[family], dram_pages=0, lateness=Latest())
     for rid, prompt in PROMPTS.items():
         engine.add(rid, prompt, 12)
     for turn in range(60):
@@ -144,7 +145,8 @@ def test_speculation_by_a_layer_of_rows_that_drop_and_abort(family):
         assert tuple(engine.got[rid]) == dense(prompt, 12, family)[:len(engine.got[rid])]
     assert engine.core.stats()["drops"] >= 3
     proposed, right, _ = counts(engine)
-    assert 0 < right < proposed or where.DEVICE == "cuda"      # where steps with prompts have no drafts
+    # Where steps with prompts have no drafts, none may be right.
+    assert right < proposed and (right or step_tokens == 5) or where.DEVICE == "cuda"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -178,11 +180,11 @@ def test_speculation_by_a_layer_on_a_device(family, way, num, monkeypatch):
     assert 0 < right < proposed == engine.proposed.total() and dropped == 0 < engine.core.stats()["pauses"]
     captured = engine.rank._drafts.graphs is not None
     assert (engine.rank._launches["ahead"] > len(engine.plans) / 2) is captured is (way == "captured")
-    engine.add(8, PROMPTS[1], 5, SamplingParams(temperature=0.0, logprobs=2))
-    engine.add(9, PROMPTS[4], 12)
+    engine.add(8, PROMPTS[1], 12, SamplingParams(temperature=0.0, logprobs=2))
+    engine.add(9, PROMPTS[4], 24)
     engine.drain()
     assert [tuple(engine.got[rid]) for rid in (8, 9)] == [
-        dense(PROMPTS[1], 5, family), dense(PROMPTS[4], 12, family)]
+        dense(PROMPTS[1], 12, family), dense(PROMPTS[4], 24, family)]
     assert engine.proposed[9] > 0 and (engine.proposed[8] == 0) is captured
 
 
