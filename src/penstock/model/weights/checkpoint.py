@@ -39,8 +39,8 @@ from penstock.model.weights.safetensors_file import StoredTensor, read_shards
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
            "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32,
            "I64": torch.int64, "BOOL": torch.bool}
-# Elements dequantised at once: the temporaries of numpy (about ten of this size) stay in the cache.
-_CHUNK_ELEMENTS = 1 << 18
+# Elements dequantised at once by each thread: the temporaries of numpy (about ten of this size) stay in the cache.
+_CHUNK_ELEMENTS = 1 << 16
 _DEQUANTISERS = 4                               # threads: numpy leaves others the interpreter while it computes
 # Of what is pinned while a device's weights are read: parts, and threads that fill them.
 _STAGED, _PART_BYTES, _READERS = 16, 8 << 20, 8
