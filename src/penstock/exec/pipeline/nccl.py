@@ -12,6 +12,7 @@ from penstock.config.base.errors import ConfigError
 ID_BYTES = 128
 _KINDS = {torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9}
 _SUM = 0
+_INVALID_USAGE = 5
 
 
 class _Id(ctypes.Structure):
@@ -74,4 +75,5 @@ def _stream() -> int:
 
 def _check(lib: ctypes.CDLL, code: int) -> None:
     if code:
-        raise RuntimeError(f"NCCL: {lib.ncclGetErrorString(code).decode()}")
+        why = ": each rank needs a GPU of its own" if code == _INVALID_USAGE else ""
+        raise RuntimeError(f"NCCL: {lib.ncclGetErrorString(code).decode()}{why}")
