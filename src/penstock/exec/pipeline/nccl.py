@@ -75,5 +75,5 @@ def _stream() -> int:
 
 def _check(lib: ctypes.CDLL, code: int) -> None:
     if code:
-        why = ": each rank needs a GPU of its own" if code == _INVALID_USAGE else ""
+        why = ": each rank needs a GPU of its own, and all the same NCCL" if code == _INVALID_USAGE else ""
         raise RuntimeError(f"NCCL: {lib.ncclGetErrorString(code).decode()}{why}")
