@@ -160,9 +160,9 @@ def view() -> str:
     lines = ["| | CPU | GPU |", "|---|---|---|"]
     for title, rows in _VIEW:
         asked = [cell for row in rows for cell in covered(**row)]
-        found = [list(dict.fromkeys(_shown(cell._replace(device=device)) for cell in asked))
-                 for device in DIMENSIONS["device"]]
-        cells = ["in part" if {"tested", "not tested"} <= {*one} else " / ".join(one) for one in found]
+        found = [{_shown(cell._replace(device=device)) for cell in asked} for device in DIMENSIONS["device"]]
+        cells = ["in part" if {"tested", "not tested"} <= one else " or ".join(sorted(one, reverse=True))
+                 for one in found]
         lines.append(f"| {title} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
