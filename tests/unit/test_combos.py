@@ -30,6 +30,9 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_cell_turns_with_its_refusal_and_its_run(monkeypatch) -> None:
+    combos.answer.cache_clear()
+    combos._together.cache_clear()
+    monkeypatch.setattr(combos, "_proven", dict)
     assert combos.answer(CODES_ON_A_GPU).status == "not tested"
     combos.answer.cache_clear()
     monkeypatch.setattr(combos, "_proven", lambda: {CODES_ON_A_GPU: "tests/a.py::test_it"})
