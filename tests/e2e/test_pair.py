@@ -23,10 +23,22 @@ def model(tmp_path_factory) -> str:
     return checkpoint(tmp_path_factory.mktemp("pair"))
 
 
-def lines(end: End, rid: int) -> tuple[list[int], list[float]]:
+Line = tuple[list[int], list[float]]
+
+
+def lines(end: End, rid: int) -> Line:
     """Tokens, and logprobs of each and of its best, in one list."""
     found = end.logprobs[rid]
     return end.got[rid], [x for p in found for x in (p.logprob, *(value for _, value in p.top))]
+
+
+def said(one: End, pair: PairOfEnds, prompt: tuple[int, ...]) -> tuple[Line, Line]:
+    """`lines` of one engine and of the pair."""
+    rids = [end.submit(prompt, 12, logprobs=3) for end in (one, pair.decode)]
+    while one.open:
+        one.turn()
+    pair.finish()
+    return lines(one, rids[0]), lines(pair.decode, rids[1])
 
 
 def approximately(values: list[float]) -> object:
@@ -65,11 +77,7 @@ def test_a_pair_says_what_one_engine_says(model: str, tmp_path: Path, place: str
     with PairOfEnds(model, tmp_path, prefill={"page_size": pages[0]}, decode={"page_size": pages[1]},
                     **options) as pair:
         for prompt in prompts:
-            rids = [end.submit(prompt, 12, logprobs=3) for end in (one, pair.decode)]
-            while one.open:
-                one.turn()
-            pair.finish()
-            (tokens, want), (got, has) = lines(one, rids[0]), lines(pair.decode, rids[1])
+            (tokens, want), (got, has) = said(one, pair, prompt)
             assert got == tokens
             # Prompts are summed up in the pages of the engine that computes them.
             assert has == (want if pages[0] == pages[1] and where.DEVICE == "cpu" else approximately(want))
@@ -110,11 +118,7 @@ def test_a_hot_buffer_of_a_delivered_request_that_is_not_bound_is_seen(model: st
                     real(row, pages, keeps)
             hot.bind = bind
             for prompt in prompts:
-                rids = [end.submit(prompt, 12, logprobs=3) for end in (one, pair.decode)]
-                while one.open:
-                    one.turn()
-                pair.finish()
-                (tokens, want), (got, has) = lines(one, rids[0]), lines(pair.decode, rids[1])
+                (tokens, want), (got, has) = said(one, pair, prompt)
                 assert got == tokens and has == approximately(want)
             assert pair.decode.loop.stats()["pair_delivered_total"] == len(prompts)
 
